@@ -1,0 +1,149 @@
+"""Checkpoint: a read-only mapping from tensor name to LazyTensor, with its config and side files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmconv.errors import InputRefused, MalformedInput
+from llmconv.safetensors_io import read_header
+from llmconv.tensors import LazyTensor
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Small files that travel with a model, by name: never code, never weights."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint(Mapping[str, LazyTensor]):
+    """Tensors by Hugging Face name, read lazily.
+
+    Attributes:
+        path: the file or folder it was opened from.
+        format: how it was stored, such as `hf`, `composer`, `meta`.
+        tensors: name to LazyTensor, in file order.
+        config: the content of `config.json`.
+        side_files: tokenizer and generation files, by plain file name.
+        warnings: what a user should know, one line each.
+    """
+
+    path: Path
+    format: str
+    tensors: Mapping[str, LazyTensor]
+    config: dict[str, Any]
+    side_files: Mapping[str, bytes] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a Hugging Face folder (one safetensors file, or shards with an index).
+
+    Raises:
+        InputRefused: no `config.json` or no safetensors weights in `path`.
+        MalformedInput: a header or the index does not add up.
+    """
+    if not (path / "config.json").is_file():
+        raise InputRefused(
+            f"`{path}` is no Hugging Face folder: it has no `config.json`",
+            hint="convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`",
+        )
+    config = read_json(path / "config.json")
+    return Checkpoint(path, "hf", open_weights(path), config, read_side_files(path))
+
+
+def open_weights(folder: Path) -> dict[str, LazyTensor]:
+    """The tensors of a folder with `model.safetensors`, or with shards and an index.
+
+    Raises:
+        InputRefused: neither is there.
+        MalformedInput: the index and the shards disagree.
+    """
+    if (folder / INDEX).is_file():
+        return _open_shards(folder)
+    if (folder / SINGLE).is_file():
+        return dict(read_header(folder / SINGLE).tensors)
+    raise InputRefused(
+        f"`{folder}` holds no safetensors weights",
+        hint=f"it needs `{SINGLE}`, or shards with `{INDEX}`",
+    )
+
+
+def _open_shards(folder: Path) -> dict[str, LazyTensor]:
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MalformedInput(f"`{INDEX}` has no `weight_map`", hint="copy the folder again")
+    tensors: dict[str, LazyTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        header = read_header(_shard_path(folder, shard))
+        listed = {name for name, home in weight_map.items() if home == shard}
+        if listed != set(header.tensors):
+            odd = sorted(listed ^ set(header.tensors))
+            raise MalformedInput(
+                f"`{INDEX}` and `{shard}` disagree about {len(odd)} tensors, first `{odd[0]}`",
+                hint="shards of different models are mixed; copy the folder again",
+            )
+        tensors.update(header.tensors)
+    return tensors
+
+
+def _shard_path(folder: Path, shard: Any) -> Path:
+    if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+        raise MalformedInput(
+            f"`{INDEX}` names the shard {shard!r}", hint="shards are plain file names beside the index"
+        )
+    if not (folder / shard).is_file():
+        raise MalformedInput(f"shard `{shard}` is missing from `{folder}`", hint="copy the folder again")
+    return folder / shard
+
+
+def read_side_files(folder: Path) -> dict[str, bytes]:
+    """Those of `SIDE_FILES` that lie in `folder`."""
+    return {name: (folder / name).read_bytes() for name in SIDE_FILES if (folder / name).is_file()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        MalformedInput: not JSON, or not an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise MalformedInput(f"`{path.name}` is not valid JSON: {error}", hint="repair or replace the file") from error
+    if not isinstance(content, dict):
+        raise MalformedInput(f"`{path.name}` is not a JSON object", hint="repair or replace the file")
+    return content

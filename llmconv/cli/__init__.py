@@ -1,0 +1,57 @@
+"""The command line: each command is one small file that parses, calls the library and prints."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from typing import Any
+
+import click
+
+from llmconv import __version__
+from llmconv.errors import LlmconvError
+
+COMMANDS = ("inspect", "to-hf", "merge-lora", "export", "verify", "generate", "formats", "families")
+
+
+class LazyGroup(click.Group):
+    """Finds a command by its file name; torch and friends load only when the command runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands in the order of the work."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The object `command` of `llmconv/cli/<name>.py`."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"llmconv.cli.{cmd_name.replace('-', '_')}").command
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command; an LlmconvError becomes message, blank line, hint and its exit code."""
+        try:
+            return super().invoke(ctx)
+        except LlmconvError as error:
+            if "-v" in sys.argv or "--verbose" in sys.argv:
+                traceback.print_exc()
+            click.echo(f"error: {error.message}\n\nhint: {error.hint}", err=True)
+            ctx.exit(error.exit_code)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="llmconv")
+def main() -> None:
+    """From a training checkpoint to verified ONNX graphs.
+
+    \b
+    llmconv to-hf      SOURCE -o OUT          training checkpoint -> Hugging Face folder
+    llmconv merge-lora BASE ADAPTER -o OUT    adapters merged into the weights
+    llmconv export     MODEL                  prefill and decode graphs beside the weights they map
+    llmconv verify     MODEL                  graphs against the eager model
+    llmconv generate   MODEL --prompt TEXT    text from the graphs
+
+    Exit codes: 0 done and true, 1 a difference was found, 2 usage, 3 input refused,
+    4 I/O failed (safe to --resume), 5 nothing could be compared.
+    """

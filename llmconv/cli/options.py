@@ -1,0 +1,55 @@
+"""Options with the same spelling in every command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from llmconv.progress import set_quiet
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+output = click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to make.")
+dtype = click.option(
+    "--dtype",
+    type=click.Choice(["keep", "float32", "float16", "bfloat16"]),
+    default="keep",
+    show_default=True,
+    help="Element type of the floating-point weights.",
+)
+max_shard_size = click.option(
+    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest safetensors file."
+)
+overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT if it is a model folder.")
+resume = click.option("--resume", is_flag=True, help="Continue a run that was interrupted.")
+dry_run = click.option("--dry-run", is_flag=True, help="Print the plan (tensors, bytes, disk needed) and stop.")
+as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+
+
+def talk(command: Command) -> Command:
+    """`-q` and `-v`."""
+
+    def quieten(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        set_quiet(value)
+
+    quiet = click.option(
+        "-q", "--quiet", is_flag=True, expose_value=False, callback=quieten, help="No talk and no bars on stderr."
+    )
+    verbose = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+    return quiet(verbose(command))
+
+
+def writes(command: Command) -> Command:
+    """The options of every command that writes a folder."""
+    for option in (talk, as_json, dry_run, resume, overwrite, max_shard_size, dtype, output):
+        command = option(command)
+    return command
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """The command's result as one JSON object on stdout."""
+    click.echo(json.dumps(content, indent=2))

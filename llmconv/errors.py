@@ -1,0 +1,55 @@
+"""Every error llmconv raises on purpose: one clear line, and a hint that names the way out.
+
+LlmconvError
+├── UsageProblem        exit 2   the options contradict each other
+├── InputRefused        exit 3   the input cannot be used
+│   ├── MalformedInput           truncated, inconsistent or hostile
+│   └── UnsupportedInput         well-formed, but of a kind llmconv does not know
+├── OutputFailed        exit 4   writing failed; safe to run again with --resume
+└── Inconclusive        exit 5   nothing could be compared
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class LlmconvError(Exception):
+    """An error with a one-line message (no final period) and a hint that says what to do."""
+
+    exit_code: ClassVar[int] = 3
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageProblem(LlmconvError):
+    """The options contradict each other or the output already exists."""
+
+    exit_code = 2
+
+
+class InputRefused(LlmconvError):
+    """The input cannot be used; the hint says what to do about it."""
+
+
+class MalformedInput(InputRefused):
+    """A file is truncated, inconsistent or hostile."""
+
+
+class UnsupportedInput(InputRefused):
+    """The input is well-formed, but of a kind llmconv does not know."""
+
+
+class OutputFailed(LlmconvError):
+    """Writing failed (disk full, permission, lock); what was finished is kept for `--resume`."""
+
+    exit_code = 4
+
+
+class Inconclusive(LlmconvError):
+    """Nothing could be compared, so nothing is claimed."""
+
+    exit_code = 5

@@ -1,0 +1,67 @@
+"""llmconv.json: what was made, by which steps, with the size and sha256 of every file.
+
+    {
+      "manifest_version": 1,
+      "steps":  [{"command": "to-hf", "llmconv": "0.1.0", "source": "ep0-ba2-rank0.pt", "options": {…}}, …],
+      "files":  {"model.safetensors": {"bytes": 123, "sha256": "…"}, …},
+      "graphs": {"prefill": {"file": "prefill.onnx", …}, …}            # once exported
+    }
+
+It holds no time, host or absolute path, so the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmconv import __version__
+from llmconv.checkpoint import read_json
+
+MANIFEST = "llmconv.json"
+
+
+@dataclass
+class Manifest:
+    """The content of `llmconv.json`; see the module's docstring."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    graphs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    manifest_version: int = 1
+
+    def encode(self) -> bytes:
+        """The file's bytes: stable key order, so equal manifests are equal files."""
+        content = {
+            "manifest_version": self.manifest_version,
+            "steps": self.steps,
+            "files": dict(sorted(self.files.items())),
+            "graphs": self.graphs,
+        }
+        return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of `folder`, or an empty one where there is none.
+
+    Raises:
+        MalformedInput: the file is not JSON.
+    """
+    if not (folder / MANIFEST).is_file():
+        return Manifest()
+    content = read_json(folder / MANIFEST)
+    return Manifest(content.get("steps", []), content.get("files", {}), content.get("graphs", {}))
+
+
+def step(command: str, source: Path, **options: Any) -> dict[str, Any]:
+    """One entry of `steps`: the command, the source's name and the options that were not left out."""
+    given = {name: value for name, value in options.items() if value not in (None, (), False)}
+    return {"command": command, "llmconv": __version__, "source": source.name, "options": given}
+
+
+def file_entry(content: bytes) -> dict[str, Any]:
+    """The entry of `files` for a file of this content."""
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}

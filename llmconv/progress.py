@@ -1,0 +1,46 @@
+"""Progress and talk on stderr: bars only on a terminal, nothing with `-q`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+_level = {"quiet": False}
+
+
+def set_quiet(quiet: bool) -> None:
+    """Silences `say` and the bars (warnings stay)."""
+    _level["quiet"] = quiet
+
+
+def say(text: str) -> None:
+    """One line of talk on stderr."""
+    if not _level["quiet"]:
+        print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """One line on stderr that `-q` does not silence."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar over `total` bytes; yields the function that advances it."""
+    if _level["quiet"] or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,194 @@
+"""StagedFolder: a hidden sibling of OUT that becomes OUT in one rename.
+
+    .OUT.llmconv-partial/     lock, journal.jsonl, finished files, one `.part` file
+    └── commit: fsync, then rename to OUT (exchanged in one call where OUT exists and `--overwrite` was given)
+
+A reader never sees a partial OUT. After kill -9 the folder is either gone, or `--resume` continues it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from llmconv.errors import InputRefused, LlmconvError, OutputFailed
+from llmconv.manifest import MANIFEST, Manifest
+
+JOURNAL = "journal.jsonl"
+LOCK = "lock"
+RENAME_EXCHANGE, AT_FDCWD = 2, -100
+
+
+class StagedFolder:
+    """Builds a folder out of sight and commits it by rename.
+
+    Args:
+        output: the folder to make.
+        key: fingerprint of sources and options; a journal with another key is not resumed.
+        overwrite: an existing `output` may be replaced.
+        resume: finished files of an interrupted run with the same key are kept.
+
+    Raises:
+        InputRefused: `output` exists and `overwrite` is not given.
+        OutputFailed: another run holds the folder, or any I/O fails (what is finished stays for `--resume`).
+    """
+
+    def __init__(self, output: Path, *, key: str, overwrite: bool, resume: bool) -> None:
+        _require_free(output, overwrite)
+        self.output = output
+        self.path = output.absolute().parent / f".{output.absolute().name}.llmconv-partial"
+        self.finished: dict[str, dict[str, Any]] = {}
+        self._key = key
+        self._resume = resume
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> StagedFolder:
+        with failing_safely():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            self._open_journal()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Keeps the folder after an I/O error or an interrupt, removes it after anything else."""
+        resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
+        if not (resumable and self.finished):
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock:
+            self._lock.close()
+
+    def _take_lock(self) -> None:
+        self._lock = open(self.path / LOCK, "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise OutputFailed(f"another run is writing `{self.output}`", hint="wait until it has ended") from error
+
+    def _open_journal(self) -> None:
+        if self._resume:
+            self.finished = self._read_journal()
+        for item in self.path.iterdir():
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
+            elif item.name not in self.finished and item.name != LOCK:
+                item.unlink()
+        write_durably(self.path / JOURNAL, self._encode_journal())
+
+    def _read_journal(self) -> dict[str, dict[str, Any]]:
+        """Finished files whose bytes still have the recorded sha256; nothing when the key differs."""
+        try:
+            lines = [json.loads(line) for line in (self.path / JOURNAL).read_text().splitlines()]
+        except (OSError, ValueError):
+            return {}
+        if not lines or lines[0] != {"key": self._key}:
+            return {}
+        return {line.pop("file"): line for line in lines[1:] if self._intact(line)}
+
+    def _intact(self, line: dict[str, Any]) -> bool:
+        path = self.path / line["file"]
+        if not path.is_file() or path.stat().st_size != line["bytes"]:
+            return False
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == line["sha256"]
+
+    def _encode_journal(self) -> bytes:
+        lines = [{"key": self._key}] + [{"file": name, **entry} for name, entry in self.finished.items()]
+        return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+    def record(self, name: str, entry: dict[str, Any]) -> None:
+        """Notes that the file `name` is complete and on disk."""
+        self.finished[name] = entry
+        write_durably(self.path / JOURNAL, self._encode_journal())
+
+    def write_file(self, name: str, content: bytes) -> None:
+        """Writes one small file."""
+        with failing_safely():
+            write_durably(self.path / name, content)
+            self.record(name, {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
+
+    def commit(self, manifest: Manifest) -> None:
+        """Adds the manifest and makes the folder visible as `output`."""
+        manifest.files = dict(self.finished)
+        with failing_safely():
+            write_durably(self.path / MANIFEST, manifest.encode())
+            (self.path / JOURNAL).unlink()
+            (self.path / LOCK).unlink()
+            self._publish()
+            sync_folder(self.path.parent)
+
+    def _publish(self) -> None:
+        if os.path.lexists(self.output):
+            exchange(self.path, self.output)
+        else:
+            self.path.rename(self.output)
+
+
+def _require_free(output: Path, overwrite: bool) -> None:
+    """`--overwrite` replaces a model folder, and nothing else that happens to have that name."""
+    if not os.path.lexists(output):
+        return
+    if not overwrite:
+        raise InputRefused(f"`{output}` already exists", hint="choose another `-o`, or give `--overwrite`")
+    ours = output.is_dir() and not output.is_symlink()
+    if not ours or (any(output.iterdir()) and not (output / "config.json").is_file()):
+        raise InputRefused(
+            f"`{output}` is no model folder, so it is not overwritten",
+            hint="choose another `-o`, or remove it yourself",
+        )
+
+
+@contextmanager
+def failing_safely() -> Iterator[None]:
+    """Turns an OSError into OutputFailed."""
+    try:
+        yield
+    except LlmconvError:
+        raise
+    except OSError as error:
+        hint = (
+            "free some space and run again with `--resume`"
+            if error.errno == 28
+            else "mend it and run again with `--resume`"
+        )
+        raise OutputFailed(
+            f"writing failed: {error.strerror or error} ({error.filename or 'output'})", hint=hint
+        ) from error
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replaces `path` by `content`: temporary file, fsync, rename. The mode follows the umask."""
+    part = path.with_name(path.name + ".part")
+    with open(part, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames in `path` durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def exchange(new: Path, old: Path) -> None:
+    """Swaps two paths in one call (Linux `renameat2`), so that `old` is never absent; `new` then holds the old content."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(old))

@@ -1,0 +1,117 @@
+"""LazyTensor: a tensor that is known by dtype and shape, and read by rows only when a writer asks.
+
+Arrays are numpy; bfloat16 and float8 come from `ml_dtypes`, so no conversion ever touches the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+BLOCK_BYTES = 16 << 20
+"""Streaming granularity: large enough to be fast, small enough to forget."""
+
+
+@dataclass(frozen=True)
+class DType:
+    """One element type under its three names.
+
+    Attributes:
+        name: the name torch and Hugging Face configs use, such as `bfloat16`.
+        code: the name in a safetensors header, such as `BF16`.
+        numpy: the numpy (or `ml_dtypes`) type of an array of it.
+    """
+
+    name: str
+    code: str
+    numpy: np.dtype[Any]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.numpy.itemsize
+
+
+DTYPES: tuple[DType, ...] = (
+    DType("float64", "F64", np.dtype("<f8")),
+    DType("float32", "F32", np.dtype("<f4")),
+    DType("float16", "F16", np.dtype("<f2")),
+    DType("bfloat16", "BF16", np.dtype(ml_dtypes.bfloat16)),
+    DType("float8_e4m3fn", "F8_E4M3", np.dtype(ml_dtypes.float8_e4m3fn)),
+    DType("float8_e5m2", "F8_E5M2", np.dtype(ml_dtypes.float8_e5m2)),
+    DType("int64", "I64", np.dtype("<i8")),
+    DType("int32", "I32", np.dtype("<i4")),
+    DType("int16", "I16", np.dtype("<i2")),
+    DType("int8", "I8", np.dtype("i1")),
+    DType("uint64", "U64", np.dtype("<u8")),
+    DType("uint32", "U32", np.dtype("<u4")),
+    DType("uint16", "U16", np.dtype("<u2")),
+    DType("uint8", "U8", np.dtype("u1")),
+    DType("bool", "BOOL", np.dtype("?")),
+)
+BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+BY_CODE = {dtype.code: dtype for dtype in DTYPES}
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor whose rows (slices of dim 0) are computed or read on demand.
+
+    Attributes:
+        dtype: element type.
+        shape: sizes; `()` is a scalar.
+        load: `load(start, stop)` returns rows `start:stop` as a C-contiguous array of shape
+            `(stop - start, *shape[1:])`; a scalar is loaded with `(0, 1)` and has shape `(1,)`.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    load: Callable[[int, int], Array]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def num_rows(self) -> int:
+        """Size of dim 0 (1 for a scalar)."""
+        return self.shape[0] if self.shape else 1
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Rows `start:stop`; see `load`."""
+        return self.load(start, stop)
+
+    def read(self) -> Array:
+        """The whole tensor as an array of `shape`."""
+        return self.load(0, self.num_rows).reshape(self.shape)
+
+    def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+        """Row ranges `(start, stop)` that cover the tensor, each of at most `limit` bytes (or one row)."""
+        row_bytes = max(1, self.nbytes // max(1, self.num_rows))
+        step = max(1, limit // row_bytes)
+        for start in range(0, self.num_rows, step):
+            yield start, min(start + step, self.num_rows)
+
+
+def in_memory(array: Array, dtype: DType) -> LazyTensor:
+    """A LazyTensor over an array that is already there (any shape, bits reinterpreted as `dtype`)."""
+    flat = np.ascontiguousarray(array)
+    rows = flat if flat.ndim else flat.reshape(1)
+    return LazyTensor(dtype, flat.shape, lambda start, stop: rows[start:stop])
+
+
+def cast(tensor: LazyTensor, dtype: DType) -> LazyTensor:
+    """`tensor` rounded to `dtype` (nearest even); non-float tensors and equal dtypes stay as they are."""
+    if tensor.dtype == dtype or tensor.dtype.name not in ("float64", *FLOATS):
+        return tensor
+    return LazyTensor(dtype, tensor.shape, lambda start, stop: tensor.load(start, stop).astype(dtype.numpy))

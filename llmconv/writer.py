@@ -1,0 +1,223 @@
+"""Writing a Checkpoint as a Hugging Face folder: header first, then the tensors in file order, streamed.
+
+Reading, arithmetic, hashing and writing overlap: a bounded queue of row blocks, so memory follows the block size and not
+the model. Nothing is read before every name, shape and dtype is known and the disk is known to be large enough.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import INDEX, SINGLE, Checkpoint
+from llmconv.errors import InputRefused, UsageProblem
+from llmconv.manifest import Manifest
+from llmconv.progress import bytes_bar
+from llmconv.safetensors_io import encode_header
+from llmconv.staging import StagedFolder, failing_safely
+from llmconv.tensors import Array, LazyTensor
+
+LOOK_AHEAD = 4
+"""Row blocks in flight: enough for the cores, few enough to stay small."""
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file to write: its name and its tensors in order."""
+
+    name: str
+    tensors: Mapping[str, LazyTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run would write; printed by `--dry-run`."""
+
+    checkpoint: Checkpoint
+    shards: tuple[Shard, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data in all shards (`total_size` of the index)."""
+        return sum(shard.nbytes for shard in self.shards)
+
+
+def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -> Plan:
+    """Splits the tensors, in order, into shards of at most `max_shard_size` (a larger tensor gets its own).
+
+    Raises:
+        UsageProblem: `max_shard_size` is no size such as `5GB`.
+        InputRefused: there are no tensors.
+    """
+    if not checkpoint:
+        raise InputRefused(f"`{checkpoint.path}` holds no tensors", hint="look at it with `llmconv inspect`")
+    limit = parse_size(max_shard_size)
+    groups: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in checkpoint.items():
+        if groups[-1] and size + tensor.nbytes > limit:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += tensor.nbytes
+    return Plan(checkpoint, tuple(Shard(_shard_name(i, len(groups)), group) for i, group in enumerate(groups, 1)))
+
+
+def _shard_name(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from a size such as `5GB`, `500MB` or `1000` (decimal units, as Hugging Face counts).
+
+    Raises:
+        UsageProblem: not of that form, or zero.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", str(text).strip().upper())
+    size = (
+        int(float(match[1]) * UNITS[match[2] if match[2].endswith("B") or not match[2] else match[2] + "B"])
+        if match
+        else 0
+    )
+    if size <= 0:
+        raise UsageProblem(f"`{text}` is no size", hint="write it as `5GB` or `500MB`")
+    return size
+
+
+def write_checkpoint(
+    plan: Plan,
+    output: Path,
+    *,
+    steps: Sequence[dict[str, Any]],
+    sources: Sequence[Path],
+    overwrite: bool = False,
+    resume: bool = False,
+) -> Manifest:
+    """Writes the folder `output`: shards, side files, `config.json`, index, manifest, in that order.
+
+    Args:
+        plan: from `plan_checkpoint`.
+        output: the folder to make.
+        steps: provenance for the manifest, oldest first.
+        sources: files that were read; their size and time guard `--resume`.
+        overwrite: replace an existing folder.
+        resume: continue an interrupted run.
+
+    Raises:
+        InputRefused: `output` exists, or the disk is too small.
+        OutputFailed: writing failed.
+    """
+    with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
+        _require_space(folder, plan)
+        with bytes_bar(f"writing {output.name}", plan.nbytes) as advance:
+            for shard in plan.shards:
+                if shard.name in folder.finished:
+                    advance(shard.nbytes)
+                else:
+                    folder.record(shard.name, _write_shard(folder.path / shard.name, shard, advance))
+        for name, content in _small_files(plan).items():
+            folder.write_file(name, content)
+        manifest = Manifest(list(steps))
+        folder.commit(manifest)
+    return manifest
+
+
+def _small_files(plan: Plan) -> dict[str, bytes]:
+    files = dict(plan.checkpoint.side_files)
+    files["config.json"] = _json(plan.checkpoint.config)
+    if len(plan.shards) > 1:
+        weight_map = {name: shard.name for shard in plan.shards for name in shard.tensors}
+        files[INDEX] = _json({"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map})
+    return files
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _write_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Streams one safetensors file and returns its manifest entry."""
+    part = path.with_name(path.name + ".part")
+    digest = hashlib.sha256()
+    size = 0
+    with failing_safely(), open(part, "wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        hashing: Future[None] | None = None
+        for block in _contents(shard):
+            if hashing:
+                hashing.result()
+            hashing = hasher.submit(digest.update, block)
+            write_fully(file.fileno(), block)
+            advance(len(block))
+            size += len(block)
+        os.fsync(file.fileno())
+    part.replace(path)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _contents(shard: Shard) -> Iterator[memoryview]:
+    """The bytes of a file, header first, computed ahead of the writer."""
+    yield memoryview(encode_header({name: (tensor.dtype, tensor.shape) for name, tensor in shard.tensors.items()}))
+    blocks = ((tensor, *block) for tensor in shard.tensors.values() if tensor.nbytes for block in tensor.blocks())
+    with ThreadPoolExecutor(os.cpu_count()) as readers:
+        pending: deque[Future[Array]] = deque()
+        try:
+            for tensor, start, stop in blocks:
+                pending.append(readers.submit(_checked_rows, tensor, start, stop))
+                if len(pending) > LOOK_AHEAD:
+                    yield as_bytes(pending.popleft().result())
+            while pending:
+                yield as_bytes(pending.popleft().result())
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _checked_rows(tensor: LazyTensor, start: int, stop: int) -> Array:
+    rows = tensor.rows(start, stop)
+    assert rows.dtype == tensor.dtype.numpy and rows.nbytes * tensor.num_rows == tensor.nbytes * (stop - start)
+    return rows
+
+
+def as_bytes(array: Array) -> memoryview:
+    """The array's memory, row-major, as bytes."""
+    return memoryview(array.reshape(-1).view("u1"))
+
+
+def write_fully(fd: int, block: memoryview) -> None:
+    """Writes all of `block`, whatever the short writes."""
+    while block:
+        block = block[os.write(fd, block) :]
+
+
+def _require_space(folder: StagedFolder, plan: Plan) -> None:
+    done = sum(entry["bytes"] for entry in folder.finished.values())
+    needed = plan.nbytes - done
+    free = shutil.disk_usage(folder.path).free
+    if needed > free:
+        raise InputRefused(
+            f"no space left: `{folder.output}` needs {needed:,} bytes, {free:,} are free",
+            hint="free some space, or choose an output on another disk",
+        )
+
+
+def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], sources: Sequence[Path]) -> str:
+    """Changes whenever the output's bytes could change."""
+    layout = [[(name, t.dtype.name, t.shape) for name, t in shard.tensors.items()] for shard in plan.shards]
+    stats = [(source.name, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
+    return hashlib.sha256(json.dumps([list(steps), layout, stats]).encode()).hexdigest()
