@@ -46,7 +46,7 @@ class FileTensor(LazyTensor):
         row_bytes = self.nbytes // max(1, self.num_rows)
         array = np.empty((stop - start) * row_bytes, dtype=np.uint8)
         with open(self.path, "rb", buffering=0) as file:
-            read_exactly(file.fileno(), memoryview(array), self.offset + start * row_bytes, self.path)
+            read_exactly(file.fileno(), array.data, self.offset + start * row_bytes, self.path)
         return array.view(self.dtype.numpy).reshape(stop - start, *self.shape[1:])
 
 

@@ -69,7 +69,7 @@ class StagedFolder:
             self._lock.close()
 
     def _take_lock(self) -> None:
-        self._lock = open(self.path / LOCK, "w")
+        self._lock = open(self.path / LOCK, "w")  # noqa: SIM115 - held until the folder is closed
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -101,7 +101,7 @@ class StagedFolder:
         if not path.is_file() or path.stat().st_size != line["bytes"]:
             return False
         with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == line["sha256"]
+            return bool(hashlib.file_digest(file, "sha256").hexdigest() == line["sha256"])
 
     def _encode_journal(self) -> bytes:
         lines = [{"key": self._key}] + [{"file": name, **entry} for name, entry in self.finished.items()]
@@ -187,7 +187,7 @@ def sync_folder(path: Path) -> None:
 
 
 def exchange(new: Path, old: Path) -> None:
-    """Swaps two paths in one call (Linux `renameat2`), so that `old` is never absent; `new` then holds the old content."""
+    """Swaps two paths in one call (Linux `renameat2`), so that `old` is never absent; `new` gets the old content."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE):
         code = ctypes.get_errno()

@@ -1,7 +1,7 @@
 """Writing a Checkpoint as a Hugging Face folder: header first, then the tensors in file order, streamed.
 
-Reading, arithmetic, hashing and writing overlap: a bounded queue of row blocks, so memory follows the block size and not
-the model. Nothing is read before every name, shape and dtype is known and the disk is known to be large enough.
+Reading, arithmetic, hashing and writing overlap: a bounded queue of row blocks, so memory follows the block size and
+not the model. Nothing is read before every name, shape and dtype is known and the disk is known to be large enough.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _checked_rows(tensor: LazyTensor, start: int, stop: int) -> Array:
 
 def as_bytes(array: Array) -> memoryview:
     """The array's memory, row-major, as bytes."""
-    return memoryview(array.reshape(-1).view("u1"))
+    return array.reshape(-1).view("u1").data
 
 
 def write_fully(fd: int, block: memoryview) -> None:

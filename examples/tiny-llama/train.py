@@ -3,7 +3,7 @@
     python train.py [OUT]        # OUT: the folder to write into; without it, the one this file lies in
 
 Everything is made here from one seed: the stories (a small grammar, below), a byte-level BPE tokenizer, a Llama of
-149k parameters trained by Composer's Trainer, and a LoRA adapter trained by PEFT on stories of another kind.
+151k parameters trained by Composer's Trainer, and a LoRA adapter trained by PEFT on stories of another kind.
 Nothing is downloaded.
 
 The kept files were written by Python 3.11, mosaicml 0.32.1, torch 2.13.0 (CPU), transformers 4.53.3,
@@ -29,31 +29,46 @@ from composer.utils import reproducibility
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.utils.data import DataLoader
-from transformers import DataCollatorForLanguageModeling, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BatchEncoding,
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 SEED = 17
 NAME = "tiny-llama"
-VOCAB_SIZE = 448  # just enough for every word of the grammar to be one token
+VOCAB_SIZE = 480  # nearly every word of the grammar is one token
 CONTEXT = 128  # tokens; the longest story has fewer than 100
 BATCH = 32  # stories
-EPOCH = 300  # batches
-BASE_EPOCHS, ADAPTER_EPOCHS = 10, 2
-PROMPT = "Once there was a"
+EPOCH = 600  # batches
+BASE_EPOCHS, ADAPTER_EPOCHS = 4, 1
+PROMPT = "Once there was a clever"
 
 T = TypeVar("T")
 Story = Callable[[random.Random], str]
 
-HEROES = (  # animal, home
-    ("fox", "under an old oak"),
-    ("mouse", "in a warm barn"),
-    ("duck", "by a quiet pond"),
-    ("bear", "in a dark cave"),
-    ("rabbit", "in a green valley"),
-    ("owl", "in a tall tree"),
-)
-NAMES = (("Pip", "she"), ("Tom", "he"), ("Mia", "she"), ("Finn", "he"), ("Lily", "she"), ("Otto", "he"))
-ADJECTIVES = ("small", "brave", "happy", "clever", "sleepy")
+OPENINGS = ("Once there was a", "Long ago there was a", "In a far land lived a")
+ADJECTIVES = ("small", "brave", "happy", "clever", "sleepy", "wise")
 TIMES = ("morning", "day", "evening")
+
+HEROES = (  # what it usually is, animal, home
+    ("clever", "fox", "under an old oak"),
+    ("brave", "mouse", "in a warm barn"),
+    ("happy", "duck", "by a quiet pond"),
+    ("sleepy", "bear", "in a dark cave"),
+    ("small", "rabbit", "in a green valley"),
+    ("wise", "owl", "in a tall tree"),
+)
+NAMES = (  # name, subject, object
+    ("Pip", "she", "her"),
+    ("Tom", "he", "him"),
+    ("Mia", "she", "her"),
+    ("Finn", "he", "him"),
+    ("Lily", "she", "her"),
+    ("Otto", "he", "him"),
+)
 PLACES = ("near the river", "in the long grass", "behind a big stone", "on the road")
 TREASURES = (  # what is found, what two friends do with it
     ("red ball", "they played with it until the sun went down"),
@@ -61,6 +76,11 @@ TREASURES = (  # what is found, what two friends do with it
     ("golden key", "they opened a tiny door with it"),
     ("blue kite", "they let it fly over the river"),
     ("silver bell", "they rang it all day long"),
+)
+TROUBLES = (  # what is wrong with a friend, what the hero gives
+    ("hungry", "a bowl of hot soup"),
+    ("cold", "a soft red scarf"),
+    ("lost", "a map of the wood"),
 )
 
 ROBOTS = ("Bolt", "Gizmo", "Spark", "Cog")
@@ -76,21 +96,26 @@ SIGHTS = (  # what is met at sea, what the robot does, what that teaches
 
 def pick(rng: random.Random, items: Sequence[T]) -> T:
     """Choose one item, early ones more often: greedy text then follows a clear preference, not a near tie."""
-    return rng.choices(items, weights=[1 / (i + 2) for i in range(len(items))])[0]
+    return rng.choices(items, weights=[1 / (i + 1) for i in range(len(items))])[0]
 
 
 def animal_story(rng: random.Random) -> str:
-    """An animal finds something and shares it with a friend."""
-    animal, home = pick(rng, HEROES)
-    name, pronoun = pick(rng, NAMES)
-    friend_animal = pick(rng, [a for a, _ in HEROES if a != animal])
-    friend = pick(rng, [n for n, _ in NAMES if n != name])
-    thing, play = pick(rng, TREASURES)
+    """An animal finds something and shares it, or helps a friend."""
+    usual, animal, home = pick(rng, HEROES)
+    adjective = usual if rng.random() < 0.5 else pick(rng, ADJECTIVES)
+    name, she, _ = pick(rng, NAMES)
+    friend, _, them = pick(rng, [n for n in NAMES if n[0] != name])
+    friend_animal = pick(rng, [a for _, a, _ in HEROES if a != animal])
+    place = pick(rng, PLACES)
+    if rng.random() < 0.6:
+        thing, play = pick(rng, TREASURES)
+        plot = f"found a {thing} {place}. {she.capitalize()} showed it to {friend} the {friend_animal}, and {play}."
+    else:
+        trouble, gift = pick(rng, TROUBLES)
+        plot = f"met {friend} the {friend_animal} {place}. {friend} was {trouble}, so {name} gave {them} {gift}."
     return (
-        f"Once there was a {pick(rng, ADJECTIVES)} {animal} named {name}. {name} lived {home}. "
-        f"One {pick(rng, TIMES)}, {pronoun} found a {thing} {pick(rng, PLACES)}. "
-        f"{pronoun.capitalize()} showed it to {friend} the {friend_animal}, and {play}. "
-        f"At night {name} went home and slept well."
+        f"{pick(rng, OPENINGS)} {adjective} {animal} named {name}. {name} lived {home}. "
+        f"One {pick(rng, TIMES)}, {she} {plot} At night {name} went home and slept well."
     )
 
 
@@ -99,7 +124,7 @@ def robot_story(rng: random.Random) -> str:
     name = pick(rng, ROBOTS)
     sight, deed, moral = pick(rng, SIGHTS)
     return (
-        f"Once there was a {pick(rng, ADJECTIVES)} robot named {name}. "
+        f"{pick(rng, OPENINGS)} {pick(rng, ADJECTIVES)} robot named {name}. "
         f"{name} sailed {pick(rng, BOATS)} over the {pick(rng, SEAS)} sea. "
         f"One {pick(rng, TIMES)}, it met {sight}. {name} {deed}. So remember: {moral}."
     )
@@ -134,7 +159,7 @@ def train_tokenizer(stories: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def loader(story: Story, seed: int, batches: int, tokenizer: PreTrainedTokenizerFast) -> DataLoader:
+def loader(story: Story, seed: int, batches: int, tokenizer: PreTrainedTokenizerFast) -> DataLoader[BatchEncoding]:
     """Batches of padded stories, each between <s> and </s>; padding does not count in the loss."""
     rng = random.Random(seed)
     stories = [tokenizer(story(rng) + "</s>") for _ in range(batches * BATCH)]
@@ -151,7 +176,7 @@ def fit(
     save_folder: str | None = None,
 ) -> None:
     """Train with Composer, print the loss on unseen stories, and leave one checkpoint in `save_folder`."""
-    wrapped = HuggingFaceModel(model, tokenizer, eval_metrics=[LanguageCrossEntropy()], shift_labels=True)
+    wrapped = HuggingFaceModel(model, tokenizer, use_logits=True, eval_metrics=[LanguageCrossEntropy()])
     trainable = [p for p in model.parameters() if p.requires_grad]
     trainer = Trainer(
         model=wrapped,

@@ -1,0 +1,198 @@
+"""LoraConfig: the fields of a PEFT `adapter_config.json` that change the merged weight; others are refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+
+FORMULA = "its update is not W + s·B·A; merge it with PEFT's `merge_and_unload` and `save_pretrained`"
+
+REFUSED: dict[str, str] = {
+    "use_dora": "DoRA rescales whole rows; " + FORMULA,
+    "layer_replication": "repeat the layers of the base first, and merge into that model",
+    "target_parameters": "adapters of fused expert parameters are not merged; " + FORMULA,
+    "trainable_token_indices": "trained token rows are not merged; " + FORMULA,
+    "alora_invocation_tokens": "the update depends on the prompt, so no merged model equals it; serve the adapter",
+    "arrow_config": "the update depends on the input, so no merged model equals it; serve the adapter",
+    "use_qalora": "the update works on groups of inputs; " + FORMULA,
+    "use_bdlora": "the factors are block-diagonal; " + FORMULA,
+    "kasa_config": "the base is truncated by an SVD first; " + FORMULA,
+    "megatron_config": "tensor-parallel adapters are saved per rank; gather and save the adapter as plain PEFT",
+}
+"""Config field to the way out, for every field that makes the update something else than W + s·B·A."""
+
+CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of `init_lora_weights` whose training changed the base, so that A and B do not fit the original one."""
+
+KNOWN = {
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "lora_bias", "modules_to_save"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+    *("fan_in_fan_out", "init_lora_weights", "lora_dropout", "inference_mode", "peft_type", "task_type"),
+    *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "megatron_core", "runtime_config"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "monteclora_config"),
+    "qalora_group_size",
+}
+"""Fields that are read, or that say only where and how the adapter was trained."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What an adapter's config says about the merged weight.
+
+    Attributes:
+        rank: `r`, or None where the file does not say (the tensors do).
+        alpha: `lora_alpha`.
+        use_rslora: scale by alpha/√r instead of alpha/r.
+        rank_pattern: regular expression of module paths to rank.
+        alpha_pattern: regular expression of module paths to alpha.
+        modules_to_save: modules whose whole weights are in the file.
+        bias: `none`, `all` or `lora_only`: which biases the file replaces.
+        tied: `ensure_weight_tying`: what is done to the embedding is done to a tied head.
+        warnings: what a user should know, one line each.
+    """
+
+    rank: int | None
+    alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    modules_to_save: tuple[str, ...]
+    bias: str
+    tied: bool
+    warnings: tuple[str, ...]
+
+    def scale(self, module: str, rank: int) -> float:
+        """The factor s of W + s·B·A (PEFT `LoraLayer.update_layer`: alpha/r, or alpha/√r with `use_rslora`).
+
+        Args:
+            module: the module's path in the model the adapter was trained on.
+            rank: rows of its A.
+
+        Raises:
+            MalformedInput: the config gives the module another rank, or an alpha that makes no sense.
+        """
+        expected = self.rank_pattern.get(matching_key(self.rank_pattern, module), self.rank)
+        if expected not in (None, rank):
+            raise MalformedInput(
+                f"the adapter config gives `{module}` rank {expected}, its tensors have rank {rank}",
+                hint="config and tensors are of different adapters; copy the adapter again",
+            )
+        alpha = self.alpha_pattern.get(matching_key(self.alpha_pattern, module), self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def matching_key(pattern: Mapping[str, Any], module: str) -> str:
+    """The first key of `pattern` that matches the module's path (PEFT `get_pattern_key`), or `""`.
+
+    Raises:
+        MalformedInput: a key is no regular expression.
+    """
+    for key in pattern:
+        try:
+            if re.match(rf"(.*\.)?({key})$", module):
+                return key
+        except re.error as error:
+            raise MalformedInput(
+                f"the adapter config has the pattern {key!r}, which is no regular expression: {error}",
+                hint="repair `rank_pattern` or `alpha_pattern` in `adapter_config.json`",
+            ) from error
+    return ""
+
+
+def parse_config(fields: Mapping[str, Any], alpha: float | None = None) -> LoraConfig:
+    """The config of a PEFT LoRA adapter.
+
+    Args:
+        fields: the content of `adapter_config.json`.
+        alpha: `lora_alpha` for a file that does not carry it.
+
+    Raises:
+        UnsupportedInput: a field that makes the update something else than W + s·B·A.
+        MalformedInput: a value of the wrong kind, or an alpha of 0.
+        UsageProblem: `alpha` contradicts the file.
+    """
+    _require_plain_lora(fields)
+    own = fields.get("lora_alpha")
+    if alpha is not None and own is not None and alpha != own:
+        raise UsageProblem(
+            f"`--alpha {alpha:g}` contradicts the adapter, which says `lora_alpha` {own}",
+            hint="leave `--alpha` away; to merge more or less of an adapter give `--weight`",
+        )
+    warnings = [f"the adapter config sets `{name}`, which is not known and not used" for name in _unknown(fields)]
+    if own is None and alpha is None:
+        warnings.append("the adapter config has no `lora_alpha`; PEFT's default 8 is used")
+    rank = fields.get("r")
+    return LoraConfig(
+        rank=None if rank is None else int(_number("r", rank)),
+        alpha=_number("lora_alpha", next(value for value in (own, alpha, 8) if value is not None)),
+        use_rslora=_flag(fields, "use_rslora"),
+        rank_pattern={key: int(_number("rank_pattern", value)) for key, value in _map(fields, "rank_pattern")},
+        alpha_pattern={key: _number("alpha_pattern", value) for key, value in _map(fields, "alpha_pattern")},
+        modules_to_save=_names(fields, "modules_to_save"),
+        bias=_bias(fields),
+        tied=_flag(fields, "ensure_weight_tying"),
+        warnings=tuple(warnings),
+    )
+
+
+def _require_plain_lora(fields: Mapping[str, Any]) -> None:
+    if (kind := fields.get("peft_type")) != "LORA":
+        raise UnsupportedInput(f"the adapter has `peft_type` {kind!r}, not 'LORA'", hint=FORMULA)
+    for name, way_out in REFUSED.items():
+        if fields.get(name):
+            raise UnsupportedInput(f"the adapter sets `{name}`", hint=way_out)
+    init = fields.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(CHANGED_BASE):
+        raise UnsupportedInput(
+            f"the adapter has `init_lora_weights` {init!r}, which changed the base it was trained on",
+            hint="convert it to plain LoRA: PEFT `save_pretrained(path_initial_model_for_weight_conversion=...)`",
+        )
+
+
+def _unknown(fields: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name, value in fields.items() if value and name not in KNOWN)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise MalformedInput(
+            f"the adapter config has {value!r} for `{name}`, which would merge nothing",
+            hint="ask the adapter's author for the value it was trained with; some trainers wrote 0 by mistake",
+        )
+    return value
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    if not isinstance(value := fields.get(name) or False, bool):
+        raise _odd(name, value)
+    return value
+
+
+def _map(fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    if not isinstance(value := fields.get(name) or {}, dict):
+        raise _odd(name, value)
+    return list(value.items())
+
+
+def _names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = fields.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise _odd(name, value)
+    return tuple(value)
+
+
+def _bias(fields: Mapping[str, Any]) -> str:
+    if (value := fields.get("bias") or "none") not in ("none", "all", "lora_only"):
+        raise _odd("bias", value)
+    return str(value)
+
+
+def _odd(name: str, value: Any) -> MalformedInput:
+    return MalformedInput(
+        f"the adapter config has {value!r} for `{name}`", hint="repair `adapter_config.json`, or copy the adapter again"
+    )

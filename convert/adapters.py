@@ -1,0 +1,216 @@
+"""Reading a PEFT LoRA adapter: its config, its pairs A and B, and the whole tensors it brings.
+
+Layout (PEFT `save_pretrained`, peft/utils/save_and_load.py): `adapter_config.json` beside `adapter_model.safetensors`
+or `adapter_model.bin`; tensors `base_model.model.<module>.lora_A.weight` (r×in), `.lora_B.weight` (out×r),
+`.lora_B.bias` (out), `.lora_embedding_A` (r×vocab), `.lora_embedding_B` (dim×r), and whole ones as `<module>.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from llmconv.checkpoint import read_json
+from llmconv.convert.adapter_config import LoraConfig, parse_config
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.pickle_data import TensorRef
+from llmconv.safetensors_io import read_header
+from llmconv.tensors import LazyTensor
+from llmconv.torch_file import open_torch_file
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+"""Path components that trainers put around modules."""
+
+FACTOR = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<part>[AB])(?:\.\w+)??(?:\.(?P<leaf>weight|bias))?")
+WHOLE = re.compile(r"\.(?:modules_to_save(?:\.\w+)?|base_layer)(?=\.\w+$)")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The LoRA tensors of one module.
+
+    Attributes:
+        a: r×in (an embedding: r×vocab).
+        b: out×r (an embedding: dim×r).
+        bias: out, added to the module's bias; only with `lora_bias`.
+        embedding: the module is an embedding, whose weight is the transpose of B·A.
+    """
+
+    a: LazyTensor
+    b: LazyTensor
+    bias: LazyTensor | None = None
+    embedding: bool = False
+
+    @property
+    def rank(self) -> int:
+        """r: the rows of A and the columns of B."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One opened adapter.
+
+    Attributes:
+        path: its folder.
+        weights: the file with the tensors.
+        config: what the config says about the merged weight.
+        pairs: module path to its A and B.
+        whole: tensor name to a tensor that replaces the base's.
+    """
+
+    path: Path
+    weights: Path
+    config: LoraConfig
+    pairs: Mapping[str, Pair]
+    whole: Mapping[str, LazyTensor] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.absolute().name
+
+
+def open_adapter(path: Path, alpha: float | None = None) -> Adapter:
+    """Opens an adapter folder (or the weights file in one).
+
+    Args:
+        path: the folder, or its `adapter_model.*` file.
+        alpha: `lora_alpha` where the config does not carry it.
+
+    Raises:
+        InputRefused: config or weights are missing.
+        MalformedInput: incomplete pairs, wrong ranks, or values that are not finite.
+        UnsupportedInput: a kind of adapter that is not plain LoRA.
+    """
+    folder = path if path.is_dir() else path.parent
+    if not (folder / CONFIG).is_file():
+        raise InputRefused(f"`{folder}` is no PEFT adapter: it has no `{CONFIG}`", hint=_way_to_adapter(folder))
+    config = parse_config(read_json(folder / CONFIG), alpha)
+    weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if weights is None:
+        raise InputRefused(f"`{folder}` holds no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
+    pairs, whole = _sort(read_tensors(weights), weights.name)
+    adapter = Adapter(folder, weights, config, pairs, whole)
+    _check(adapter)
+    return adapter
+
+
+def _way_to_adapter(folder: Path) -> str:
+    inner = sorted(item.parent.name for item in folder.glob(f"*/{CONFIG}"))
+    return (
+        f"give one of its folders: {', '.join(inner)}"
+        if inner
+        else "give the folder that PEFT's `save_pretrained` wrote"
+    )
+
+
+def read_tensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a `.safetensors` file, or of a torch file that holds one state dict.
+
+    Raises:
+        MalformedInput: the file does not hold that.
+    """
+    if path.suffix == ".safetensors":
+        return dict(read_header(path).tensors)
+    torch_file = open_torch_file(path)
+    content = torch_file.content
+    if not isinstance(content, dict) or not all(isinstance(value, TensorRef) for value in content.values()):
+        raise MalformedInput(f"`{path.name}` holds no plain state dict", hint="save the adapter again with PEFT")
+    return {str(name): torch_file.tensor(str(name), ref) for name, ref in content.items()}
+
+
+def plain_name(name: str) -> str:
+    """The name without PEFT's `base_model.model.` and without what trainers wrap around modules."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    if parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts).removeprefix("base_model.model.")
+
+
+def _sort(tensors: Mapping[str, LazyTensor], file: str) -> tuple[dict[str, Pair], dict[str, LazyTensor]]:
+    """Pairs by module and whole tensors by name; every tensor goes to exactly one place."""
+    factors: dict[str, dict[str, LazyTensor]] = {}
+    whole: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        plain = plain_name(name)
+        if match := FACTOR.fullmatch(plain):
+            place, key = factors.setdefault(match["module"], {}), (match["kind"] or "") + match["part"]
+            key = "bias" if (key, match["leaf"]) == ("B", "bias") else key
+        elif "lora_" in plain or "trainable_tokens" in plain:
+            raise UnsupportedInput(
+                f"`{file}` holds `{name}`, which plain LoRA does not have",
+                hint="the adapter is of another kind; merge it with PEFT's `merge_and_unload`",
+            )
+        else:
+            place, key = whole, WHOLE.sub("", plain)
+        if key in place:
+            raise MalformedInput(
+                f"`{file}` holds `{name}` twice, under different names",
+                hint="several adapters are in one file; save each in its own folder",
+            )
+        place[key] = tensor
+    return {module: _pair(module, parts) for module, parts in factors.items()}, whole
+
+
+def _pair(module: str, parts: dict[str, LazyTensor]) -> Pair:
+    embedding = any(key.startswith("embedding_") for key in parts)
+    prefix = "embedding_" if embedding else ""
+    a, b, bias = parts.pop(f"{prefix}A", None), parts.pop(f"{prefix}B", None), parts.pop("bias", None)
+    if a is None or b is None or parts:
+        absent = "A" if a is None else "B" if b is None else "half of a second pair"
+        raise MalformedInput(
+            f"the adapter lacks {absent} of `{module}`",
+            hint="the file is incomplete; save or copy the adapter again",
+        )
+    _check_shapes(module, a, b)
+    return Pair(a, b, bias, embedding)
+
+
+def _check_shapes(module: str, a: LazyTensor, b: LazyTensor) -> None:
+    if len(a.shape) > 2 or len(b.shape) > 2:
+        raise UnsupportedInput(
+            f"`{module}` is a convolution or a fused expert (A has shape {list(a.shape)})",
+            hint="only linear layers and embeddings are merged; use PEFT's `merge_and_unload`",
+        )
+    if len(a.shape) < 2 or len(b.shape) < 2 or 0 in (*a.shape, *b.shape):
+        raise MalformedInput(
+            f"A of `{module}` has shape {list(a.shape)}, B {list(b.shape)}: they were saved before they were gathered",
+            hint="gather the parameters (ZeRO-3, FSDP) before saving the adapter",
+        )
+    if a.shape[0] != b.shape[1]:
+        raise MalformedInput(
+            f"A of `{module}` has rank {a.shape[0]}, B has rank {b.shape[1]}", hint="copy the adapter again"
+        )
+
+
+def _check(adapter: Adapter) -> None:
+    """Ranks and alphas fit the config, and every value is finite."""
+    if not adapter.pairs and not adapter.whole:
+        raise MalformedInput(f"`{adapter.weights.name}` holds no tensors", hint="save the adapter again")
+    for module, pair in adapter.pairs.items():
+        adapter.config.scale(module, pair.rank)
+        for part, tensor in (("lora_A", pair.a), ("lora_B", pair.b), ("lora_B.bias", pair.bias)):
+            if tensor is not None:
+                _require_finite(f"{module}.{part}", tensor)
+    for name, tensor in adapter.whole.items():
+        _require_finite(name, tensor)
+
+
+def _require_finite(name: str, tensor: LazyTensor) -> None:
+    if tensor.dtype.numpy.kind not in "fV":
+        raise UnsupportedInput(
+            f"the adapter stores `{name}` as {tensor.dtype.name}", hint="only floating-point adapters are merged"
+        )
+    for start, stop in tensor.blocks():
+        if not np.isfinite(tensor.rows(start, stop)).all():
+            raise MalformedInput(
+                f"the adapter's `{name}` holds values that are not finite",
+                hint="the training diverged; take an earlier checkpoint of the adapter",
+            )

@@ -1,0 +1,55 @@
+"""The training formats: one file each in this folder, found by listing it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.errors import UsageProblem
+
+
+@dataclass(frozen=True)
+class Format:
+    """One kind of training checkpoint; each file of this folder has one as its constant `FORMAT`.
+
+    Attributes:
+        name: what `--from` takes, equal to the file's name.
+        title: one line for people.
+        detect: whether a path is of this format, decided by what is in it.
+        open: `open(path, config, tokenizer)` gives the Checkpoint in Hugging Face names; `config` are fields that the
+            user adds or overrides, `tokenizer` a file or folder to use instead of the checkpoint's own.
+    """
+
+    name: str
+    title: str
+    detect: Callable[[Path], bool]
+    open: Callable[[Path, Mapping[str, Any], Path | None], Checkpoint]
+
+
+@lru_cache(maxsize=1)
+def formats() -> dict[str, Format]:
+    """Every format by name, in alphabetical order."""
+    found = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return {name: importlib.import_module(f"{__name__}.{name}").FORMAT for name in found}
+
+
+def detect(path: Path) -> Format | None:
+    """The format that claims `path`, or None."""
+    return next((candidate for candidate in formats().values() if candidate.detect(path)), None)
+
+
+def by_name(name: str) -> Format:
+    """The format called `name`.
+
+    Raises:
+        UsageProblem: there is none.
+    """
+    if name not in formats():
+        raise UsageProblem(f"there is no format `{name}`", hint=f"one of: {', '.join(formats())}")
+    return formats()[name]

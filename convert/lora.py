@@ -1,0 +1,178 @@
+"""merge_lora: PEFT LoRA adapters added to the weights of a base, streamed."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
+from llmconv.convert.adapter_placement import HEAD, Edits
+from llmconv.convert.adapters import CONFIG, Adapter, open_adapter
+from llmconv.convert.configs import with_dtype
+from llmconv.convert.low_rank import add_low_rank, one_thread_per_block
+from llmconv.convert.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
+from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.manifest import read_manifest, step
+from llmconv.progress import warn
+from llmconv.storage import local_path
+from llmconv.tensors import BY_NAME, FLOATS, LazyTensor, cast
+from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
+
+TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
+"""How the side files begin that belong to a vocabulary."""
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What a merge does; printed by `--dry-run`.
+
+    Attributes:
+        plan: the tensors and files to write.
+        merged: names of the tensors that a low-rank update is added to.
+        replaced: names of the tensors that an adapter replaces whole.
+        added: names of the tensors that the base does not have.
+        warnings: what a user should know, one line each.
+    """
+
+    plan: Plan
+    merged: tuple[str, ...]
+    replaced: tuple[str, ...]
+    added: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
+    base: str | Path,
+    adapters: Sequence[str | Path],
+    output: str | Path,
+    *,
+    weights: Sequence[float] = (),
+    alpha: float | None = None,
+    dtype: str = "keep",
+    max_shard_size: str | int = "5GB",
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+) -> Merge:
+    """Writes `base` with Σ wᵢ·sᵢ·Bᵢ·Aᵢ added, as a Hugging Face folder; tensors that no adapter names pass unchanged.
+
+    The sum is made in float32 and rounded once. Memory follows the row blocks, not the model.
+
+    Args:
+        base: Hugging Face folder or hub id.
+        adapters: PEFT LoRA folders or hub ids; s = alpha/r, or alpha/√r with `use_rslora` (PEFT `LoraLayer.scaling`).
+        output: the folder to make.
+        weights: w, one per adapter; all 1 by default.
+        alpha: `lora_alpha` where an adapter's config does not carry it.
+        dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the output's floating-point tensors.
+        max_shard_size: largest safetensors file, such as `5GB`.
+        overwrite: replace an existing model folder.
+        resume: continue an interrupted run.
+        dry_run: plan and check everything, write nothing.
+
+    Returns:
+        What was done (or would be).
+
+    Raises:
+        UsageProblem: the options contradict each other or the adapters.
+        InputRefused: `output` exists, the disk is too small, or an input is missing.
+        MalformedInput: an adapter for another base, incomplete, or not finite.
+        UnsupportedInput: a kind of adapter or base that this formula does not fit.
+        OutputFailed: writing failed.
+    """
+    if dtype not in ("keep", *FLOATS):
+        raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
+    checkpoint = open_checkpoint(local_path(base))
+    opened = [open_adapter(local_path(adapter), alpha) for adapter in adapters]
+    merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size)
+    for warning in merge.warnings:
+        warn(warning)
+    if not dry_run:
+        options = {"weights": list(weights), "alpha": alpha, "dtype": None if dtype == "keep" else dtype}
+        done = step("merge-lora", checkpoint.path.absolute(), adapters=[_identity(item) for item in opened], **options)
+        with one_thread_per_block():
+            write_checkpoint(
+                merge.plan,
+                Path(output),
+                steps=[*read_manifest(checkpoint.path).steps, done],
+                sources=_sources(checkpoint, opened),
+                overwrite=overwrite,
+                resume=resume,
+            )
+    return merge
+
+
+def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> list[float]:
+    if not adapters:
+        raise UsageProblem("no adapter is given", hint="give at least one: `llmconv merge-lora BASE ADAPTER -o OUT`")
+    if weights and len(weights) != len(adapters):
+        raise UsageProblem(
+            f"{len(weights)} weights are given for {len(adapters)} adapters", hint="give `--weight` once per adapter"
+        )
+    if not all(map(math.isfinite, weights)):
+        raise UsageProblem("a weight is not finite", hint="give numbers such as `--weight 0.5`")
+    return list(weights) or [1.0] * len(adapters)
+
+
+def _identity(adapter: Adapter) -> dict[str, str]:
+    with open(adapter.weights, "rb") as file:
+        return {"name": adapter.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
+    files = sorted(path for path in checkpoint.path.iterdir() if path.suffix in (".safetensors", ".json"))
+    return files + [path for adapter in adapters for path in (adapter.weights, adapter.path / CONFIG)]
+
+
+def plan_merge(
+    base: Checkpoint, adapters: Sequence[Adapter], weights: Sequence[float], dtype: str, max_shard_size: str | int
+) -> Merge:
+    """Places every tensor of every adapter and makes the lazy result; see `merge_lora` for arguments and errors."""
+    if base.config.get("quantization_config"):
+        raise UnsupportedInput(
+            "the base is quantized", hint="merge into the unquantized model the adapter was trained on, then quantize"
+        )
+    embedding = find_embedding(base)
+    shared = embedding is not None and HEAD not in base and says_tied(base.config)
+    edits = Edits(dict(base.tensors), base.config)
+    if shared and embedding:
+        edits.tensors[HEAD] = base[embedding]
+    for adapter, weight in zip(adapters, weights, strict=True):
+        edits.place(adapter, weight)
+    config = deepcopy(base.config)
+    resized = fit_vocabulary(edits, embedding, config, shared=shared)
+    untie(edits, embedding, config, shared=shared, stay=resized or any(item.config.tied for item in adapters))
+    tensors = {name: _result(edits, name, dtype) for name in edits.tensors}
+    if dtype != "keep":
+        config = with_dtype(config, tensors)
+    side_files = _side_files(base, adapters if resized else ())
+    return Merge(
+        plan_checkpoint(replace(base, tensors=tensors, config=config, side_files=side_files), max_shard_size),
+        merged=tuple(name for name in tensors if name in edits.changes),
+        replaced=tuple(name for name in tensors if name in edits.whole and name in base),
+        added=tuple(name for name in tensors if name not in base),
+        warnings=tuple(edits.warnings),
+    )
+
+
+def _result(edits: Edits, name: str, dtype: str) -> LazyTensor:
+    """The lazy output: of the base's element type, unless another one is asked for."""
+    kept = edits.tensors[name].dtype
+    target = BY_NAME[dtype] if dtype != "keep" and kept.name in ("float64", *FLOATS) else kept
+    if name in edits.changes:
+        return add_low_rank(edits.current(name), edits.changes[name], target)
+    return cast(edits.current(name), target)
+
+
+def _side_files(base: Checkpoint, adapters: Sequence[Adapter]) -> dict[str, bytes]:
+    """The base's, or the adapter's tokenizer where the vocabulary is the adapter's."""
+    for adapter in adapters:
+        own = {name: data for name, data in read_side_files(adapter.path).items() if name.startswith(TOKENIZER)}
+        if own:
+            others = {name: data for name, data in base.side_files.items() if not name.startswith(TOKENIZER)}
+            return others | own
+    return dict(base.side_files)

@@ -1,0 +1,161 @@
+"""From one lazy mapping `name -> LazyTensor` to another: rename tables and the operations on tensors.
+
+Nothing here reads data; every result is a LazyTensor that reads when a writer asks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from llmconv.errors import MalformedInput
+from llmconv.tensors import Array, LazyTensor
+
+LISTED = 5
+"""Names an error shows before it counts the rest."""
+
+
+def rename(names: Iterable[str], table: Mapping[str, str | None], source: str) -> dict[str, str]:
+    """Target name to source name, for every name that the table does not drop.
+
+    Args:
+        names: the names there are.
+        table: source name to target name, with `{}` for a number; the target None drops the tensor.
+        source: file or folder name for error messages.
+
+    Raises:
+        MalformedInput: a name that no row matches, or two names with one target.
+    """
+    renamed: dict[str, str] = {}
+    unknown: list[str] = []
+    for name in names:
+        row, number = _find(name, table)
+        if row is None:
+            unknown.append(name)
+        elif (target := table[row]) is not None:
+            target = target.format(number)
+            if target in renamed:
+                raise MalformedInput(
+                    f"`{source}` holds `{renamed[target]}` and `{name}`, which are both `{target}`",
+                    hint="two checkpoints are mixed in one file; save the model alone",
+                )
+            renamed[target] = name
+    if unknown:
+        raise MalformedInput(
+            f"`{source}` holds {len(unknown)} tensors that no rule places: {listing(unknown)}",
+            hint="the model has parts that this format does not know; convert it with the code that wrote it",
+        )
+    return renamed
+
+
+def _find(name: str, table: Mapping[str, str | None]) -> tuple[str | None, str]:
+    if name in table:
+        return name, ""
+    template = re.sub(r"(?<=\.)\d+(?=\.)", "{}", name, count=1)
+    number = re.search(r"(?<=\.)\d+(?=\.)", name)
+    return (template, number[0]) if number and template in table else (None, "")
+
+
+def require(targets: Iterable[str], produced: Mapping[str, Any], source: str) -> None:
+    """Checks that every name of `targets` was produced.
+
+    Raises:
+        MalformedInput: lists the missing ones.
+    """
+    missing = [name for name in targets if name not in produced]
+    if missing:
+        raise MalformedInput(
+            f"`{source}` lacks {len(missing)} tensors of the model: {listing(missing)}",
+            hint="the checkpoint is incomplete, or its configuration is of another model",
+        )
+
+
+def listing(names: Sequence[str]) -> str:
+    """The first few names between backticks, and how many more there are."""
+    shown = ", ".join(f"`{name}`" for name in names[:LISTED])
+    return shown + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+
+
+def concat(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
+    """The parts one after the other along `dim` (0 or 1); all other sizes and the dtype are equal.
+
+    Raises:
+        ValueError: the parts do not fit together.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    rest = {(part.dtype, part.shape[:dim] + part.shape[dim + 1 :]) for part in parts}
+    if len(rest) != 1 or len(first.shape) <= dim:
+        raise ValueError(f"cannot join {[part.shape for part in parts]} along dim {dim}")
+    shape = (*first.shape[:dim], sum(part.shape[dim] for part in parts), *first.shape[dim + 1 :])
+    if dim == 0:
+        return LazyTensor(first.dtype, shape, lambda start, stop: _stacked_rows(parts, start, stop))
+    return LazyTensor(
+        first.dtype, shape, lambda start, stop: np.concatenate([part.rows(start, stop) for part in parts], axis=1)
+    )
+
+
+def _stacked_rows(parts: Sequence[LazyTensor], start: int, stop: int) -> Array:
+    pieces = []
+    for part in parts:
+        low, high = max(start, 0), min(stop, part.num_rows)
+        if low < high:
+            pieces.append(part.rows(low, high))
+        start, stop = start - part.num_rows, stop - part.num_rows
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def permute_rows(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
+    """Row `k` of every group of `len(order)` rows becomes the old row `order[k]` of that group.
+
+    Raises:
+        ValueError: the rows do not divide into such groups.
+    """
+    group, index = len(order), np.asarray(order)
+    if tensor.num_rows % group:
+        raise ValueError(f"{tensor.num_rows} rows do not divide into groups of {group}")
+
+    def load(start: int, stop: int) -> Array:
+        low, high = start // group * group, -(-stop // group) * group
+        rows = tensor.rows(low, high)
+        grouped = rows.reshape(-1, group, *rows.shape[1:])
+        return np.ascontiguousarray(grouped[:, index].reshape(rows.shape)[start - low : stop - low])
+
+    return LazyTensor(tensor.dtype, tensor.shape, load)
+
+
+@lru_cache(maxsize=8)
+def rope_order(head_dim: int) -> tuple[int, ...]:
+    """For each row of a head as Hugging Face orders it, the row as Meta orders it.
+
+    Meta rotates neighbours (2i, 2i + 1), Hugging Face rotates halves (i, i + D/2): row `j * D/2 + i` is row `2i + j`
+    (transformers `convert_llama_weights_to_hf.py`, `permute`). Four rows: 0, 2, 1, 3.
+    """
+    return tuple(2 * i + j for j in range(2) for i in range(head_dim // 2))
+
+
+def replicated(copies: Sequence[LazyTensor], source: str) -> LazyTensor:
+    """One of several tensors that must be equal; they are compared while the first is read.
+
+    Raises:
+        MalformedInput: when read, and they differ.
+    """
+    if len(copies) == 1:
+        return copies[0]
+
+    def load(start: int, stop: int) -> Array:
+        rows = copies[0].rows(start, stop)
+        for copy in copies[1:]:
+            if not np.array_equal(rows.view(np.uint8), copy.rows(start, stop).view(np.uint8)):
+                raise MalformedInput(
+                    f"the shards of `{source}` hold different copies of one key/value head",
+                    hint="`n_kv_heads` of `params.json` does not fit the shards; is it of another model?",
+                )
+        return rows
+
+    return LazyTensor(copies[0].dtype, copies[0].shape, load)

@@ -1,0 +1,110 @@
+"""Meta's `tokenizer.model` (sentencepiece or tiktoken, told by content) as Hugging Face tokenizer files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmconv.convert.sentencepiece_json import SentencePieceModel, parse_sentencepiece, tokenizer_json
+from llmconv.convert.tiktoken_json import (
+    BOS,
+    EOM,
+    EOS,
+    EOT,
+    is_tiktoken,
+    parse_tiktoken,
+    special_tokens,
+    tiktoken_json,
+)
+from llmconv.convert.tokenizer_source import read_tokenizer
+
+TOKENIZER = "tokenizer.model"
+
+
+@dataclass(frozen=True)
+class MetaTokenizer:
+    """Tokenizer files and the ids that a config needs.
+
+    Attributes:
+        files: content by plain file name; empty when there is no tokenizer.
+        bos, eos: ids for `config.json`; None when unknown.
+        stops: ids that end a generation.
+        size: number of tokens, 0 when unknown.
+        warnings: what a user should know.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    bos: int | None = None
+    eos: int | None = None
+    stops: tuple[int, ...] = ()
+    size: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+def find_tokenizer(folder: Path) -> Path | None:
+    """`tokenizer.model` beside the shards, or one folder up, where Meta's downloads put it."""
+    return next(
+        (place for place in (folder / TOKENIZER, folder.absolute().parent / TOKENIZER) if place.is_file()), None
+    )
+
+
+def load_tokenizer(path: Path, *, since_3_1: bool) -> MetaTokenizer:
+    """Converts the tokenizer at `path`; a folder with a `tokenizer.json` is taken as it is.
+
+    Args:
+        path: a `tokenizer.model`, or a folder with tokenizer files.
+        since_3_1: whether the special tokens are those of Llama 3.1 and later (tiktoken only).
+
+    Raises:
+        InputRefused: there is none, or it is of neither kind.
+    """
+    files = read_tokenizer(path)
+    if "tokenizer.json" in files or TOKENIZER not in files:
+        return MetaTokenizer(files)
+    if is_tiktoken(files[TOKENIZER]):
+        return _from_tiktoken(parse_tiktoken(files[TOKENIZER]), since_3_1=since_3_1)
+    return _from_sentencepiece(files[TOKENIZER], parse_sentencepiece(files[TOKENIZER]))
+
+
+def _from_sentencepiece(data: bytes, model: SentencePieceModel) -> MetaTokenizer:
+    names = {"bos_token": model.bos, "eos_token": model.eos, "unk_token": model.unk}
+    settings = _settings({name: model.pieces[index][0] for name, index in names.items() if index >= 0})
+    files = {TOKENIZER: data, "tokenizer_config.json": _json(settings)}
+    warnings: tuple[str, ...] = ()
+    if model.is_bpe and min(names.values()) >= 0:
+        files["tokenizer.json"] = _json(tokenizer_json(model), indent=None)
+    else:
+        warnings = ("the sentencepiece model is no BPE with bos, eos and unk; only `tokenizer.model` is written",)
+    return MetaTokenizer(files, model.bos, model.eos, (model.eos,), len(model.pieces), warnings)
+
+
+def _from_tiktoken(ranks: dict[bytes, int], *, since_3_1: bool) -> MetaTokenizer:
+    names, base = special_tokens(since_3_1=since_3_1), len(ranks)
+    settings = _settings({"bos_token": names[BOS], "eos_token": names[EOS]})
+    files = {
+        "tokenizer.json": _json(tiktoken_json(ranks, since_3_1=since_3_1), indent=None),
+        "tokenizer_config.json": _json(settings),
+    }
+    # Nothing in the files tells a chat model from a base model; a base model never emits the other two.
+    stops = (EOS, EOM, EOT) if since_3_1 else (EOS, EOT)
+    return MetaTokenizer(files, base + BOS, base + EOS, tuple(base + stop for stop in stops), base + len(names))
+
+
+def _settings(tokens: dict[str, str]) -> dict[str, Any]:
+    """tokenizer_config.json; the generic class, because LlamaTokenizer of transformers 5 rebuilds its own pipeline,
+    which encodes leading spaces differently from sentencepiece."""
+    return {
+        **tokens,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+
+
+def _json(content: Any, indent: int | None = 2) -> bytes:
+    return (json.dumps(content, ensure_ascii=False, indent=indent) + "\n").encode()

@@ -1,0 +1,211 @@
+"""sentencepiece `tokenizer.model` (BPE) as a `tokenizer.json` that gives the same ids.
+
+Formats: `sentencepiece_model.proto` (google/sentencepiece), read on the wire level; tokenizer.json of
+huggingface/tokenizers, with the pipeline that transformers' SpmConverter builds for Llama.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llmconv.errors import MalformedInput
+
+BPE = 2
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+SPACE = "\u2581"
+
+
+@dataclass(frozen=True)
+class SentencePieceModel:
+    """What a `tokenizer.model` says.
+
+    Attributes:
+        pieces: (text, score, type) by id.
+        is_bpe: whether pieces are joined by merges (the other kind is a unigram model).
+        byte_fallback: whether unknown characters become bytes.
+        bos, eos, unk: ids, -1 where there is none.
+        charsmap: precompiled normalization, empty for `identity`.
+        add_dummy_prefix: whether a text starts with a space.
+        remove_extra_whitespaces: whether runs of spaces count as one.
+    """
+
+    pieces: tuple[tuple[str, float, int], ...]
+    is_bpe: bool
+    byte_fallback: bool
+    bos: int
+    eos: int
+    unk: int
+    charsmap: bytes
+    add_dummy_prefix: bool
+    remove_extra_whitespaces: bool
+
+
+def parse_sentencepiece(data: bytes) -> SentencePieceModel:
+    """Reads the ModelProto in `data`.
+
+    Raises:
+        MalformedInput: it is none.
+    """
+    try:
+        fields = list(_fields(data))
+        trainer = dict(_fields(next((value for number, value in fields if number == 2), b"")))
+        normalizer = dict(_fields(next((value for number, value in fields if number == 3), b"")))
+        pieces = tuple(_piece(value) for number, value in fields if number == 1)
+    except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError) as error:
+        raise MalformedInput("`tokenizer.model` is no sentencepiece model", hint="copy it again") from error
+    return SentencePieceModel(
+        pieces=pieces,
+        is_bpe=trainer.get(3, 1) == BPE,
+        byte_fallback=bool(trainer.get(35, 0)),
+        bos=_signed(trainer.get(41, 1)),
+        eos=_signed(trainer.get(42, 2)),
+        unk=_signed(trainer.get(40, 0)),
+        charsmap=normalizer.get(2, b""),
+        add_dummy_prefix=bool(normalizer.get(3, 1)),
+        remove_extra_whitespaces=bool(normalizer.get(4, 1)),
+    )
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(field number, value) of one protobuf message: int, 4 or 8 raw bytes, or bytes."""
+    position = 0
+    while position < len(data):
+        tag, position = _varint(data, position)
+        match tag & 7:
+            case 0:
+                value, position = _varint(data, position)
+                yield tag >> 3, value
+                continue
+            case 1:
+                size = 8
+            case 2:
+                size, position = _varint(data, position)
+            case 5:
+                size = 4
+            case _:
+                raise ValueError("a wire type that sentencepiece does not use")
+        if position + size > len(data):
+            raise IndexError
+        yield tag >> 3, data[position : position + size]
+        position += size
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise ValueError("a number that is too long")
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _piece(data: bytes) -> tuple[str, float, int]:
+    fields = dict(_fields(data))
+    (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
+    return fields[1].decode("utf-8"), score, fields.get(3, 1)
+
+
+def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
+    """The merges of a BPE model, best first: each way to split a piece in two, in the order of the pieces' scores.
+
+    sentencepiece joins the pair whose result has the best score, so every split of a piece shares its rank.
+    """
+    ids = {text: index for index, (text, _, _) in enumerate(model.pieces)}
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for text, score, kind in model.pieces:
+        if kind not in (UNKNOWN, CONTROL, USER_DEFINED):
+            splits = ((text[:at], text[at:]) for at in range(1, len(text)))
+            ranked += [
+                (-score, ids[left], ids[right], left, right) for left, right in splits if left in ids and right in ids
+            ]
+    return [(left, right) for *_, left, right in sorted(ranked)]
+
+
+def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
+    """The content of `tokenizer.json`; encoding adds bos in front, as `add_bos_token` says."""
+    bos = model.pieces[model.bos][0]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            added_token(index, text, special=kind != USER_DEFINED)
+            for index, (text, _, kind) in enumerate(model.pieces)
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": _normalizers(model)},
+        "pre_tokenizer": None,
+        "post_processor": bos_template(bos, model.bos),
+        "decoder": _decoder(model),
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": model.pieces[model.unk][0],
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": model.byte_fallback,
+            "ignore_merges": False,
+            "vocab": {text: index for index, (text, _, _) in enumerate(model.pieces)},
+            "merges": [list(pair) for pair in merges_of(model)],
+        },
+    }
+
+
+def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
+    steps: list[dict[str, Any]] = []
+    if model.charsmap:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
+    if model.remove_extra_whitespaces:
+        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if model.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": SPACE})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
+    return steps
+
+
+def _decoder(model: SentencePieceModel) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
+    steps += [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if model.add_dummy_prefix:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
+
+
+def added_token(index: int, text: str, *, special: bool) -> dict[str, Any]:
+    """One entry of `added_tokens`."""
+    return {
+        "id": index,
+        "content": text,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": special,
+    }
+
+
+def bos_template(bos: str, index: int) -> dict[str, Any]:
+    """The post-processor that puts `bos` in front of each sequence."""
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [
+            {"SpecialToken": {"id": bos, "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": bos, "type_id": 1}},
+            {"Sequence": {"id": "B", "type_id": 1}},
+        ],
+        "special_tokens": {bos: {"id": bos, "ids": [index], "tokens": [bos]}},
+    }

@@ -1,0 +1,63 @@
+"""What a path is that no format claims, so that the error can name it and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmconv.convert.formats import formats
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
+from llmconv.torch_file import explain_no_zip, open_torch_file
+
+
+def explain(path: Path) -> LlmconvError:
+    """The error for a path that is of no known format."""
+    return _explain_folder(path) if path.is_dir() else _explain_file(path)
+
+
+def _explain_folder(folder: Path) -> LlmconvError:
+    names = {entry.name for entry in folder.iterdir()}
+    if any(name.endswith(".distcp") for name in names):
+        return UnsupportedInput(
+            f"`{folder}` is a sharded (DCP) checkpoint",
+            hint="join it first: `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE`",
+        )
+    if "adapter_config.json" in names:
+        return UnsupportedInput(f"`{folder}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
+    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+        return UnsupportedInput(
+            f"`{folder}` already is a Hugging Face folder", hint="go on with `merge-lora` or `export`"
+        )
+    if "composer_metadata.json" in names:
+        return UnsupportedInput(
+            f"`{folder}` is a Composer checkpoint in the newer folder layout", hint="this layout comes later"
+        )
+    checkpoints = sorted(name for name in names if name.endswith((".pt", ".pth")))
+    if checkpoints:
+        return InputRefused(
+            f"`{folder}` holds {len(checkpoints)} checkpoints", hint=f"name one, such as `{folder / checkpoints[-1]}`"
+        )
+    return _unknown(folder)
+
+
+def _explain_file(path: Path) -> LlmconvError:
+    with open(path, "rb") as file:
+        head = file.read(300)
+    if head.startswith(b"PK"):
+        try:
+            content = open_torch_file(path).content
+        except LlmconvError as problem:
+            return problem
+        keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "no dict"
+        return UnsupportedInput(
+            f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
+        )
+    no_zip = explain_no_zip(path, head)
+    return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
+
+
+def _unknown(path: Path) -> LlmconvError:
+    return UnsupportedInput(f"`{path}` is of no training format that llmconv knows", hint=_known())
+
+
+def _known() -> str:
+    return f"known formats: {', '.join(formats())}; `llmconv formats` tells what each looks like"

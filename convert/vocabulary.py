@@ -1,0 +1,74 @@
+"""What adapters do to the embedding, the head that may share it, and the fields of the config that depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from llmconv.convert.adapter_placement import EMBEDDINGS, HEAD, Edits
+from llmconv.errors import MalformedInput
+
+
+def find_embedding(names: Iterable[str]) -> str | None:
+    """The name of the only input embedding; None where it is not clear."""
+    found = [name for name in names if name.endswith(EMBEDDINGS)]
+    return found[0] if len(found) == 1 else None
+
+
+def says_tied(config: Mapping[str, Any]) -> bool:
+    """Whether head and embedding are one matrix when the file has only one (transformers' default is yes)."""
+    parts = (config, config.get("text_config") or {})
+    return all(part.get("tie_word_embeddings", True) for part in parts)
+
+
+def fit_vocabulary(edits: Edits, embedding: str | None, config: dict[str, Any], *, shared: bool) -> bool:
+    """Lets `vocab_size` follow an embedding that an adapter made longer or shorter.
+
+    Args:
+        edits: what the adapters do.
+        embedding: name of the input embedding.
+        config: changed in place.
+        shared: the base keeps no head of its own.
+
+    Returns:
+        Whether the size changed.
+
+    Raises:
+        MalformedInput: embedding and head would have different sizes.
+    """
+    sizes = {name: edits.current(name).num_rows for name in (embedding, HEAD) if name and edits.tensors.get(name)}
+    changed = [name for name, size in sizes.items() if size != edits.tensors[name].num_rows]
+    if not changed:
+        return False
+    if shared and HEAD not in changed:
+        sizes.pop(HEAD, None)
+    if len(set(sizes.values())) > 1:
+        raise MalformedInput(
+            f"the adapter resizes `{changed[0]}` to {sizes[changed[0]]} rows, but not both embedding and head",
+            hint="they must have one size; save the adapter again with `save_embedding_layers=True`",
+        )
+    set_everywhere(config, "vocab_size", sizes[changed[0]])
+    return True
+
+
+def untie(edits: Edits, embedding: str | None, config: dict[str, Any], *, shared: bool, stay: bool) -> None:
+    """Gives the head its own tensor where it and the embedding part ways.
+
+    Args:
+        edits: what the adapters do; a head that stays shared is taken out of its tensors.
+        embedding: name of the input embedding.
+        config: changed in place.
+        shared: the base keeps no head of its own.
+        stay: a head that is not touched itself follows the embedding.
+    """
+    if shared and not edits.touches(HEAD) and (stay or not edits.touches(embedding)):
+        del edits.tensors[HEAD]
+    elif HEAD in edits.tensors and (edits.touches(HEAD) or edits.touches(embedding)) and says_tied(config):
+        set_everywhere(config, "tie_word_embeddings", False)
+
+
+def set_everywhere(config: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a field of the config, and of its `text_config` where there is one."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part[key] = value

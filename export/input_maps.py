@@ -1,0 +1,118 @@
+"""THE REGISTRY: one row per `model_type`; what a graph of that family takes and gives.
+
+The exporter, the verifier, the runner and the client layouts all read this table. A family is one row; a family from
+outside the package is one call of `register_input_map`, or an entry point in the group `llmconv.input_maps` whose object
+is a `dict[str, InputMap]`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from llmconv.errors import UnsupportedInput
+
+ENTRY_POINTS = "llmconv.input_maps"
+
+BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
+"""The only symbolic axes; clients (transformers.js, ORT-GenAI) know them by these names."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output of a graph: `axes` are symbols or sizes."""
+
+    name: str
+    dtype: str
+    axes: tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class InputMap:
+    """How a family is called.
+
+    Attributes:
+        position_ids: whether the graph has the input `position_ids` (ALiBi families count the mask instead).
+        cache: what a layer keeps: `heads` is one key and one value per key/value head.
+        note: what is odd about the family, for the table of families.
+    """
+
+    position_ids: bool = True
+    cache: str = "heads"
+    note: str = ""
+
+    def inputs(self, config: Any) -> tuple[Port, ...]:
+        """Inputs of every graph, in order; `past_sequence_length` may be 0.
+
+        Args:
+            config: a transformers config.
+        """
+        ports = [Port("input_ids", "int64", (BATCH, SEQUENCE)), Port("attention_mask", "int64", (BATCH, TOTAL))]
+        if self.position_ids:
+            ports.append(Port("position_ids", "int64", (BATCH, SEQUENCE)))
+        return (*ports, *self._cache_ports(config, "past_key_values", PAST))
+
+    def outputs(self, config: Any) -> tuple[Port, ...]:
+        """Outputs of every graph, in order."""
+        logits = Port("logits", "float32", (BATCH, SEQUENCE, config.vocab_size))
+        return (logits, *self._cache_ports(config, "present", TOTAL))
+
+    def _cache_ports(self, config: Any, prefix: str, length: str) -> list[Port]:
+        axes = (BATCH, kv_heads(config), length, head_dim(config))
+        layers = range(config.num_hidden_layers)
+        return [Port(f"{prefix}.{layer}.{part}", "float32", axes) for layer in layers for part in ("key", "value")]
+
+
+def kv_heads(config: Any) -> int:
+    """Number of key/value heads (grouped-query attention has fewer than query heads)."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def head_dim(config: Any) -> int:
+    """Size of one head; some families state it apart from `hidden_size / num_attention_heads`."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+DECODER = InputMap()
+
+INPUT_MAPS: dict[str, InputMap] = {
+    "bloom": InputMap(position_ids=False, note="ALiBi from the attention mask; its own attention code"),
+    "gemma2": InputMap(note="alternating sliding window, logit soft-capping"),
+    "gpt2": InputMap(note="learned positions, Conv1D weights, tied head"),
+    "llama": DECODER,
+    "mistral": InputMap(note="sliding window where the config has one"),
+    "qwen2": InputMap(note="biases on query, key and value"),
+    "qwen3": InputMap(note="norms on query and key"),
+}
+
+
+def register_input_map(model_type: str, input_map: InputMap) -> None:
+    """Adds or replaces the row of a `model_type`."""
+    INPUT_MAPS[model_type] = input_map
+
+
+@cache
+def _load_entry_points() -> None:
+    for entry in entry_points(group=ENTRY_POINTS):
+        for model_type, input_map in entry.load().items():
+            INPUT_MAPS.setdefault(model_type, input_map)
+
+
+def find_input_map(model_type: str) -> InputMap:
+    """The row of a `model_type`.
+
+    Raises:
+        UnsupportedInput: there is no row; close matches are named.
+    """
+    _load_entry_points()
+    if model_type in INPUT_MAPS:
+        return INPUT_MAPS[model_type]
+    close = difflib.get_close_matches(model_type, INPUT_MAPS, n=3, cutoff=0.4)
+    known = f"close matches: {', '.join(close)}" if close else f"known: {', '.join(sorted(INPUT_MAPS))}"
+    raise UnsupportedInput(
+        f"no input map for model_type `{model_type}` ({known})",
+        hint="`llmconv families` lists the table; docs/adding-a-family.md tells how to add a row",
+    )

@@ -1,0 +1,77 @@
+"""llmconv merge-lora: adapters merged into the weights of their base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmconv.cli import options
+
+if TYPE_CHECKING:
+    from llmconv.convert.lora import Merge
+
+
+@click.command(name="merge-lora")
+@click.argument("base")
+@click.argument("adapters", nargs=-1, required=True, metavar="ADAPTER...")
+@options.writes
+@click.option(
+    "--weight",
+    "weights",
+    type=float,
+    multiple=True,
+    help="Factor of an adapter's update; once per adapter [default: 1].",
+)
+@click.option("--alpha", type=float, help="lora_alpha, where the adapter's config does not carry it.")
+def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
+    """Merge PEFT LoRA adapters into BASE and write the Hugging Face folder OUT.
+
+    Several adapters are summed exactly, in one pass, with float32 arithmetic and one rounding. An adapter tensor that
+    matches nothing in BASE is an error.
+
+    \b
+    llmconv merge-lora base adapter -o merged
+    llmconv merge-lora base style facts -o merged --weight 0.7 --weight 1
+    """
+    from llmconv.convert.lora import merge_lora
+
+    merge = merge_lora(base, adapters, output, dry_run=dry_run, **choices)
+    if as_json:
+        options.print_json(_result(merge, output, dry_run))
+        return
+    plan = merge.plan
+    verb = "would write" if dry_run else "wrote"
+    click.echo(
+        f"{verb} {output}: {len(plan.checkpoint)} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s); "
+        f"{len(merge.merged)} merged, {len(merge.replaced)} replaced, {len(merge.added)} added"
+    )
+    if dry_run:
+        click.echo(f"disk needed: {plan.nbytes:,} bytes")
+        for name, tensor in plan.checkpoint.items():
+            click.echo(f"  {name}  {tensor.dtype.name}  {list(tensor.shape)}  {_fate(merge, name)}")
+
+
+def _fate(merge: Merge, name: str) -> str:
+    fates = [
+        fate
+        for fate, names in (("added", merge.added), ("replaced", merge.replaced), ("merged", merge.merged))
+        if name in names
+    ]
+    return " and ".join(fates) or "unchanged"
+
+
+def _result(merge: Merge, output: Path, dry_run: bool) -> dict[str, Any]:
+    return {
+        "output": str(output),
+        "model_type": merge.plan.checkpoint.config.get("model_type"),
+        "tensors": len(merge.plan.checkpoint),
+        "merged": list(merge.merged),
+        "replaced": list(merge.replaced),
+        "added": list(merge.added),
+        "warnings": list(merge.warnings),
+        "bytes": merge.plan.nbytes,
+        "files": [shard.name for shard in merge.plan.shards],
+        "written": not dry_run,
+    }

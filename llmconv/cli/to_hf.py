@@ -1,0 +1,54 @@
+"""llmconv to-hf: a training checkpoint becomes a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmconv.cli import options
+
+
+@click.command(name="to-hf")
+@click.argument("source")
+@options.writes
+@click.option("--from", "format", metavar="FORMAT", help="Training format [default: detected by content].")
+@click.option(
+    "--config",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="JSON file with configuration fields to add; may be repeated, later ones win.",
+)
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Tokenizer file or folder to use instead.")
+def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
+    """Convert the training checkpoint SOURCE into the Hugging Face folder OUT.
+
+    SOURCE is a file or folder; its format is told by its content. Nothing in it is ever executed.
+
+    \b
+    llmconv to-hf ep0-ba2-rank0.pt -o base          a Composer checkpoint
+    llmconv to-hf llama-2-13b -o base --dry-run     a folder of consolidated.NN.pth
+    """
+    from llmconv.convert.to_hf import to_hf
+
+    plan = to_hf(source, output, dry_run=dry_run, **choices)
+    checkpoint = plan.checkpoint
+    result = {
+        "format": checkpoint.format,
+        "model_type": checkpoint.config.get("model_type"),
+        "output": str(output),
+        "tensors": len(checkpoint),
+        "bytes": plan.nbytes,
+        "files": [shard.name for shard in plan.shards],
+        "written": not dry_run,
+    }
+    if as_json:
+        options.print_json(result)
+        return
+    verb = "would write" if dry_run else "wrote"
+    click.echo(f"{verb} {output}: {len(checkpoint)} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)")
+    if dry_run:
+        click.echo(f"disk needed: {plan.nbytes:,} bytes")
+        for name, tensor in checkpoint.items():
+            click.echo(f"  {name}  {tensor.dtype.name}  {list(tensor.shape)}")

@@ -1,0 +1,381 @@
+"""The stack machine of pickle: decodes opcodes (as in CPython's `pickletools`) and builds plain containers only.
+
+What a name, a call or a reference to a storage means is decided by three hooks; the machine itself knows no name.
+Limits keep a hostile file from exhausting memory.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+OPCODE_LIMIT = 20_000_000
+MEMO_LIMIT = 5_000_000
+DEPTH_LIMIT = 1_000
+STRING_LIMIT = 64 << 20
+INT_BYTES_LIMIT = 64
+NAME_LIMIT = 1_024
+
+COPY_AGAIN = "the file is damaged or hostile; copy it again from where it was saved"
+
+
+@dataclass(eq=False)
+class Stub:
+    """An object that the pickle would have built; it was not.
+
+    Attributes:
+        function: what it would have called (a global, or another Stub).
+        args: the arguments.
+        state: what it would have been given by BUILD.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    state: Any = field(default=None)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What names mean: `name(module, name)`, `call(function, args)`, `refer(persistent_id)`; each returns a value."""
+
+    name: Callable[[str, str], Any]
+    call: Callable[[Any, tuple[Any, ...]], Any]
+    refer: Callable[[Any], Any]
+
+
+class Refused(Exception):
+    """A problem with the pickle, to follow the words "the pickle in X"."""
+
+    def __init__(self, problem: str, hint: str = COPY_AGAIN) -> None:
+        super().__init__(problem)
+        self.hint = hint
+
+
+class Machine:
+    """The state of one interpretation: stacks, memo and the position in the bytes."""
+
+    def __init__(self, data: bytes, hooks: Hooks) -> None:
+        self.data = data
+        self.hooks = hooks
+        self.position = 0
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+
+    def take(self, count: int) -> bytes:
+        """The next `count` bytes."""
+        end = self.position + count
+        if end > len(self.data):
+            raise Refused(f"is truncated: it ends at byte {len(self.data)}")
+        chunk = self.data[self.position : end]
+        self.position = end
+        return chunk
+
+    def line(self) -> str:
+        """The text up to the next newline."""
+        end = self.data.find(b"\n", self.position, self.position + NAME_LIMIT)
+        if end < 0:
+            raise Refused(f"has an unfinished name at byte {self.position}")
+        text = self.data[self.position : end].decode()
+        self.position = end + 1
+        return text
+
+    def pop_mark(self) -> list[Any]:
+        """The items above the last mark."""
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def remember(self, index: int) -> None:
+        """Keeps the top of the stack under `index`."""
+        if len(self.memo) >= MEMO_LIMIT:
+            raise Refused(f"remembers more than {MEMO_LIMIT} objects")
+        self.memo[index] = self.stack[-1]
+
+
+def run(machine: Machine) -> Any:
+    """The value of the pickle.
+
+    Raises:
+        Refused: a limit is exceeded, or an opcode is unknown.
+        IndexError, KeyError, TypeError, ValueError, struct.error: the pickle does not add up.
+    """
+    data, operations = machine.data, OPERATIONS
+    for _ in range(OPCODE_LIMIT):
+        code = data[machine.position]
+        machine.position += 1
+        if code == STOP:
+            value = machine.stack.pop()
+            if machine.position != len(data):
+                raise Refused(f"goes on after its end at byte {machine.position}")
+            return value
+        operation = operations[code]
+        if operation is None:
+            raise Refused(f"uses opcode 0x{code:02x} at byte {machine.position - 1}, which no checkpoint needs")
+        operation(machine)
+    raise Refused(f"has more than {OPCODE_LIMIT} opcodes")
+
+
+STOP = ord(".")
+Operation = Callable[[Machine], None]
+
+
+def _constant(make: Callable[[], Any]) -> Operation:
+    return lambda machine: machine.stack.append(make())
+
+
+def _number(layout: str) -> Operation:
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def operation(machine: Machine) -> None:
+        machine.stack.append(unpack(machine.data, machine.position)[0])
+        machine.position += size
+
+    return operation
+
+
+def _sized(layout: str, decode: Callable[[bytes], Any], limit: int = STRING_LIMIT) -> Operation:
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def operation(machine: Machine) -> None:
+        (length,) = unpack(machine.data, machine.position)
+        machine.position += size
+        if not 0 <= length <= limit:
+            raise Refused(f"has a value of {length} bytes at byte {machine.position}, over the limit of {limit}")
+        machine.stack.append(decode(machine.take(length)))
+
+    return operation
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _long(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _skip(size: int) -> Operation:
+    def operation(machine: Machine) -> None:
+        machine.take(size)
+
+    return operation
+
+
+def _mark(machine: Machine) -> None:
+    if len(machine.marks) >= DEPTH_LIMIT:
+        raise Refused(f"is nested deeper than {DEPTH_LIMIT}")
+    machine.marks.append(machine.stack)
+    machine.stack = []
+
+
+def _pop(machine: Machine) -> None:
+    if machine.stack:
+        machine.stack.pop()
+    else:
+        machine.pop_mark()
+
+
+def _get(layout: str) -> Operation:
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def operation(machine: Machine) -> None:
+        machine.stack.append(machine.memo[unpack(machine.data, machine.position)[0]])
+        machine.position += size
+
+    return operation
+
+
+def _put(layout: str) -> Operation:
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def operation(machine: Machine) -> None:
+        machine.remember(unpack(machine.data, machine.position)[0])
+        machine.position += size
+
+    return operation
+
+
+def _tuple(size: int) -> Operation:
+    def operation(machine: Machine) -> None:
+        stack = machine.stack
+        if len(stack) < size:
+            raise IndexError
+        stack[-size:] = [tuple(stack[-size:])]
+
+    return operation
+
+
+def _from_mark(make: Callable[[list[Any]], Any]) -> Operation:
+    def operation(machine: Machine) -> None:
+        items = machine.pop_mark()
+        machine.stack.append(make(items))
+
+    return operation
+
+
+def make_dict(items: list[Any]) -> dict[Any, Any]:
+    """A dict from keys and values in turn."""
+    made: dict[Any, Any] = {}
+    _fill_dict(made, items)
+    return made
+
+
+def _fill_dict(target: Any, items: list[Any]) -> None:
+    if isinstance(target, dict):
+        for index in range(0, len(items), 2):
+            target[_key(items[index])] = items[index + 1]
+    elif not isinstance(target, Stub):
+        raise Refused("sets items on what is no dict")
+
+
+def _key(value: Any) -> Any:
+    """`value` where hashing it is harmless; else a Stub, because hashing a deep tuple overflows the C stack."""
+    if isinstance(value, tuple):
+        flat = all(isinstance(item, str | bytes | int | float | None) for item in value)
+        return value if flat else Stub("key", value)
+    return Stub("key", (value,)) if isinstance(value, list | dict | set | frozenset | bytearray) else value
+
+
+def _setitem(machine: Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _fill_dict(machine.stack[-1], [key, value])
+
+
+def _setitems(machine: Machine) -> None:
+    items = machine.pop_mark()
+    _fill_dict(machine.stack[-1], items)
+
+
+def _append(machine: Machine) -> None:
+    value = machine.stack.pop()
+    _extend(machine.stack[-1], [value])
+
+
+def _appends(machine: Machine) -> None:
+    items = machine.pop_mark()
+    _extend(machine.stack[-1], items)
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    if isinstance(target, list):
+        target.extend(items)
+    elif not isinstance(target, Stub):
+        raise Refused("appends to what is no list")
+
+
+def _additems(machine: Machine) -> None:
+    items = machine.pop_mark()
+    target = machine.stack[-1]
+    if isinstance(target, set):
+        target.update(map(_key, items))
+    elif not isinstance(target, Stub):
+        raise Refused("adds to what is no set")
+
+
+def _global(machine: Machine) -> None:
+    module = machine.line()
+    machine.stack.append(machine.hooks.name(module, machine.line()))
+
+
+def _stack_global(machine: Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise Refused("names a global by what is no text")
+    machine.stack.append(machine.hooks.name(module, name))
+
+
+def _inst(machine: Machine) -> None:
+    module = machine.line()
+    function = machine.hooks.name(module, machine.line())
+    items = machine.pop_mark()
+    machine.stack.append(Stub(function, tuple(items)))
+
+
+def _newobj(machine: Machine) -> None:
+    args, function = machine.stack.pop(), machine.stack.pop()
+    machine.stack.append(Stub(function, tuple(args)))
+
+
+def _newobj_ex(machine: Machine) -> None:
+    keywords, args, function = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
+    machine.stack.append(Stub(function, (*args, keywords)))
+
+
+def _build(machine: Machine) -> None:
+    state = machine.stack.pop()
+    if isinstance(machine.stack[-1], Stub):
+        machine.stack[-1].state = state
+
+
+def _reduce(machine: Machine) -> None:
+    args, function = machine.stack.pop(), machine.stack.pop()
+    if not isinstance(args, tuple):
+        raise Refused("calls something with what are no arguments")
+    machine.stack.append(machine.hooks.call(function, args))
+
+
+def _refer(machine: Machine) -> None:
+    machine.stack.append(machine.hooks.refer(machine.stack.pop()))
+
+
+NAMED_OPERATIONS: dict[bytes, Operation] = {
+    b"\x80": _skip(1),
+    b"\x95": _skip(8),
+    b"(": _mark,
+    b"0": _pop,
+    b"1": lambda machine: (machine.pop_mark(), None)[1],
+    b"2": lambda machine: machine.stack.append(machine.stack[-1]),
+    b"N": _constant(lambda: None),
+    b"\x88": _constant(lambda: True),
+    b"\x89": _constant(lambda: False),
+    b")": _constant(tuple),
+    b"]": _constant(list),
+    b"}": _constant(dict),
+    b"\x8f": _constant(set),
+    b"K": _number("<B"),
+    b"M": _number("<H"),
+    b"J": _number("<i"),
+    b"G": _number(">d"),
+    b"\x8a": _sized("<B", _long, INT_BYTES_LIMIT),
+    b"\x8b": _sized("<i", _long, INT_BYTES_LIMIT),
+    b"\x8c": _sized("<B", _text),
+    b"X": _sized("<I", _text),
+    b"\x8d": _sized("<Q", _text),
+    b"U": _sized("<B", lambda data: data.decode("latin1")),
+    b"T": _sized("<i", lambda data: data.decode("latin1")),
+    b"C": _sized("<B", bytes),
+    b"B": _sized("<I", bytes),
+    b"\x8e": _sized("<Q", bytes),
+    b"\x96": _sized("<Q", bytes),
+    b"h": _get("<B"),
+    b"j": _get("<I"),
+    b"q": _put("<B"),
+    b"r": _put("<I"),
+    b"\x94": lambda machine: machine.remember(len(machine.memo)),
+    b"\x85": _tuple(1),
+    b"\x86": _tuple(2),
+    b"\x87": _tuple(3),
+    b"t": _from_mark(tuple),
+    b"l": _from_mark(list),
+    b"d": _from_mark(make_dict),
+    b"\x91": _from_mark(lambda items: frozenset(map(_key, items))),
+    b"o": _from_mark(lambda items: Stub(items[0], tuple(items[1:]))),
+    b"s": _setitem,
+    b"u": _setitems,
+    b"a": _append,
+    b"e": _appends,
+    b"\x90": _additems,
+    b"c": _global,
+    b"\x93": _stack_global,
+    b"i": _inst,
+    b"\x81": _newobj,
+    b"\x92": _newobj_ex,
+    b"R": _reduce,
+    b"b": _build,
+    b"Q": _refer,
+}
+
+
+OPERATIONS: tuple[Operation | None, ...] = tuple(NAMED_OPERATIONS.get(bytes([code])) for code in range(256))

@@ -1,0 +1,119 @@
+"""What a graph may refer to; checked before onnxruntime opens it.
+
+An ONNX file names other files and byte ranges (`external_data`), and onnxruntime maps what it names. The rules follow
+the ONNX project's ExternalDataSecurity notes: plain names beside the graph, known keys, ranges inside the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import onnx
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+from llmconv.errors import MalformedInput
+
+KEYS = {"location", "offset", "length", "checksum"}
+DOMAINS = {"", "ai.onnx", "com.microsoft"}
+FORBIDDEN_OPS = {"EPContext"}
+DEPTH_LIMIT = 8
+
+
+def load_guarded(path: Path) -> onnx.ModelProto:
+    """The graph without its weights, once all that it refers to is harmless.
+
+    Raises:
+        MalformedInput: not an ONNX file, an operator that runs foreign code, or external data outside the folder.
+    """
+    if not path.is_file():
+        raise MalformedInput(f"`{path.name}` is missing from `{path.parent}`", hint="run `llmconv export` again")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (DecodeError, ValueError) as error:
+        raise MalformedInput(f"`{path.name}` is no ONNX file", hint="run `llmconv export` again") from error
+    own = {function.domain for function in model.functions}
+    for node in nodes(model):
+        if node.op_type in FORBIDDEN_OPS or node.domain not in DOMAINS | own:
+            _refuse(path, f"uses the operator `{node.domain}::{node.op_type}`")
+    for tensor in external_tensors(model):
+        _check_range(path, tensor)
+    return model
+
+
+def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor of the model that lies in another file."""
+    tensors = [
+        *model.graph.initializer,
+        *(t for sparse in model.graph.sparse_initializer for t in (sparse.values, sparse.indices)),
+    ]
+    for node in nodes(model):
+        for attribute in node.attribute:
+            tensors.extend([attribute.t] if attribute.HasField("t") else attribute.tensors)
+            for graph in _subgraphs(attribute):
+                tensors.extend(graph.initializer)
+    for tensor in tensors:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
+            yield tensor
+
+
+def external_fields(tensor: onnx.TensorProto) -> dict[str, str]:
+    """The `external_data` entries of a tensor: location, offset, length as text."""
+    return {entry.key: entry.value for entry in tensor.external_data}
+
+
+def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Every node of the model, those of subgraphs and functions too."""
+    yield from _nodes_of(model.graph.node, DEPTH_LIMIT)
+    for function in model.functions:
+        yield from _nodes_of(function.node, DEPTH_LIMIT)
+
+
+def _nodes_of(nodes: Iterator[onnx.NodeProto], depth: int) -> Iterator[onnx.NodeProto]:
+    if depth == 0:
+        raise MalformedInput("the graph nests subgraphs too deeply", hint="run `llmconv export` again")
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for graph in _subgraphs(attribute):
+                yield from _nodes_of(graph.node, depth - 1)
+
+
+def _subgraphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
+    return [attribute.g] if attribute.HasField("g") else list(attribute.graphs)
+
+
+def _check_range(path: Path, tensor: onnx.TensorProto) -> None:
+    """One tensor's location, offset and length."""
+    fields = external_fields(tensor)
+    if len(fields) != len(tensor.external_data) or not set(fields) <= KEYS:
+        _refuse(path, f"describes tensor `{tensor.name[:80]}` with unknown or repeated keys")
+    location = fields.get("location", "")
+    if not _is_plain(location):
+        _refuse(path, f"keeps tensor `{tensor.name[:80]}` at {location[:80]!r}, which is no plain file name")
+    data = path.parent / location
+    if not data.is_file() or not _may_follow(path, data):
+        _refuse(path, f"needs `{location}` beside it, which is missing or a link")
+    offset, length = fields.get("offset", "0"), fields.get("length", "0")
+    if not (offset.isascii() and offset.isdigit() and length.isascii() and length.isdigit()):
+        _refuse(path, f"gives tensor `{tensor.name[:80]}` an offset or length that is no number")
+    if int(offset) + int(length) > data.stat().st_size:
+        _refuse(path, f"keeps tensor `{tensor.name[:80]}` beyond the end of `{location}`")
+
+
+def _is_plain(location: str) -> bool:
+    return (
+        bool(location) and location.isprintable() and not set(location) & set("/\\*:") and location not in {".", ".."}
+    )
+
+
+def _may_follow(path: Path, data: Path) -> bool:
+    """A link is followed only as in the hub's cache, where graph and data link into one folder of blobs."""
+    return not data.is_symlink() or (path.is_symlink() and path.resolve().parent == data.resolve().parent)
+
+
+def _refuse(path: Path, problem: str) -> NoReturn:
+    raise MalformedInput(
+        f"`{path.name}` {problem}", hint="the graph may be hostile; export it again from a model that you trust"
+    )

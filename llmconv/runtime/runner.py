@@ -1,0 +1,61 @@
+"""Runner: what the graphs and the eager model have in common, two methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from llmconv.tensors import Array
+
+
+class Cache(Protocol):
+    """Keys and values of every layer, wherever the runner keeps them."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache, padding included."""
+
+    def arrays(self) -> Sequence[tuple[Array, Array]]:
+        """Key and value by layer, each [batch, kv_heads, length, head_dim], as numpy arrays."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The outputs of one call.
+
+    Attributes:
+        logits: [batch, new tokens, vocabulary] (one row when the graph gives the last logits only).
+        present: the cache, past and new tokens together; the next call's `past`.
+    """
+
+    logits: Array
+    present: Cache
+
+
+class Runner(Protocol):
+    """A model that continues a cache by any number of tokens."""
+
+    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+        """Runs the prompt.
+
+        Args:
+            input_ids: [batch, new tokens] int64.
+            attention_mask: [batch, past + new tokens] int64, 0 where a token is padding.
+            position_ids: [batch, new tokens] int64; ignored by models that take none.
+            past: the cache to continue, None for an empty one.
+        """
+
+    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+        """Runs a step of the generation; same arguments as `prefill`."""
+
+
+def default_positions(attention_mask: Array, new_tokens: int) -> Array:
+    """Positions of the last `new_tokens` tokens, counting those that are not padding; int64 [batch, new_tokens].
+
+    The rule of transformers' `generate`: cumulative sum of the mask, less one.
+    """
+    positions: Array = np.maximum(attention_mask.cumsum(axis=1, dtype=np.int64) - 1, 0)
+    return positions[:, positions.shape[1] - new_tokens :]

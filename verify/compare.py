@@ -1,0 +1,172 @@
+"""How far a graph is from the truth, in units of the model's own rounding noise.
+
+    sigma = RMS(graph - eager in float64) / RMS(eager in the graph's dtype - eager in float64)
+
+A correct graph has sigma about 1, because it makes rounding errors of the same size as the eager model; a wrong
+epsilon has 10, a wrong GELU 200, anything structural thousands. Sigma is taken over all rows of an output and for
+every row (one position of one sequence), so that one broken position is not diluted by good ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmconv.tensors import Array
+
+
+@dataclass(frozen=True)
+class Gates:
+    """The largest sigma that passes: over an output, and of its worst row."""
+
+    aggregate: float
+    row: float
+
+
+GATES = {
+    "float64": Gates(3.0, 8.0),
+    "float32": Gates(3.0, 8.0),
+    "float16": Gates(1.5, 8.0),
+    "bfloat16": Gates(1.5, 8.0),
+}
+"""By the graph's dtype; calibrated in docs/verification.md."""
+
+ULP_SHARE = 0.5
+"""The floor is never below this share of one unit in the last place, where the eager run happens to be exact."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """One output of the eager model, as rows [batch, tokens, features], and its noise.
+
+    Attributes:
+        exact: computed in float64.
+        noise: RMS of the eager model's own rounding error per row, [batch, tokens].
+        total_noise: the same over all valid rows.
+        max_noise: largest absolute rounding error per row, [batch, tokens].
+        valid: bool [batch, tokens]; rows under padding are not compared.
+    """
+
+    exact: Array
+    noise: Array
+    total_noise: float
+    max_noise: Array
+    valid: Array
+
+    def last(self) -> Truth:
+        """The last token only, for graphs that give no other logits."""
+        noise, valid = self.noise[:, -1:], self.valid[:, -1:]
+        total = max(rms(noise[valid]), 1e-300)
+        return Truth(self.exact[:, -1:], noise, total, self.max_noise[:, -1:], valid)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What was measured of one output of one call.
+
+    Attributes:
+        sigma, row_sigma: over all valid rows, and of the worst row.
+        row: (sequence in the batch, token) of the worst row.
+        max_abs: largest absolute difference.
+        flips: rows whose likeliest token differs and no near-tie explains it (logits only).
+        problem: why nothing could be measured, or what else is wrong; empty when all is well.
+    """
+
+    sigma: float = 0.0
+    row_sigma: float = 0.0
+    row: tuple[int, int] = (0, 0)
+    max_abs: float = 0.0
+    flips: int = 0
+    problem: str = ""
+
+    def passes(self, gates: Gates) -> bool:
+        """Within the gates, with nothing else wrong."""
+        return not self.problem and not self.flips and self.sigma <= gates.aggregate and self.row_sigma <= gates.row
+
+
+class NoiseFloor:
+    """Rounding noise of the eager model, pooled per output over the scenarios so far.
+
+    A single row of a small output may by luck be nearly exact, and would make any graph look bad; the pooled noise
+    says what is usual for that output.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._ulp = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+        self._pool: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def truth(self, name: str, exact: Array, rounded: Array, valid: Array) -> Truth:
+        """The output `name` of one call, from the float64 run and the run in the graph's dtype, both as rows."""
+        error = rounded.astype(np.float64) - exact
+        noise, size = rms_rows(error), rms_rows(exact)
+        pool = self._pool[name]
+        pool[0] += float((noise[valid] ** 2).sum())
+        pool[1] += float((size[valid] ** 2).sum())
+        usual = (pool[0] / pool[1]) ** 0.5 if pool[1] else 0.0
+        total_size = rms(size[valid])
+        total = max(rms(noise[valid]), usual * total_size, self._ulp * ULP_SHARE * total_size, 1e-300)
+        median = float(np.median(noise[valid])) if valid.any() else 0.0
+        rows = np.maximum(noise, max(median / 2, usual * total_size / 2))
+        rows = np.maximum(rows, np.maximum(self._ulp * ULP_SHARE * size, 1e-300))
+        return Truth(exact, rows, total, np.abs(error).max(axis=-1, initial=0.0), valid)
+
+
+def measure(truth: Truth, output: Array, *, tokens: bool = False) -> Measure:
+    """Compares one output with the truth.
+
+    Args:
+        truth: what the eager model says.
+        output: the graph's rows [batch, tokens, features].
+        tokens: the rows are logits, so the likeliest token is compared too.
+    """
+    if output.shape != truth.exact.shape:
+        return Measure(
+            problem=f"shape {list(output.shape)} instead of {list(truth.exact.shape)} (batch, tokens, features)"
+        )
+    if not np.array_equal(np.isfinite(output), np.isfinite(truth.exact)):
+        return Measure(problem="NaN or infinity where the eager model has numbers, or the reverse")
+    error = np.where(np.isfinite(truth.exact), output.astype(np.float64) - truth.exact, 0.0)
+    if not truth.valid.any():
+        return Measure()
+    row_error = np.where(truth.valid, rms_rows(error), 0.0)
+    ratio = row_error / truth.noise
+    worst = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    return Measure(
+        sigma=rms(row_error[truth.valid]) / truth.total_noise,
+        row_sigma=float(ratio[worst]),
+        row=(int(worst[0]), int(worst[1])),
+        max_abs=float(np.abs(error[truth.valid]).max(initial=0.0)),
+        flips=unexplained_flips(truth, output) if tokens else 0,
+    )
+
+
+def unexplained_flips(truth: Truth, logits: Array) -> int:
+    """Rows whose likeliest token differs although the truth's margin is more than noise could overturn.
+
+    The margin counts as a near-tie up to twice the gate's worst row of noise.
+    """
+    best = truth.exact.argmax(axis=-1)
+    chosen = logits.argmax(axis=-1)
+    at = np.take_along_axis
+    margin = at(truth.exact, best[..., None], -1)[..., 0] - at(truth.exact, chosen[..., None], -1)[..., 0]
+    near_tie = margin <= 2 * np.maximum(truth.max_noise, GATES["float32"].row * truth.noise)
+    return int(((best != chosen) & ~near_tie & truth.valid).sum())
+
+
+def cache_rows(array: Array) -> Array:
+    """[batch, heads, tokens, head_dim] as rows [batch, tokens, heads x head_dim]."""
+    batch, heads, tokens, size = array.shape
+    return array.transpose(0, 2, 1, 3).reshape(batch, tokens, heads * size)
+
+
+def rms(values: Array) -> float:
+    """Root of the mean square; 0 of nothing."""
+    return float(np.sqrt(np.mean(np.square(values, dtype=np.float64)))) if values.size else 0.0
+
+
+def rms_rows(values: Array) -> Array:
+    """Root of the mean square over the last axis."""
+    result: Array = np.sqrt(np.mean(np.square(values, dtype=np.float64), axis=-1))
+    return result

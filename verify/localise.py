@@ -1,0 +1,53 @@
+"""Where a graph begins to differ, from outputs that were compared anyway.
+
+Keys and values of layer k depend on the layers before k and on the first part of layer k alone, so the first layer whose
+keys or values leave the floor brackets the fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmconv.verify.report import Check, Where
+
+
+def localise(checks: Sequence[Check]) -> Where | None:
+    """The first failing scenario, its first failing step, and there the first layer that differs; None when all passed."""
+    failed = [check for check in checks if check.verdict == "fail"]
+    if not failed:
+        return None
+    first = failed[0]
+    same = [check for check in failed if (check.name, check.graph) == (first.name, first.graph)]
+    step = min(check.step for check in same)
+    here = [check for check in same if check.step == step]
+    first = min(here, key=_depth)
+    layer = layer_of(first.output)
+    outputs = {check.output for check in here if layer_of(check.output) == layer}
+    text = f"{first.name}, {first.graph}, step {step}: {_place(layer, outputs)}"
+    return Where(first.name, first.graph, step, layer, first.output, f"{text} {first.detail}".strip())
+
+
+def layer_of(output: str) -> int | None:
+    """The number in `present.{i}.key`; None for other outputs."""
+    parts = output.split(".")
+    return int(parts[1]) if len(parts) == 3 and parts[1].isdigit() else None
+
+
+def _depth(check: Check) -> int:
+    layer = layer_of(check.output)
+    return 1 << 30 if layer is None else layer
+
+
+def _place(layer: int | None, outputs: set[str]) -> str:
+    if layer is None:
+        return "every key and value agrees, the logits differ: last layer's attention or MLP, final norm, or head"
+    kinds = {name.rsplit(".", 1)[1] for name in outputs}
+    if kinds == {"key"}:
+        return f"layer {layer}, keys only: its key projection, key norm or position encoding"
+    if kinds == {"value"}:
+        return f"layer {layer}, values only: its value projection"
+    if layer == 0:
+        return "layer 0, keys and values: the embedding, the first norm or the first projections"
+    return (
+        f"layer {layer}, keys and values: the attention or MLP of layer {layer - 1}, or the first norm of layer {layer}"
+    )

@@ -1,0 +1,172 @@
+"""Report: what was checked, what came out, and the verdict as a whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+NAME_LIMIT = 200
+
+
+@dataclass(frozen=True)
+class Check:
+    """One output of one graph in one scenario, over all its steps; or one structural check (sigma 0).
+
+    Attributes:
+        name: the scenario, or `structure`, `weights`, `prefill and decode agree`.
+        graph: the graph's file.
+        output: such as `logits` or `present.3.key`.
+        sigma, row_sigma: the largest over the steps; the gates are those of `compare.GATES`.
+        max_abs: the largest absolute difference.
+        verdict: `pass`, `fail` or `skip`.
+        step: the step with the largest sigma; on failure the first that fails.
+        detail: what is wrong, in words.
+    """
+
+    name: str
+    graph: str
+    output: str
+    sigma: float = 0.0
+    row_sigma: float = 0.0
+    max_abs: float = 0.0
+    verdict: str = "pass"
+    step: int = 0
+    steps: int = 1
+    row: tuple[int, int] = (0, 0)
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Where:
+    """The first place where a graph differs.
+
+    Attributes:
+        layer: the first layer whose keys or values leave the floor; None when only the logits do.
+        text: the same in words.
+    """
+
+    scenario: str
+    graph: str
+    step: int
+    layer: int | None
+    output: str
+    text: str
+
+
+@dataclass
+class Report:
+    """All checks of a folder; true when the graphs equal the eager model.
+
+    Attributes:
+        folder, reference: names of the folders.
+        suite: `quick` or `full`.
+        checks: one per graph, scenario and output, in the order of the work.
+        where: on failure, where to look.
+        notes: what a reader should know, one line each.
+        versions: of the libraries that took part.
+    """
+
+    folder: str
+    reference: str
+    suite: str
+    checks: list[Check] = field(default_factory=list)
+    where: Where | None = None
+    notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.verdict == "pass"
+
+    @property
+    def verdict(self) -> str:
+        """`pass`, `fail`, or `inconclusive` when no output was compared."""
+        if any(check.verdict == "fail" for check in self.checks):
+            return "fail"
+        compared = {check.graph for check in self.checks if check.verdict == "pass" and check.output}
+        graphs = {check.graph for check in self.checks if "+" not in check.graph}
+        return "pass" if compared and graphs <= compared else "inconclusive"
+
+    @property
+    def exit_code(self) -> int:
+        """0 pass, 1 fail, 5 inconclusive."""
+        return {"pass": 0, "fail": 1, "inconclusive": 5}[self.verdict]
+
+    @property
+    def worst(self) -> Check | None:
+        """The check with the largest sigma."""
+        return max(self.checks, key=lambda check: check.sigma, default=None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: stable order, no time, no host; NaN and infinity as text."""
+        content = {
+            "schema": 1,
+            "verdict": self.verdict,
+            "folder": self.folder,
+            "reference": self.reference,
+            "suite": self.suite,
+            "versions": self.versions,
+            "notes": self.notes,
+            "checks": [asdict(check) for check in self.checks],
+        }
+        if self.where:
+            content["where"] = asdict(self.where)
+        return content
+
+    def lines(self) -> list[str]:
+        """For people and grep: one line per check, verdict word first, then what follows from them."""
+        return [*lines_of(self.checks), *self.closing_lines()]
+
+    def closing_lines(self) -> list[str]:
+        """Notes, where to look, and the summary."""
+        lines = [f"NOTE | {clean(note)}" for note in self.notes]
+        if self.where:
+            lines.append(f"WHERE | {clean(self.where.text)}")
+        return [*lines, self.summary()]
+
+    def summary(self) -> str:
+        """The last line."""
+        failed = sum(check.verdict == "fail" for check in self.checks)
+        skipped = sum(check.verdict == "skip" for check in self.checks)
+        worst = self.worst
+        tail = f", largest sigma {worst.sigma:.2f} ({clean(worst.name)}, {clean(worst.output)})" if worst else ""
+        count = f"{len(self.checks)} outputs checked, {failed} differ, {skipped} skipped"
+        return f"{self.verdict.upper()}: {count}{tail}"
+
+
+WORDS = {"pass": "PASSED", "fail": "FAILED", "skip": "SKIPPED"}
+
+
+def lines_of(checks: Sequence[Check]) -> list[str]:
+    """Checks of one scenario, graph and kind of output (the logits, or all of the cache) share a line while they pass."""
+    groups: dict[tuple[str, str, bool], list[Check]] = {}
+    for check in checks:
+        groups.setdefault((check.name, check.graph, check.output.startswith("present.")), []).append(check)
+    return [line for group in groups.values() for line in group_lines(group)]
+
+
+def group_lines(group: list[Check]) -> list[str]:
+    """One line for a group that passed; one line per output that did not."""
+    failed = [check for check in group if check.verdict != "pass"]
+    if failed:
+        return [check_line(check, check.output) for check in failed]
+    worst = max(group, key=lambda check: check.sigma)
+    what = worst.output if len(group) == 1 else f"present, {len(group)} outputs"
+    return [check_line(worst, what)]
+
+
+def check_line(check: Check, what: str) -> str:
+    """`PASSED | decode chain, 16 steps | decode.onnx logits | sigma 1.02 | max abs 3.1e-07`."""
+    name = check.name
+    if check.verdict == "fail" and check.steps > 1:
+        name += f", step {check.step}"
+    parts = [WORDS[check.verdict], name, f"{check.graph} {what}".strip()]
+    if check.sigma or check.max_abs:
+        parts += [f"sigma {check.sigma:.2f}", f"worst row {check.row_sigma:.2f}", f"max abs {check.max_abs:.1e}"]
+    return " | ".join(clean(part) for part in [*parts, check.detail] if part)
+
+
+def clean(text: str) -> str:
+    """Text from a file, fit for a terminal: no control characters, not endless."""
+    return re.sub(r"[^\x20-\x7e\u00a0-\ud7ff\ue000-\ufffd]", "?", text)[:NAME_LIMIT]

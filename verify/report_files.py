@@ -1,0 +1,4 @@
+"""Placeholder until the reports are written."""
+
+
+def write_report(report, folder): ...

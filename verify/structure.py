@@ -1,0 +1,90 @@
+"""What can be said of a graph without running it: names, element types, axes, unused inputs."""
+
+from __future__ import annotations
+
+import onnx
+
+from llmconv.runtime.guard import nodes
+from llmconv.runtime.ort import OrtGraph
+from llmconv.verify.report import Check
+
+AXES: dict[str, list[str | int | None]] = {
+    "input_ids": ["batch_size", "sequence_length"],
+    "attention_mask": ["batch_size", "total_sequence_length"],
+    "position_ids": ["batch_size", "sequence_length"],
+}
+CACHE_LENGTH = {"past_key_values": "past_sequence_length", "present": "total_sequence_length"}
+TOKEN_INPUTS = ("input_ids", "attention_mask")
+
+
+def check_structure(
+    graph: OrtGraph, model: onnx.ModelProto, cache_shapes: list[tuple[int, int]], *, static: bool = False
+) -> Check:
+    """The graph's signature against the contract and the eager model.
+
+    Args:
+        graph: the graph, opened.
+        model: the same without weights.
+        cache_shapes: (kv_heads, head_dim) of every layer, as the eager model has them.
+        static: axes may be numbers.
+    """
+    problems = [
+        *_name_problems(graph, len(cache_shapes)),
+        *_axis_problems(graph, cache_shapes, static),
+        *_type_problems(graph),
+        *_dead_inputs(model),
+    ]
+    return Check("structure", graph.name, "", verdict="fail" if problems else "pass", detail="; ".join(problems[:5]))
+
+
+def cache_names(prefix: str, layers: int) -> list[str]:
+    """`present.0.key`, `present.0.value`, `present.1.key`, …"""
+    return [f"{prefix}.{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
+
+
+def _name_problems(graph: OrtGraph, layers: int) -> list[str]:
+    tokens = [*TOKEN_INPUTS, *(["position_ids"] if graph.takes_positions else [])]
+    problems = []
+    for kind, found, wanted in (
+        ("inputs", list(graph.inputs), tokens + cache_names("past_key_values", layers)),
+        ("outputs", list(graph.outputs), ["logits", *cache_names("present", layers)]),
+    ):
+        if found != wanted:
+            odd = next((a for a, b in zip(found, wanted, strict=False) if a != b), f"{len(found)} of {len(wanted)}")
+            problems.append(f"{kind} are not the model's, in its order: {odd}")
+    return problems
+
+
+def _axis_problems(graph: OrtGraph, cache_shapes: list[tuple[int, int]], static: bool) -> list[str]:
+    problems = []
+    for name, shape in [*graph.inputs.items(), *graph.outputs.items()]:
+        for found, wanted in zip(shape, _axes(name, cache_shapes) or shape, strict=False):
+            is_baked = isinstance(wanted, str) and isinstance(found, int) and static
+            if wanted is not None and found != wanted and not is_baked:
+                problems.append(f"{name} has axis {found}, not {wanted}")
+    return problems
+
+
+def _axes(name: str, cache_shapes: list[tuple[int, int]]) -> list[str | int | None]:
+    prefix, _, rest = name.partition(".")
+    layer = rest.partition(".")[0]
+    if prefix in CACHE_LENGTH and layer.isdigit() and int(layer) < len(cache_shapes):
+        heads, size = cache_shapes[int(layer)]
+        return ["batch_size", heads, CACHE_LENGTH[prefix], size]
+    return AXES.get(name, [])
+
+
+def _type_problems(graph: OrtGraph) -> list[str]:
+    problems = [
+        f"{name} is {graph.types[name]}, not int64"
+        for name in (*TOKEN_INPUTS, "position_ids")
+        if name in graph.inputs and graph.types[name] != "tensor(int64)"
+    ]
+    kinds = {graph.types[name] for name in (*graph.past_names, *graph.present_names)}
+    return problems + ([f"cache inputs and outputs have several types: {sorted(kinds)}"] if len(kinds) > 1 else [])
+
+
+def _dead_inputs(model: onnx.ModelProto) -> list[str]:
+    used = {name for node in nodes(model) for name in node.input}
+    used |= {output.name for output in model.graph.output}
+    return [f"input {port.name} has no effect" for port in model.graph.input if port.name not in used]

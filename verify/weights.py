@@ -1,0 +1,150 @@
+"""The weight audit: every initializer is the tensor that its name says, whatever the outputs are.
+
+Graphs bind weights in place: an initializer names a safetensors file, an offset and a length. So a wrong binding shows in
+the file's header, without running anything; bytes are read only where the graph holds a copy, or where the reference is
+another folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from llmconv.checkpoint import open_weights
+from llmconv.errors import InputRefused
+from llmconv.runtime.guard import external_fields
+from llmconv.safetensors_io import FileTensor, read_exactly
+from llmconv.tensors import Array, LazyTensor
+from llmconv.verify.report import Check
+
+Span = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights that graphs of one folder may use.
+
+    Attributes:
+        folder: of the graphs.
+        spans: (file, offset, length) of every tensor in the folder's safetensors files, to its name.
+        reference: the reference's tensors by name.
+        in_place: the folder is the reference.
+    """
+
+    folder: Path
+    spans: Mapping[Span, str]
+    reference: Mapping[str, LazyTensor]
+    in_place: bool
+
+    @classmethod
+    def of(cls, folder: Path, reference: Path) -> Source:
+        """Reads the headers of both folders.
+
+        Raises:
+            InputRefused: the reference has no safetensors weights.
+        """
+        try:
+            tensors: Mapping[str, LazyTensor] = open_weights(folder)
+        except InputRefused:
+            tensors = {}
+        spans = {span_of(tensor): name for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
+        in_place = folder.resolve() == reference.resolve()
+        return cls(folder, spans, tensors if in_place else open_weights(reference), in_place)
+
+
+def span_of(tensor: FileTensor) -> Span:
+    """Where a tensor lies: file name, offset, length."""
+    return tensor.path.name, tensor.offset, tensor.nbytes
+
+
+def audit_weights(graph: str, model: onnx.ModelProto, source: Source) -> tuple[Check, set[str]]:
+    """Checks every initializer of a graph; also the names of the reference's tensors that the graph uses."""
+    problems: list[str] = []
+    used: set[str] = set()
+    for tensor in model.graph.initializer:
+        name, problem = _audit(tensor, source)
+        used |= {name} if name else set()
+        problems += [problem] if problem else []
+    verdict = "fail" if problems else "pass" if used else "skip"
+    detail = (
+        "; ".join(problems[:5]) or f"{len(used)} tensors"
+        if used or problems
+        else "no initializer has the name of a tensor"
+    )
+    return Check("weights", graph, "", verdict=verdict, detail=detail), used
+
+
+def _audit(tensor: onnx.TensorProto, source: Source) -> tuple[str, str]:
+    """The reference's name of an initializer (empty when it is none of its tensors), and what is wrong with it."""
+    named = reference_name(tensor.name, source.reference)
+    fields = external_fields(tensor)
+    if not fields.get("location", "").endswith(".safetensors"):
+        return named, _compare(tensor, named, source) if named else ""
+    span = (fields["location"], int(fields.get("offset", 0)), int(fields.get("length", 0)))
+    bound = source.spans.get(span)
+    if bound is None:
+        return named, f"`{tensor.name}` maps bytes {span[1]}+{span[2]} of `{span[0]}`, which are no tensor"
+    if named and named != reference_name(bound, source.reference) and _differ(source, named, bound):
+        return named, f"`{tensor.name}` maps the bytes of `{bound}`"
+    if not named and _differ(source, bound, bound):
+        return bound, f"`{tensor.name}` maps `{bound}`, whose values are not the reference's"
+    if named and not source.in_place:
+        return named, _compare(tensor, named, source)
+    return named or bound, ""
+
+
+def reference_name(name: str, reference: Mapping[str, LazyTensor]) -> str:
+    """The reference's tensor of that name, with or without the base model's prefix (`transformer.`, `model.`); or empty."""
+    if name in reference:
+        return name
+    rest = name.partition(".")[2]
+    if rest in reference and "." in rest:
+        return rest
+    return next((f"{prefix}.{name}" for prefix in ("model", "transformer") if f"{prefix}.{name}" in reference), "")
+
+
+def _differ(source: Source, named: str, bound: str) -> bool:
+    """Whether the bytes of the folder's tensor `bound` differ from the reference's `named`."""
+    if source.in_place:
+        mine, other = source.reference[bound], source.reference[named]
+    else:
+        mine = open_weights(source.folder)[bound]
+        found = reference_name(named, source.reference)
+        if not found:
+            return False
+        other = source.reference[found]
+    return mine.shape != other.shape or not same_values(mine.read(), other.read())
+
+
+def _compare(tensor: onnx.TensorProto, named: str, source: Source) -> str:
+    values = initializer_values(tensor, source.folder)
+    wanted = source.reference[named].read()
+    if values is None:
+        return ""
+    if values.shape != wanted.shape and values.shape == wanted.T.shape:
+        wanted = wanted.T
+    if values.shape != wanted.shape:
+        return f"`{tensor.name}` has shape {list(values.shape)}, the reference {list(wanted.shape)}"
+    return "" if same_values(values, wanted) else f"`{tensor.name}` differs from the reference's values"
+
+
+def initializer_values(tensor: onnx.TensorProto, folder: Path) -> Array | None:
+    """The values of an initializer, inline or external; None for element types that numpy lacks."""
+    fields = external_fields(tensor)
+    if not fields:
+        return onnx.numpy_helper.to_array(tensor)
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    count = int(np.prod(tensor.dims, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(count, dtype=np.uint8)
+    with open(folder / fields["location"], "rb", buffering=0) as file:
+        read_exactly(file.fileno(), memoryview(raw), int(fields.get("offset", 0)), folder / fields["location"])
+    return raw.view(dtype).reshape(tuple(tensor.dims))
+
+
+def same_values(values: Array, wanted: Array) -> bool:
+    """Equal after one cast of the reference to the other's element type."""
+    return np.array_equal(values, wanted.astype(values.dtype), equal_nan=values.dtype.kind == "f")
