@@ -7,6 +7,7 @@ file's name, without its extension before August 2023. JSON is kept parsed, text
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -16,6 +17,8 @@ from llmconv.errors import MalformedInput
 
 DEPTH_LIMIT = 64
 VALUE_LIMIT = 10_000_000
+REPEAT_LIMIT = 1_000
+"""Times that one list or dict may appear: parsed JSON is a tree, only a bomb refers to one again and again."""
 
 
 def restore_files(entries: Mapping[str, Any], source: str) -> tuple[dict[str, bytes], tuple[str, ...]]:
@@ -69,24 +72,26 @@ def plain(value: Any, source: str) -> Any:
     """A copy of `value` made of JSON types only.
 
     Raises:
-        MalformedInput: other types, deeper than `DEPTH_LIMIT`, or more than `VALUE_LIMIT` values once expanded.
+        MalformedInput: other types, too deep, too many values, or one list or dict repeated too often.
     """
     return _Copier(source).copy(value, 0)
 
 
 class _Copier:
-    """Counts values, because a pickle may refer to one list a million times."""
+    """Counts values and repeats, because a pickle may refer to one list a million times."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.count = 0
+        self.seen: Counter[int] = Counter()
 
     def copy(self, value: Any, depth: int) -> Any:
         self.count += 1
-        if depth > DEPTH_LIMIT or self.count > VALUE_LIMIT:
-            raise MalformedInput(f"`{self.source}` holds a configuration that is too large or nested", hint=HINT)
         if value is None or isinstance(value, str | int | float):
             return value
+        self.seen[id(value)] += bool(value)
+        if depth > DEPTH_LIMIT or self.count > VALUE_LIMIT or self.seen[id(value)] > REPEAT_LIMIT:
+            raise MalformedInput(f"`{self.source}` holds a configuration that is too large or nested", hint=HINT)
         if isinstance(value, list | tuple):
             return [self.copy(item, depth + 1) for item in value]
         if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):

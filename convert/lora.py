@@ -13,7 +13,7 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
 from llmconv.convert.adapter_placement import HEAD, Edits
 from llmconv.convert.adapters import CONFIG, Adapter, open_adapter
 from llmconv.convert.configs import with_dtype
-from llmconv.convert.low_rank import add_low_rank, one_thread_per_block
+from llmconv.convert.low_rank import add_low_rank
 from llmconv.convert.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import read_manifest, step
@@ -94,15 +94,14 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     if not dry_run:
         options = {"weights": list(weights), "alpha": alpha, "dtype": None if dtype == "keep" else dtype}
         done = step("merge-lora", checkpoint.path.absolute(), adapters=[_identity(item) for item in opened], **options)
-        with one_thread_per_block():
-            write_checkpoint(
-                merge.plan,
-                Path(output),
-                steps=[*read_manifest(checkpoint.path).steps, done],
-                sources=_sources(checkpoint, opened),
-                overwrite=overwrite,
-                resume=resume,
-            )
+        write_checkpoint(
+            merge.plan,
+            Path(output),
+            steps=[*read_manifest(checkpoint.path).steps, done],
+            sources=_sources(checkpoint, opened),
+            overwrite=overwrite,
+            resume=resume,
+        )
     return merge
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
+from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor
 
-if TYPE_CHECKING:
-    import torch
+TILE_ELEMENTS = 1 << 17
+"""Elements whose sum is made at once: half a megabyte in float32, so its passes stay in the cache."""
 
-TILE_ELEMENTS = 1 << 18
-"""Elements per tile: small enough that the float32 tile stays in the cache between its three passes."""
+ROWS = 8
+PRODUCT_LIMIT = 1 << 18
+"""A product of (rows, r, columns) up to this size is made by the calling thread alone. Larger ones OpenBLAS divides among
+threads of its own (`interface/gemm.c`), which then fight with the writer's threads: five times slower, measured."""
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -47,55 +51,85 @@ class LowRank:
 def add_low_rank(base: LazyTensor, changes: Sequence[LowRank], dtype: DType) -> LazyTensor:
     """`base` plus the sum of `changes`, rounded once (nearest even) to `dtype`.
 
+    Arithmetic is float32, or float64 where the result is float32 or wider. The result does not depend on how many
+    threads compute how many rows.
+
     Args:
-        base: the weight; one of more than two dimensions is not accepted, one of one dimension counts as one column.
-        changes: whose products have the base's shape.
+        base: the weight, of two dimensions, or a bias.
+        changes: whose products have the base's shape; a bias counts as one column.
         dtype: element type of the result.
+
+    Raises (when rows are read):
+        UnsupportedInput: a sum is too large for float16.
     """
 
     def load(start: int, stop: int) -> Array:
-        rows = base.rows(start, stop)
         pairs = [change.factors(start, stop) for change in changes]
-        left = np.hstack([pair[0] for pair in pairs])
-        right = np.vstack([pair[1] for pair in pairs])
-        return _sum_rows(rows, left, right, dtype)
+        work = np.float64 if dtype.itemsize >= 4 else np.float32
+        left = np.hstack([pair[0] for pair in pairs]).astype(work)
+        right = np.vstack([pair[1] for pair in pairs]).astype(work)
+        return _sum_rows(base.rows(start, stop), left, right, dtype)
 
     return LazyTensor(dtype, base.shape, load)
 
 
 def _sum_rows(rows: Array, left: Array, right: Array, dtype: DType) -> Array:
-    """rows + left @ right; float64 arithmetic only where the weight itself is float64."""
-    import torch  # noqa: PLC0415 - planning, refusing and `--dry-run` do without it
-
+    """rows + left @ right in the element type of the factors, rounded to `dtype`, tile by tile."""
     result = np.empty(rows.shape, dtype.numpy)
     columns = prod(rows.shape[1:])
-    source, target = _as_torch(rows).view(-1, columns), _as_torch(result).view(-1, columns)
-    work = torch.float64 if torch.float64 in (source.dtype, target.dtype) else torch.float32
-    factors = [torch.from_numpy(np.ascontiguousarray(matrix)).to(work) for matrix in (left, right)]
-    step = max(1, TILE_ELEMENTS // columns)
-    for first in range(0, len(rows), step):
-        tile = slice(first, first + step)
-        target[tile] = source[tile].to(work).addmm_(factors[0][tile], factors[1])
+    source, target = rows.reshape(-1, columns), result.reshape(-1, columns)
+    height = max(1, TILE_ELEMENTS // columns // ROWS) * ROWS
+    total, term = np.empty((2, height, columns), left.dtype)
+    for first in range(0, len(source), height):
+        tile = slice(first, min(first + height, len(source)))
+        size = tile.stop - first
+        _multiply(left[tile], right, total[:size])
+        term[:size] = source[tile]
+        total[:size] += term[:size]
+        round_into(target[tile], total[:size], term[:size])
     return result
 
 
-def _as_torch(array: Array) -> torch.Tensor:
-    """The same memory as a torch tensor; types that numpy lacks go through an integer view."""
-    import torch  # noqa: PLC0415
+def _multiply(left: Array, right: Array, product: Array) -> None:
+    """product = left @ right, in parts no larger than `PRODUCT_LIMIT`."""
+    rank, columns = right.shape
+    width = max(64, PRODUCT_LIMIT // (ROWS * rank))
+    whole = len(left) // ROWS * ROWS
+    for rows in (slice(0, whole), slice(whole, len(left))):
+        parts = left[rows].reshape(-1, min(ROWS, max(1, rows.stop - rows.start)), rank)
+        target = product[rows].reshape(*parts.shape[:2], columns)
+        for first in range(0, columns, width) if parts.size else ():
+            part = slice(first, first + width)
+            np.matmul(parts, right[:, part], out=target[:, :, part])
 
-    if array.dtype.kind != "V":
-        return torch.from_numpy(array)
-    return torch.from_numpy(array.view(f"u{array.itemsize}")).view(getattr(torch, array.dtype.name))
 
+def round_into(target: Array, values: Array, scratch: Array) -> None:
+    """target = values, rounded to nearest even.
 
-@contextmanager
-def one_thread_per_block() -> Iterator[Any]:
-    """Keeps torch from dividing a tile among threads, because the writer already computes several blocks at once."""
-    import torch  # noqa: PLC0415
+    bfloat16 is float32 without its lower half, so it is rounded with integers: numpy then runs outside the interpreter
+    lock, which it does not while `ml_dtypes` casts. That needs numbers; where there is a NaN, `ml_dtypes` does it.
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    Args:
+        target: the result.
+        values: float32 or float64, of the same shape.
+        scratch: memory of the same shape and type, overwritten.
+
+    Raises:
+        UnsupportedInput: a finite value is too large for float16.
+    """
+    if target.dtype == BFLOAT16 and values.dtype == np.float32 and not np.isnan(values.max(initial=0)):
+        bits, work = values.view(np.uint32), scratch.view(np.uint32)
+        np.right_shift(bits, 16, out=work)
+        work &= 1
+        work += 0x7FFF
+        work += bits
+        work >>= 16
+        target.view(np.uint16)[...] = work
+        return
     try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        with np.errstate(over="raise"):
+            target[...] = values
+    except FloatingPointError as error:
+        raise UnsupportedInput(
+            f"a merged weight is too large for {target.dtype.name}", hint="give `--dtype bfloat16` or `--dtype float32`"
+        ) from error

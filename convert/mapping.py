@@ -139,6 +139,17 @@ def rope_order(head_dim: int) -> tuple[int, ...]:
     return tuple(2 * i + j for j in range(2) for i in range(head_dim // 2))
 
 
+def equal(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits; reading stops at the first block that differs."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(np.array_equal(_bits(one.rows(*block)), _bits(other.rows(*block))) for block in one.blocks())
+
+
+def _bits(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)
+
+
 def replicated(copies: Sequence[LazyTensor], source: str) -> LazyTensor:
     """One of several tensors that must be equal; they are compared while the first is read.
 
@@ -151,7 +162,7 @@ def replicated(copies: Sequence[LazyTensor], source: str) -> LazyTensor:
     def load(start: int, stop: int) -> Array:
         rows = copies[0].rows(start, stop)
         for copy in copies[1:]:
-            if not np.array_equal(rows.view(np.uint8), copy.rows(start, stop).view(np.uint8)):
+            if not np.array_equal(_bits(rows), _bits(copy.rows(start, stop))):
                 raise MalformedInput(
                     f"the shards of `{source}` hold different copies of one key/value head",
                     hint="`n_kv_heads` of `params.json` does not fit the shards; is it of another model?",

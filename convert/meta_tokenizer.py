@@ -14,6 +14,7 @@ from llmconv.convert.tiktoken_json import (
     EOM,
     EOS,
     EOT,
+    NUM_SPECIAL,
     is_tiktoken,
     parse_tiktoken,
     special_tokens,
@@ -22,6 +23,10 @@ from llmconv.convert.tiktoken_json import (
 from llmconv.convert.tokenizer_source import read_tokenizer
 
 TOKENIZER = "tokenizer.model"
+RELEASED_SENTENCEPIECE = (32000, 32016)
+"""Vocabulary of Llama 1 and 2, and of Code Llama."""
+RELEASED_TIKTOKEN = 128256
+"""Vocabulary of Llama 3."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,16 @@ def find_tokenizer(folder: Path) -> Path | None:
     return next(
         (place for place in (folder / TOKENIZER, folder.absolute().parent / TOKENIZER) if place.is_file()), None
     )
+
+
+def without_tokenizer(vocabulary: int) -> MetaTokenizer:
+    """The ids of a released model, told by its vocabulary, where there is no tokenizer to ask."""
+    if vocabulary in RELEASED_SENTENCEPIECE:
+        return MetaTokenizer(bos=1, eos=2, stops=(2,))
+    if vocabulary == RELEASED_TIKTOKEN:
+        base = vocabulary - NUM_SPECIAL
+        return MetaTokenizer(bos=base + BOS, eos=base + EOS, stops=(base + EOS, base + EOT))
+    return MetaTokenizer()
 
 
 def load_tokenizer(path: Path, *, since_3_1: bool) -> MetaTokenizer:

@@ -1,2 +1,9 @@
+"""HF folder -> ONNX graphs."""
+
 if __name__ != "llmconv.export":
     raise ImportError("import llmconv.export: `export` is no top-level package")
+
+from llmconv.export.exporter import Exported, export
+from llmconv.export.input_maps import INPUT_MAPS, InputMap, register_input_map
+
+__all__ = ["INPUT_MAPS", "Exported", "InputMap", "export", "register_input_map"]

@@ -1,7 +1,7 @@
 """Initializers -> bytes in the safetensors files: a graph maps the weights where they lie and copies none.
 
-An ONNX initializer may point at any byte range of a file beside the graph (`location`, `offset`, `length`), and the data of
-a safetensors file are raw little-endian rows. Weights stored in half precision are cast to float32 inside the graph.
+An ONNX initializer may point at any byte range of a file beside the graph (`location`, `offset`, `length`), and the
+data of a safetensors file are raw little-endian rows. Weights stored in half precision are cast inside the graph.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import NoReturn
 import onnx_ir as ir
 
 from llmconv.errors import InputRefused
+from llmconv.export.gemm import static_shape
 from llmconv.export.trace import TracedGraph
 from llmconv.safetensors_io import FileTensor
+from llmconv.tensors import LazyTensor
 
 ONNX_TYPES = {
     "float32": ir.DataType.FLOAT,
@@ -25,39 +27,50 @@ BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.ro
 """Tensors older checkpoints hold although the model computes them; a graph does not need them."""
 
 
+def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
+    """Which tensor each weight of the graph is: parameter name -> checkpoint name (tied parameters share one).
+
+    Raises:
+        InputRefused: a weight has no tensor or another shape, or a tensor belongs to no weight.
+    """
+    matches = {name: _resolve(name, traced, tensors) for name in traced.weights}
+    for name, source in matches.items():
+        _require_shape(source, tensors[source], traced.weights[name])
+    _require_all_used(tensors, set(matches.values()) | set(traced.tied))
+    return matches
+
+
 def bind(traced: TracedGraph, tensors: Mapping[str, FileTensor]) -> int:
     """Points every weight input of the graph at its tensor; returns how many bytes are mapped.
 
     Args:
         traced: the graph; its weight inputs become initializers.
-        tensors: the checkpoint's tensors by name, in files beside the graph.
+        tensors: the checkpoint's tensors by name, in files that will lie beside the graph.
 
     Raises:
-        InputRefused: a weight has no tensor or another shape, or a tensor belongs to no weight.
+        InputRefused: see `match_weights`.
     """
-    used: dict[str, ir.Value] = {}
-    for name, value in traced.weights.items():
-        source = _resolve(name, traced, tensors)
-        _require_shape(source, tensors[source], value)
-        if source in used:
-            value.replace_all_uses_with(used[source])
-        else:
-            used[source] = _initializer(traced.model.graph, value, source, tensors[source])
+    graph = traced.model.graph
+    read: dict[str, ir.Value] = {}
+    for name, source in match_weights(traced, tensors).items():
+        if source not in read:
+            read[source] = _initializer(graph, traced.weights[name], source, tensors[source])
+        traced.weights[name].replace_all_uses_with(read[source])
     weights = set(traced.weights.values())
-    inputs = [value for value in traced.model.graph.inputs if value not in weights]
-    traced.model.graph.inputs.clear()
-    traced.model.graph.inputs.extend(inputs)
-    _require_all_used(tensors, used, traced)
-    return sum(tensors[name].nbytes for name in used)
+    inputs = [value for value in graph.inputs if value not in weights]
+    graph.inputs.clear()
+    graph.inputs.extend(inputs)
+    return sum(tensors[name].nbytes for name in read)
 
 
-def _resolve(name: str, traced: TracedGraph, tensors: Mapping[str, FileTensor]) -> str:
+def _resolve(name: str, traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> str:
     """The checkpoint's name of a parameter: its own, without the inner model's name, or that of the tied parameter."""
     for candidate in _candidates(name, traced):
         if candidate in tensors:
             return candidate
     raise InputRefused(
-        f"the weights lack `{name}`", hint="the folder does not hold the model its `config.json` describes; convert it again"
+        f"the weights lack `{name}`",
+        hint="the folder does not hold the model its `config.json` describes; convert it again",
     )
 
 
@@ -69,9 +82,8 @@ def _candidates(name: str, traced: TracedGraph) -> Iterable[str]:
             yield f"{traced.base_prefix}.{spelling}"
 
 
-def _require_shape(name: str, tensor: FileTensor, value: ir.Value) -> None:
-    assert value.shape is not None
-    expected = tuple(int(size) for size in value.shape)  # type: ignore[arg-type]
+def _require_shape(name: str, tensor: LazyTensor, value: ir.Value) -> None:
+    expected = static_shape(value)
     if tensor.shape != expected:
         raise InputRefused(
             f"`{name}` has shape {list(tensor.shape)}, `config.json` implies {list(expected)}",
@@ -81,40 +93,31 @@ def _require_shape(name: str, tensor: FileTensor, value: ir.Value) -> None:
         _refuse_dtype(name, tensor)
 
 
-def _refuse_dtype(name: str, tensor: FileTensor) -> NoReturn:
+def _refuse_dtype(name: str, tensor: LazyTensor) -> NoReturn:
     raise InputRefused(
-        f"`{name}` is stored as {tensor.dtype.name}", hint=f"store it as one of {', '.join(ONNX_TYPES)}: `--dtype float32 -o OUT`"
+        f"`{name}` is stored as {tensor.dtype.name}",
+        hint=f"store it as one of {', '.join(ONNX_TYPES)}: `--dtype float32 -o OUT`",
     )
 
 
-def _initializer(graph: ir.Graph, value: ir.Value, name: str, tensor: FileTensor) -> ir.Value:
-    """Turns the input `value` into an initializer; returns the float32 value that the graph reads."""
+def _initializer(graph: ir.Graph, like: ir.Value, name: str, tensor: FileTensor) -> ir.Value:
+    """The initializer `name` over the tensor's bytes; returns the float32 value that the graph reads."""
     dtype = ONNX_TYPES[tensor.dtype.name]
-    stored = ir.Value(name=name, shape=value.shape, type=ir.TensorType(dtype))
+    stored = ir.Value(name=name, shape=like.shape, type=ir.TensorType(dtype))
     stored.const_value = ir.ExternalTensor(
-        tensor.path.name,
-        tensor.offset,
-        tensor.nbytes,
-        dtype,
-        shape=ir.Shape(tensor.shape),
-        name=name,
-        base_dir=str(tensor.path.parent),
+        tensor.path.name, tensor.offset, tensor.nbytes, dtype, shape=ir.Shape(tensor.shape), name=name
     )
     graph.initializers[name] = stored
     if dtype == ir.DataType.FLOAT:
-        read = stored
-    else:
-        cast = ir.node("Cast", [stored], attributes={"to": ir.DataType.FLOAT}, name=f"{name}/Cast")
-        graph.insert_before(graph[0], cast)
-        read = cast.outputs[0]
-        read.name, read.shape, read.dtype = f"{name}:float32", value.shape, ir.DataType.FLOAT
-    value.replace_all_uses_with(read)
-    return read
+        return stored
+    cast = ir.node("Cast", [stored], attributes={"to": ir.DataType.FLOAT}, name=f"{name}/Cast")
+    graph.insert_before(graph[0], cast)
+    cast.outputs[0].name = f"{name}:float32"
+    return cast.outputs[0]
 
 
-def _require_all_used(tensors: Mapping[str, FileTensor], used: Mapping[str, ir.Value], traced: TracedGraph) -> None:
-    tied = set(traced.tied)
-    left = [name for name in tensors if name not in used and not name.endswith(BUFFERS) and name not in tied]
+def _require_all_used(tensors: Iterable[str], used: set[str]) -> None:
+    left = [name for name in tensors if name not in used and not name.endswith(BUFFERS)]
     if left:
         listed = ", ".join(f"`{name}`" for name in left[:5])
         raise InputRefused(

@@ -34,8 +34,9 @@ def load_config(fields: dict[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(fields["model_type"], **known)
     except (KeyError, ValueError, TypeError) as error:
+        reason = str(error).split(". Should contain")[0]
         raise UnsupportedInput(
-            f"transformers cannot read this config: {error}", hint="mend `config.json`, or update transformers"
+            f"transformers cannot read this config: {reason}", hint="mend `config.json`, or update transformers"
         ) from error
 
 
@@ -75,7 +76,7 @@ def _fake_parameters() -> Iterator[None]:
                 parameter = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=False)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_fake  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

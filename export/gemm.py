@@ -1,10 +1,12 @@
 """Linear layers as `Gemm(transB=1)` on the (out, in) rows that a checkpoint stores.
 
-The exporter writes `MatMul(x, Transpose(W))`; a runtime folds that transpose into a copy of every weight. Gemm reads the
-rows where they lie. It takes matrices only, so `x` is flattened before and given its shape back afterwards.
+The exporter writes `MatMul(x, Transpose(W))`; a runtime folds that transpose into a copy of every weight. Gemm reads
+the rows where they lie. It takes matrices only, so `x` is flattened before and given its shape back afterwards.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -15,95 +17,100 @@ from llmconv.export.trace import TracedGraph
 
 def bind_linear_layers(traced: TracedGraph) -> None:
     """Rewrites every linear layer of the graph in place."""
-    graph = traced.model.graph
-    weights = set(traced.weights.values())
-    shapes: dict[int, ir.Value] = {}
-    flattened: dict[ir.Value, ir.Value] = {}
-    for node in list(graph):
-        weight = _transposed_weight(node, weights)
+    rewriter = _Rewriter(traced)
+    for node in list(traced.model.graph):
+        weight = rewriter.transposed_weight(node)
         if weight is not None:
-            _rewrite(graph, node, weight, weights, shapes, flattened)
+            rewriter.rewrite(node, weight)
     RemoveUnusedNodesPass()(traced.model)
-    graph.sort()
+    traced.model.graph.sort()
 
 
-def _transposed_weight(node: ir.Node, weights: set[ir.Value]) -> ir.Value | None:
-    """W, where `node` is `MatMul(x, Transpose(W))`."""
-    if node.op_type != "MatMul" or node.inputs[1] is None:
-        return None
-    transpose = node.inputs[1].producer()
-    if transpose is None or transpose.op_type != "Transpose":
-        return None
-    weight = transpose.inputs[0]
-    return weight if weight in weights and weight.shape is not None and len(weight.shape) == 2 else None
+class _Rewriter:
+    """One pass over a graph; what layers can share (flattened inputs, full shapes) is made once."""
+
+    def __init__(self, traced: TracedGraph) -> None:
+        self._graph = traced.model.graph
+        self._weights = set(traced.weights.values())
+        self._flattened: dict[ir.Value, ir.Value] = {}
+        self._shapes: dict[int, ir.Value] = {}
+
+    def transposed_weight(self, node: ir.Node) -> ir.Value | None:
+        """W, where `node` is `MatMul(x, Transpose(W))`."""
+        transpose = node.inputs[1].producer() if node.op_type == "MatMul" and node.inputs[1] is not None else None
+        if transpose is None or transpose.op_type != "Transpose":
+            return None
+        return self._weight_of_rank(transpose.inputs[0], 2)
+
+    def rewrite(self, matmul: ir.Node, weight: ir.Value) -> None:
+        """Puts Reshape, Gemm, Reshape in the place of a MatMul and of the Add of a bias after it."""
+        out_features, in_features = static_shape(weight)
+        operands = [self._flat(matmul, in_features), weight]
+        replaced = matmul.outputs[0]
+        add, bias = self._bias(matmul)
+        if add is not None and bias is not None:
+            operands.append(bias)
+            replaced = add.outputs[0]
+        product = self._insert(matmul, "Gemm", operands, {"transB": 1})
+        result = self._insert(matmul, "Reshape", [product, self._full_shape(out_features)])
+        result.name, result.shape, result.type = replaced.name, replaced.shape, replaced.type
+        replaced.name = None
+        replaced.replace_all_uses_with(result, replace_graph_outputs=True)
+
+    def _flat(self, matmul: ir.Node, features: int) -> ir.Value:
+        """The input of a MatMul as a matrix `[batch_size * sequence_length, features]`."""
+        source = matmul.inputs[0]
+        assert source is not None
+        if source not in self._flattened:
+            shape = self._constant(f"flat_{features}", [-1, features])
+            self._flattened[source] = self._insert(matmul, "Reshape", [source, shape])
+        return self._flattened[source]
+
+    def _full_shape(self, features: int) -> ir.Value:
+        """`[batch_size, sequence_length, features]`, computed once for all layers of that width."""
+        if features not in self._shapes:
+            first = self._graph[0]
+            tokens = self._insert(first, "Shape", [self._graph.inputs[0]], of_module=False)
+            width = self._constant(f"width_{features}", [features])
+            self._shapes[features] = self._insert(first, "Concat", [tokens, width], {"axis": 0}, of_module=False)
+        return self._shapes[features]
+
+    def _bias(self, matmul: ir.Node) -> tuple[ir.Node, ir.Value] | tuple[None, None]:
+        """The `Add` of a bias that follows, and the bias."""
+        uses = list(matmul.outputs[0].uses())
+        if len(uses) == 1 and uses[0].node.op_type == "Add":
+            bias = self._weight_of_rank(uses[0].node.inputs[1 - uses[0].idx], 1)
+            if bias is not None:
+                return uses[0].node, bias
+        return None, None
+
+    def _weight_of_rank(self, value: ir.Value | None, rank: int) -> ir.Value | None:
+        return value if value in self._weights and len(static_shape(value)) == rank else None
+
+    def _constant(self, name: str, content: list[int]) -> ir.Value:
+        if name not in self._graph.initializers:
+            tensor = ir.tensor(np.array(content, dtype=np.int64), name=name)
+            kind = ir.TensorType(ir.DataType.INT64)
+            self._graph.initializers[name] = ir.Value(name=name, type=kind, const_value=tensor)
+        return self._graph.initializers[name]
+
+    def _insert(
+        self,
+        place: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        attributes: dict[str, int] | None = None,
+        of_module: bool = True,
+    ) -> ir.Value:
+        """A node before `place`, of the same module unless it serves all of them."""
+        node = ir.node(op_type, inputs, attributes=attributes)
+        if of_module:
+            node.metadata_props.update(place.metadata_props)
+        self._graph.insert_before(place, node)
+        return node.outputs[0]
 
 
-def _rewrite(
-    graph: ir.Graph,
-    matmul: ir.Node,
-    weight: ir.Value,
-    weights: set[ir.Value],
-    shapes: dict[int, ir.Value],
-    flattened: dict[ir.Value, ir.Value],
-) -> None:
-    assert weight.shape is not None
-    out_features, in_features = int(weight.shape[0]), int(weight.shape[1])  # type: ignore[arg-type]
-    source = matmul.inputs[0]
-    assert source is not None
-    if source not in flattened:
-        flat_shape = _constant(graph, f"flat_{in_features}", [-1, in_features])
-        flattened[source] = _insert(graph, matmul, "Reshape", [source, flat_shape])
-    operands = [flattened[source], weight]
-    last = matmul
-    bias = _bias_add(matmul, weights)
-    if bias is not None:
-        last, bias_value = bias
-        operands.append(bias_value)
-    product = _insert(graph, matmul, "Gemm", operands, {"transB": 1})
-    if out_features not in shapes:
-        shapes[out_features] = _full_shape(graph, out_features)
-    result = _insert(graph, matmul, "Reshape", [product, shapes[out_features]])
-    replaced = last.outputs[0]
-    result.name, result.shape, result.type = replaced.name, replaced.shape, replaced.type
-    replaced.name = None
-    replaced.replace_all_uses_with(result, replace_graph_outputs=True)
-
-
-def _bias_add(matmul: ir.Node, weights: set[ir.Value]) -> tuple[ir.Node, ir.Value] | None:
-    """The `Add` of a bias that follows, and the bias."""
-    uses = matmul.outputs[0].uses()
-    if len(uses) != 1 or uses[0].node.op_type != "Add":
-        return None
-    add = uses[0].node
-    bias = add.inputs[1 - uses[0].idx]
-    return (add, bias) if bias in weights and bias.shape is not None and len(bias.shape) == 1 else None
-
-
-def _full_shape(graph: ir.Graph, features: int) -> ir.Value:
-    """`[batch_size, sequence_length, features]`, computed once for all layers of that width."""
-    first = graph[0]
-    tokens = _insert(graph, first, "Shape", [graph.inputs[0]], before_scopes=False)
-    return _insert(graph, first, "Concat", [tokens, _constant(graph, f"width_{features}", [features])], {"axis": 0}, False)
-
-
-def _constant(graph: ir.Graph, name: str, content: list[int]) -> ir.Value:
-    if name not in graph.initializers:
-        tensor = ir.tensor(np.array(content, dtype=np.int64), name=name)
-        graph.register_initializer(ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=tensor.shape, const_value=tensor))
-    return graph.initializers[name]
-
-
-def _insert(
-    graph: ir.Graph,
-    place: ir.Node,
-    op_type: str,
-    inputs: list[ir.Value],
-    attributes: dict[str, int] | None = None,
-    before_scopes: bool = True,
-) -> ir.Value:
-    """A node before `place`; it belongs to the same module unless `before_scopes` is false."""
-    node = ir.node(op_type, inputs, attributes=attributes)
-    if before_scopes:
-        node.metadata_props.update(place.metadata_props)
-    graph.insert_before(place, node)
-    return node.outputs[0]
+def static_shape(value: ir.Value | None) -> tuple[int, ...]:
+    """The shape of a weight, whose axes are all known."""
+    assert value is not None and value.shape is not None
+    return tuple(int(size) for size in value.shape)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """THE REGISTRY: one row per `model_type`; what a graph of that family takes and gives.
 
 The exporter, the verifier, the runner and the client layouts all read this table. A family is one row; a family from
-outside the package is one call of `register_input_map`, or an entry point in the group `llmconv.input_maps` whose object
-is a `dict[str, InputMap]`.
+outside the package is one call of `register_input_map`, or an entry point in the group `llmconv.input_maps` whose
+object is a `dict[str, InputMap]`.
 """
 
 from __future__ import annotations
@@ -101,17 +101,23 @@ def _load_entry_points() -> None:
             INPUT_MAPS.setdefault(model_type, input_map)
 
 
+def known_input_maps() -> dict[str, InputMap]:
+    """The whole table, with the rows of installed packages."""
+    _load_entry_points()
+    return INPUT_MAPS
+
+
 def find_input_map(model_type: str) -> InputMap:
     """The row of a `model_type`.
 
     Raises:
         UnsupportedInput: there is no row; close matches are named.
     """
-    _load_entry_points()
-    if model_type in INPUT_MAPS:
-        return INPUT_MAPS[model_type]
-    close = difflib.get_close_matches(model_type, INPUT_MAPS, n=3, cutoff=0.4)
-    known = f"close matches: {', '.join(close)}" if close else f"known: {', '.join(sorted(INPUT_MAPS))}"
+    table = known_input_maps()
+    if model_type in table:
+        return table[model_type]
+    close = difflib.get_close_matches(model_type, table, n=3, cutoff=0.4)
+    known = f"close matches: {', '.join(close)}" if close else f"known: {', '.join(sorted(table))}"
     raise UnsupportedInput(
         f"no input map for model_type `{model_type}` ({known})",
         hint="`llmconv families` lists the table; docs/adding-a-family.md tells how to add a row",

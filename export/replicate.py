@@ -2,9 +2,9 @@
 
     warm-up layers | period A | period B | clone 1 | clone 2 | …  | epilogue
 
-A slot (one input of one node) is the same value in A and B: shared. Two weights or two past inputs whose names differ by
-the layer number: numbered. Made outside its period: carried, the hidden state. Anything else: not isomorphic, and the
-caller traces all layers instead.
+A slot (one input of one node) is the same value in A and B: shared. Two weights or two past inputs whose names differ
+by the layer number: numbered. Made outside its period: carried, the hidden state. Anything else: not isomorphic, and
+the caller traces all layers instead.
 """
 
 from __future__ import annotations
@@ -172,7 +172,9 @@ def _clone(
         node = ir.Node(
             right.domain, right.op_type, inputs, list(right.attributes.values()), num_outputs=len(right.outputs)
         )
-        node.metadata_props.update({key: _shift_scopes(value, traced.layers_name, by) for key, value in right.metadata_props.items()})
+        node.metadata_props.update(
+            {key: _shift_scopes(value, traced.layers_name, by) for key, value in right.metadata_props.items()}
+        )
         graph.append(node)
         for old, new in zip(right.outputs, node.outputs, strict=True):
             new.shape, new.type = old.shape, old.type

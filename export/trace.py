@@ -1,7 +1,7 @@
 """A few layers of the eager model on fake weights -> an ONNX graph whose weights are still graph inputs.
 
-Attention becomes one ONNX `Attention` node (opset 23) through transformers' `AttentionInterface`; families that do not use
-that interface trace with their own attention code. The cache concatenates, so a past of length 0 needs no special case.
+Attention becomes one ONNX `Attention` node (opset 23) through transformers' `AttentionInterface`; families that do not
+use that interface trace with their own attention code. The cache concatenates, so a past may be empty.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +56,7 @@ class TracedGraph:
     base_prefix: str
 
 
-class PastLayer(DynamicLayer):
+class PastLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's cache over given past tensors; `update` concatenates."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -195,7 +195,7 @@ def _example(config: Any, input_map: InputMap) -> tuple[Any, ...]:
         torch.ones(batch, new, dtype=torch.int64),
         torch.ones(batch, past + new, dtype=torch.int64),
         positions,
-        [torch.zeros(*(EXAMPLE.get(axis, axis) for axis in port.axes)) for port in cache],  # type: ignore[call-overload]
+        [torch.zeros([axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]) for port in cache],
     )
 
 
@@ -230,8 +230,8 @@ def _name_ports(model: ir.Model, config: Any, input_map: InputMap) -> None:
 
 
 def _layers_name(module: PreTrainedModel, num_layers: int) -> str:
-    lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == num_layers]
-    return min(lists, key=len)
+    named: Iterable[tuple[str, nn.Module]] = module.named_modules()
+    return min((name for name, part in named if isinstance(part, nn.ModuleList) and len(part) == num_layers), key=len)
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def read_pickle(data: bytes, source: str) -> Any:
         reason, hint = str(problem), problem.hint
     except (IndexError, KeyError, struct.error, UnicodeDecodeError):
         reason, hint = f"is truncated or damaged at byte {machine.position}", COPY_AGAIN
-    except (TypeError, ValueError, AttributeError, OverflowError):
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         reason, hint = f"is inconsistent at byte {machine.position}", COPY_AGAIN
     raise MalformedInput(f"the pickle in `{source}` {reason}", hint=hint)
 
@@ -165,6 +165,7 @@ RECORDS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _ordered_dict,
     "torch.Size": lambda sizes=(): tuple(sizes),
     "_codecs.encode": _encode,
+    "__builtin__.bytes": lambda: b"",
 }
 """The only calls that yield data; each is a constructor of this module, none is the function that the file names."""
 

@@ -43,7 +43,7 @@ class StagedFolder:
     """
 
     def __init__(self, output: Path, *, key: str, overwrite: bool, resume: bool) -> None:
-        _require_free(output, overwrite)
+        require_free(output, overwrite)
         self.output = output
         self.path = output.absolute().parent / f".{output.absolute().name}.llmconv-partial"
         self.finished: dict[str, dict[str, Any]] = {}
@@ -135,7 +135,7 @@ class StagedFolder:
             self.path.rename(self.output)
 
 
-def _require_free(output: Path, overwrite: bool) -> None:
+def require_free(output: Path, overwrite: bool) -> None:
     """`--overwrite` replaces a model folder, and nothing else that happens to have that name."""
     if not os.path.lexists(output):
         return

@@ -6,10 +6,6 @@ import re
 import tempfile
 from pathlib import Path
 
-import fsspec
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
 from llmconv.errors import InputRefused
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -33,6 +29,8 @@ def local_path(name: str | Path) -> Path:
 
 
 def _download(uri: str) -> Path:
+    import fsspec  # noqa: PLC0415 - a local path does without it
+
     folder = Path(tempfile.mkdtemp(prefix="llmconv-"))
     try:
         filesystem, remote = fsspec.url_to_fs(uri)
@@ -45,6 +43,13 @@ def _download(uri: str) -> Path:
 
 
 def _from_hub(repository: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - 0.3 s that a local path does not pay
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
     try:
         return Path(snapshot_download(repository, revision=revision or None))
     except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:

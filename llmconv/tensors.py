@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-BLOCK_BYTES = 16 << 20
-"""Streaming granularity: large enough to be fast, small enough to forget."""
+BLOCK_BYTES = 4 << 20
+"""Streaming granularity: small enough that hasher and writer find a block in the cache, large enough to be few."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ from llmconv.tensors import Array, LazyTensor
 LOOK_AHEAD = 4
 """Row blocks in flight: enough for the cores, few enough to stay small."""
 
+FLUSH_BYTES = 128 << 20
+"""The disk starts on what is written after so many bytes, so that the last fsync has little left to wait for."""
+
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -108,6 +111,7 @@ def write_checkpoint(
     sources: Sequence[Path],
     overwrite: bool = False,
     resume: bool = False,
+    finish: Callable[[StagedFolder, Manifest], None] | None = None,
 ) -> Manifest:
     """Writes the folder `output`: shards, side files, `config.json`, index, manifest, in that order.
 
@@ -118,6 +122,7 @@ def write_checkpoint(
         sources: files that were read; their size and time guard `--resume`.
         overwrite: replace an existing folder.
         resume: continue an interrupted run.
+        finish: adds more files before the folder becomes visible.
 
     Raises:
         InputRefused: `output` exists, or the disk is too small.
@@ -134,6 +139,8 @@ def write_checkpoint(
         for name, content in _small_files(plan).items():
             folder.write_file(name, content)
         manifest = Manifest(list(steps))
+        if finish:
+            finish(folder, manifest)
         folder.commit(manifest)
     return manifest
 
@@ -155,16 +162,21 @@ def _write_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> di
     """Streams one safetensors file and returns its manifest entry."""
     part = path.with_name(path.name + ".part")
     digest = hashlib.sha256()
-    size = 0
-    with failing_safely(), open(part, "wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
-        hashing: Future[None] | None = None
+    size = flushed = 0
+    with failing_safely(), open(part, "wb", buffering=0) as file, ThreadPoolExecutor(2) as helpers:
+        hashing: Future[None] = helpers.submit(lambda: None)
+        flushing = hashing
         for block in _contents(shard):
-            if hashing:
-                hashing.result()
-            hashing = hasher.submit(digest.update, block)
+            hashing.result()
+            hashing = helpers.submit(digest.update, block)
             write_fully(file.fileno(), block)
             advance(len(block))
             size += len(block)
+            if size - flushed > FLUSH_BYTES and flushing.done():
+                flushing.result()
+                flushing, flushed = helpers.submit(os.fdatasync, file.fileno()), size
+        hashing.result()
+        flushing.result()
         os.fsync(file.fileno())
     part.replace(path)
     return {"bytes": size, "sha256": digest.hexdigest()}

@@ -1,8 +1,9 @@
-"""Tiny seeded models of every supported family, made once per test session."""
+"""What all tests share: tiny seeded models of every supported family, made once, and folders of given tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_tiny(model_type: str, folder: Path) -> Path:
-    """Saves a seeded float32 model of four layers as a Hugging Face folder, every weight and bias random."""
+def save_tiny(model_type: str, folder: Path, **changes: Any) -> Path:
+    """Saves a seeded float32 model, every weight random; `changes` are fields of its config."""
     import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
-    config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
+    config = transformers.AutoConfig.for_model(model_type, **(CONFIGS[model_type] | changes))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -75,3 +76,24 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return folders[model_type]
 
     return folder
+
+
+@pytest.fixture
+def save_tensors(tmp_path: Path) -> Callable[..., Path]:
+    """`save_tensors(name, {tensor name: torch tensor}, {json file name: content})` is a folder with `model.safetensors`.
+
+    The weights file of an adapter is `weights="adapter_model.safetensors"`.
+    """
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    def save(
+        name: str, tensors: Mapping[str, Any], files: Mapping[str, Any], weights: str = "model.safetensors"
+    ) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file(dict(tensors), folder / weights)
+        for file, content in files.items():
+            (folder / file).write_text(json.dumps(content))
+        return folder
+
+    return save

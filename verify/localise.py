@@ -1,7 +1,7 @@
 """Where a graph begins to differ, from outputs that were compared anyway.
 
-Keys and values of layer k depend on the layers before k and on the first part of layer k alone, so the first layer whose
-keys or values leave the floor brackets the fault.
+Keys and values of layer k depend on the layers before k and on the first part of layer k alone, so the first layer
+whose keys or values leave the floor brackets the fault.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from llmconv.verify.report import Check, Where
 
 
 def localise(checks: Sequence[Check]) -> Where | None:
-    """The first failing scenario, its first failing step, and there the first layer that differs; None when all passed."""
+    """The first failing scenario, its first failing step, there the first layer that differs; None when all passed."""
     failed = [check for check in checks if check.verdict == "fail"]
     if not failed:
         return None
+    told = "; ".join(f"{check.name}, {check.graph}: {check.detail}" for check in failed if not check.output)
+    failed = [check for check in failed if check.output]
+    if not failed:
+        return Where("", "", 0, None, "", told)
     first = failed[0]
     same = [check for check in failed if (check.name, check.graph) == (first.name, first.graph)]
     step = min(check.step for check in same)
@@ -24,7 +28,8 @@ def localise(checks: Sequence[Check]) -> Where | None:
     layer = layer_of(first.output)
     outputs = {check.output for check in here if layer_of(check.output) == layer}
     text = f"{first.name}, {first.graph}, step {step}: {_place(layer, outputs)}"
-    return Where(first.name, first.graph, step, layer, first.output, f"{text} {first.detail}".strip())
+    text = "; ".join(part for part in (text, first.detail, told) if part)
+    return Where(first.name, first.graph, step, layer, first.output, text)
 
 
 def layer_of(output: str) -> int | None:

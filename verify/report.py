@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 
 NAME_LIMIT = 200
@@ -98,6 +99,14 @@ class Report:
         """The check with the largest sigma."""
         return max(self.checks, key=lambda check: check.sigma, default=None)
 
+    def highlights(self) -> list[Check]:
+        """All that did not pass, and the worst of every scenario, graph and kind of output that did."""
+        chosen = []
+        for group in groups_of(self.checks):
+            failed = [check for check in group if check.verdict != "pass"]
+            chosen += failed or [max(group, key=lambda check: check.sigma)]
+        return chosen
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON: stable order, no time, no host; NaN and infinity as text."""
         content = {
@@ -108,7 +117,7 @@ class Report:
             "suite": self.suite,
             "versions": self.versions,
             "notes": self.notes,
-            "checks": [asdict(check) for check in self.checks],
+            "checks": [_plain(asdict(check)) for check in self.checks],
         }
         if self.where:
             content["where"] = asdict(self.where)
@@ -135,15 +144,25 @@ class Report:
         return f"{self.verdict.upper()}: {count}{tail}"
 
 
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity."""
+    return {name: str(v) if isinstance(v, float) and not isfinite(v) else v for name, v in fields.items()}
+
+
 WORDS = {"pass": "PASSED", "fail": "FAILED", "skip": "SKIPPED"}
 
 
 def lines_of(checks: Sequence[Check]) -> list[str]:
-    """Checks of one scenario, graph and kind of output (the logits, or all of the cache) share a line while they pass."""
+    """One line per group while it passes; one line per output that does not."""
+    return [line for group in groups_of(checks) for line in group_lines(group)]
+
+
+def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
+    """Checks of one scenario, graph and kind of output: the logits, or the whole cache."""
     groups: dict[tuple[str, str, bool], list[Check]] = {}
     for check in checks:
         groups.setdefault((check.name, check.graph, check.output.startswith("present.")), []).append(check)
-    return [line for group in groups.values() for line in group_lines(group)]
+    return list(groups.values())
 
 
 def group_lines(group: list[Check]) -> list[str]:

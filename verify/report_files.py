@@ -1,4 +1,106 @@
-"""Placeholder until the reports are written."""
+"""The report as files: report.json, junit.xml, report.md and report.html, all escaped, none needs a network."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+from llmconv.errors import OutputFailed
+from llmconv.verify.html import render_html
+from llmconv.verify.report import Check, Report, clean
+
+XML_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML 1.0 does not allow, section 2.2."""
+
+MARKDOWN_ROWS = 200
+"""A CI step summary holds 1 MiB; a reader holds less."""
 
 
-def write_report(report, folder): ...
+def write_report(report: Report, folder: Path) -> None:
+    """Writes the four files into `folder`, which is made if need be.
+
+    Raises:
+        OutputFailed: a file cannot be written.
+    """
+    files = {
+        "report.json": render_json(report),
+        "junit.xml": render_junit(report),
+        "report.md": render_markdown(report),
+        "report.html": render_html(report),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputFailed(
+            f"cannot write the report to `{folder}`: {error.strerror}", hint="give another folder to `--report`"
+        ) from error
+
+
+def render_json(report: Report) -> str:
+    """As `llmconv verify --json` prints it."""
+    return json.dumps(report.as_dict(), indent=2) + "\n"
+
+
+def render_junit(report: Report) -> str:
+    """One test case per check: class is scenario and graph, name is the output."""
+    counts = {verdict: sum(check.verdict == verdict for check in report.checks) for verdict in ("fail", "skip")}
+    suite = ElementTree.Element(
+        "testsuite",
+        name=_xml(f"llmconv verify {report.folder}"),
+        tests=str(len(report.checks)),
+        failures=str(counts["fail"]),
+        skipped=str(counts["skip"]),
+        errors="0",
+    )
+    for check in report.checks:
+        _add_case(suite, check)
+    if report.verdict == "inconclusive":
+        suite.set("errors", "1")
+        case = ElementTree.SubElement(suite, "testcase", classname="verdict", name="anything compared")
+        ElementTree.SubElement(case, "error", message="; ".join(_xml(note) for note in report.notes))
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _add_case(suite: ElementTree.Element, check: Check) -> None:
+    case = ElementTree.SubElement(
+        suite, "testcase", classname=_xml(f"{check.name}.{check.graph}"), name=_xml(check.output or check.name)
+    )
+    properties = ElementTree.SubElement(case, "properties")
+    for name, value in (("sigma", check.sigma), ("row_sigma", check.row_sigma), ("max_abs", check.max_abs)):
+        ElementTree.SubElement(properties, "property", name=name, value=str(value))
+    if check.verdict == "fail":
+        message = f"step {check.step}, sigma {check.sigma:.2f}, worst row {check.row_sigma:.2f} {check.detail}"
+        ElementTree.SubElement(case, "failure", message=_xml(message))
+    elif check.verdict == "skip":
+        ElementTree.SubElement(case, "skipped", message=_xml(check.detail))
+
+
+def _xml(text: str) -> str:
+    return XML_ILLEGAL.sub("?", text)
+
+
+def render_markdown(report: Report) -> str:
+    """Verdict, where to look, what differs, and the worst of every scenario."""
+    lines = [f"# {report.verdict.upper()}: {_cell(report.folder)}", "", _cell(report.summary()), ""]
+    lines += [f"**Where:** {_cell(report.where.text)}", ""] if report.where else []
+    lines += [f"* {_cell(note)}" for note in report.notes] + [""]
+    lines += ["| verdict | scenario | graph | output | sigma | worst row | max abs |", "|---|---|---|---|---|---|---|"]
+    shown = report.highlights()
+    lines += [_row(check) for check in shown[:MARKDOWN_ROWS]]
+    lines += ["", f"and {len(shown) - MARKDOWN_ROWS} more rows in report.json"] if len(shown) > MARKDOWN_ROWS else []
+    return "\n".join(lines) + "\n"
+
+
+def _row(check: Check) -> str:
+    cells = [check.verdict, check.name, check.graph, check.output, f"{check.sigma:.2f}", f"{check.row_sigma:.2f}"]
+    return "| " + " | ".join(_cell(cell) for cell in [*cells, f"{check.max_abs:.1e} {check.detail}"]) + " |"
+
+
+def _cell(text: str) -> str:
+    """Text that Markdown does not interpret."""
+    return re.sub(r"([\\`*_{}\[\]<>#|!~&@])", r"\\\1", clean(text))

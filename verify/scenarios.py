@@ -56,7 +56,8 @@ class Call:
     @property
     def valid(self) -> Array:
         """Bool [batch, new tokens]: the tokens that are not padding."""
-        return self.attention_mask[:, self.attention_mask.shape[1] - self.input_ids.shape[1] :] == 1
+        valid: Array = self.attention_mask[:, self.attention_mask.shape[1] - self.input_ids.shape[1] :] == 1
+        return valid
 
 
 Chain = list[Call]
@@ -123,7 +124,7 @@ def ragged_mask(lengths: Sequence[int], steps: int, side: str) -> Array:
 
 def holes_mask(batch: int, length: int, rng: np.random.Generator) -> Array:
     """Zeros in the middle of the mask, in other places for each row; first and last token stay."""
-    mask = (rng.random((batch, length)) > 0.35).astype(np.int64)
+    mask: Array = (rng.random((batch, length)) > 0.35).astype(np.int64)
     mask[:, [0, -1]] = 1
     mask[:, length // 2] = 0
     return mask

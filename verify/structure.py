@@ -59,10 +59,16 @@ def _axis_problems(graph: OrtGraph, cache_shapes: list[tuple[int, int]], static:
     problems = []
     for name, shape in [*graph.inputs.items(), *graph.outputs.items()]:
         for found, wanted in zip(shape, _axes(name, cache_shapes) or shape, strict=False):
-            is_baked = isinstance(wanted, str) and isinstance(found, int) and static
-            if wanted is not None and found != wanted and not is_baked:
+            if not _axis_fits(found, wanted, static, is_output=name in graph.outputs):
                 problems.append(f"{name} has axis {found}, not {wanted}")
     return problems
+
+
+def _axis_fits(found: str | int, wanted: str | int | None, static: bool, is_output: bool) -> bool:
+    """Outputs may carry a computed symbol, such as `past_sequence_length + sequence_length`."""
+    if isinstance(wanted, str) and (isinstance(found, int) or is_output):
+        return isinstance(found, str) or static
+    return wanted is None or found == wanted
 
 
 def _axes(name: str, cache_shapes: list[tuple[int, int]]) -> list[str | int | None]:

@@ -1,8 +1,8 @@
 """The weight audit: every initializer is the tensor that its name says, whatever the outputs are.
 
-Graphs bind weights in place: an initializer names a safetensors file, an offset and a length. So a wrong binding shows in
-the file's header, without running anything; bytes are read only where the graph holds a copy, or where the reference is
-another folder.
+Graphs bind weights in place: an initializer names a safetensors file, an offset and a length. So a wrong binding shows
+in the file's header, without running anything; bytes are read only where the graph holds a copy, or where the reference
+is another folder.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _audit(tensor: onnx.TensorProto, source: Source) -> tuple[str, str]:
 
 
 def reference_name(name: str, reference: Mapping[str, LazyTensor]) -> str:
-    """The reference's tensor of that name, with or without the base model's prefix (`transformer.`, `model.`); or empty."""
+    """The reference's tensor of that name, with or without the base model's prefix (such as `model.`); or empty."""
     if name in reference:
         return name
     rest = name.partition(".")[2]
@@ -141,7 +141,7 @@ def initializer_values(tensor: onnx.TensorProto, folder: Path) -> Array | None:
     count = int(np.prod(tensor.dims, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(count, dtype=np.uint8)
     with open(folder / fields["location"], "rb", buffering=0) as file:
-        read_exactly(file.fileno(), memoryview(raw), int(fields.get("offset", 0)), folder / fields["location"])
+        read_exactly(file.fileno(), raw.data, int(fields.get("offset", 0)), folder / fields["location"])
     return raw.view(dtype).reshape(tuple(tensor.dims))
 
 

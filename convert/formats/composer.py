@@ -11,16 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import with_architecture, without_code
 from llmconv.convert.embedded_files import plain, restore_files
 from llmconv.convert.formats import Format
-from llmconv.convert.mapping import listing
+from llmconv.convert.mapping import equal, listing
 from llmconv.convert.tokenizer_source import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.pickle_data import Stub, TensorRef
+from llmconv.pickle_data import TensorRef
+from llmconv.pickle_machine import Stub
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import TorchFile, is_torch_file, open_torch_file
 
@@ -34,6 +33,10 @@ DROPPED = re.compile(
 )
 CAUSAL_MASK = re.compile(r"\.(?:attn|attention)\.(?:masked_)?bias$")
 """Buffers of GPT-2 and its kin in old files: rank 4, and a scalar."""
+
+LAYER = re.compile(r"\.(\d+)\.")
+UNEVEN_FIELDS = ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "layers_block_type", "moe_layers")
+"""Configuration fields of models whose layers do not all have the same weights."""
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("lm_head.weight", "embed_out.weight")
@@ -112,7 +115,7 @@ def _tensor_refs(path: Path, model: Mapping[Any, Any], warnings: list[str]) -> d
         if DROPPED.search(name) or _is_mask(name, value):
             continue
         if isinstance(value, Stub) or name in refs:
-            problem = "is doubled" if name in refs else f"is a `{value.function}`, not a plain tensor"
+            problem = "is doubled" if name in refs else "is an object that was not rebuilt, no plain tensor"
             raise UnsupportedInput(
                 f"`{name}` in `{path.name}` {problem}", hint="save a full (unsharded, unquantized) state dict"
             )
@@ -138,7 +141,7 @@ def _untie(file: TorchFile, refs: dict[str, TensorRef], config: dict[str, Any], 
     same_place = _place(refs[head]) == _place(refs[embedding])
     if not same_place and not config.get("tie_word_embeddings"):
         return config
-    if same_place or _equal(file.tensor(head, refs[head]), file.tensor(embedding, refs[embedding])):
+    if same_place or equal(file.tensor(head, refs[head]), file.tensor(embedding, refs[embedding])):
         del refs[head]
         return {**config, "tie_word_embeddings": True}
     warnings.append(f"the configuration ties `{head}` to `{embedding}`, but they differ; both are kept")
@@ -149,21 +152,29 @@ def _place(ref: TensorRef) -> tuple[Any, ...]:
     return (ref.storage.key, ref.offset, ref.shape, ref.stride)
 
 
-def _equal(one: LazyTensor, other: LazyTensor) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
-        np.array_equal(one.rows(*block).view(np.uint8), other.rows(*block).view(np.uint8)) for block in one.blocks()
-    )
-
-
 def _check_complete(path: Path, tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> None:
     """Every layer of the config is there and no other, so that nothing is left to random initialisation."""
     wanted = next((config[field] for field in LAYER_COUNTS if field in config), None)
-    layers = {int(number[1]) for name in tensors if (number := re.search(r"\.(\d+)\.", name))}
-    if wanted is not None and layers != set(range(wanted)):
+    layers: dict[int, set[str]] = {}
+    for name in tensors:
+        if number := LAYER.search(name):
+            layers.setdefault(int(number[1]), set()).add(name[number.end() :])
+    if wanted is not None and set(layers) != set(range(wanted)):
         raise MalformedInput(
             f"`{path.name}` has {len(layers)} layers, its configuration says {wanted}",
             hint="the configuration is of another model, or the checkpoint is partial",
         )
+    uneven = [f"{number}.{rest}" for number, parts in layers.items() for rest in set.union(*layers.values()) - parts]
+    if uneven and not any(field in config for field in UNEVEN_FIELDS):
+        raise MalformedInput(
+            f"`{path.name}` lacks tensors that other layers have: {listing(sorted(uneven))}",
+            hint="the checkpoint is partial; transformers would fill the gaps with random weights",
+        )
+    _check_ends(path, tensors, config)
+
+
+def _check_ends(path: Path, tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> None:
+    """The embedding fits the vocabulary, and there is an output head where it is not tied."""
     embedding = next((tensors[name] for name in tensors if name.endswith(EMBEDDINGS)), None)
     vocabulary = config.get("vocab_size")
     if embedding is not None and vocabulary is not None and embedding.shape[0] != vocabulary:

@@ -12,14 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.configs import without_code
 from llmconv.convert.formats import Format
-from llmconv.convert.mapping import concat, listing, permute_rows, rename, replicated, require, rope_order
+from llmconv.convert.mapping import concat, equal, listing, permute_rows, rename, replicated, require, rope_order
 from llmconv.convert.meta_params import PARAMS, Sizes, is_scaled, kv_heads_of, read_params, to_config
-from llmconv.convert.meta_tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer
+from llmconv.convert.meta_tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
 from llmconv.errors import MalformedInput
 from llmconv.pickle_data import TensorRef
 from llmconv.tensors import LazyTensor
@@ -185,10 +183,7 @@ def _join(path: Path, name: str, shards: Sequence[Shard], params: Mapping[str, A
 
 def _tie(tensors: dict[str, LazyTensor], settings: dict[str, Any]) -> None:
     """Drops an output head that equals the embedding (Llama 3.2 1B and 3B), as transformers stores tied weights."""
-    head, embedding = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
-    if head.shape == embedding.shape and all(
-        np.array_equal(head.rows(*block), embedding.rows(*block)) for block in head.blocks()
-    ):
+    if equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
         del tensors["lm_head.weight"]
         settings["tie_word_embeddings"] = True
 
@@ -198,7 +193,8 @@ def _tokenizer(
 ) -> tuple[MetaTokenizer, list[str]]:
     place = given or find_tokenizer(path)
     if place is None:
-        return MetaTokenizer(), [f"`{path.name}` has no `tokenizer.model`; give one with `--tokenizer` if you need it"]
+        words = without_tokenizer(sizes.vocabulary)
+        return words, [f"`{path.name}` has no `tokenizer.model`; give one with `--tokenizer` if you need it"]
     words = load_tokenizer(place, since_3_1=is_scaled(params))
     warnings = list(words.warnings)
     if words.size > sizes.vocabulary:

@@ -3,7 +3,7 @@
     python train.py [OUT]        # OUT: the folder to write into; without it, the one this file lies in
 
 Everything is made here from one seed: the stories (a small grammar, below), a byte-level BPE tokenizer, a Llama of
-151k parameters trained by Composer's Trainer, and a LoRA adapter trained by PEFT on stories of another kind.
+151k parameters trained by Composer's Trainer, and a PEFT LoRA adapter for the one kind of story the base saw little of.
 Nothing is downloaded.
 
 The kept files were written by Python 3.11, mosaicml 0.32.1, torch 2.13.0 (CPU), transformers 4.53.3,

@@ -6,8 +6,8 @@ It shares nothing with the exporter: transformers' own eager attention, its own 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ from transformers.utils import logging as transformers_logging
 from llmconv.errors import InputRefused
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
+
+SMALL_MODEL = 10_000_000
+"""Parameters up to which one thread is faster than several that wait for each other."""
 
 LOW_FLOATS = {torch.float32, torch.float16, torch.bfloat16}
 
@@ -88,6 +91,8 @@ class EagerRunner:
         self.dtype = dtype
         self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
 
+        self._is_small = model.num_parameters() <= SMALL_MODEL
+
     @property
     def config(self) -> Any:
         """The transformers config."""
@@ -117,9 +122,20 @@ class EagerRunner:
             inputs["position_ids"] = position_ids
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
         exact: Any = KeepDouble() if self.dtype == "float64" else nullcontext()  # type: ignore[no-untyped-call]
-        with torch.no_grad(), exact:
+        with torch.no_grad(), one_thread() if self._is_small else nullcontext(), exact:
             output = self.model(**tensors, past_key_values=cache, use_cache=True)
         return Step(to_numpy(output.logits), EagerCache(output.past_key_values))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch runs on one thread inside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:

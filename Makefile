@@ -1,0 +1,62 @@
+# One word per habit; `make` alone lists them.
+#
+# PYTHON=python3.12 make setup     another interpreter
+# make setup TORCH=torch==2.13.0   whatever build of torch pip finds, CUDA included (default: only a CPU build)
+
+PYTHON ?= python3
+TORCH ?=
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check fix bench docs wheel size
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
+
+setup: $(READY) ## create .venv from constraints.txt; quick when there is nothing to do
+	@:
+
+$(READY): pyproject.toml constraints.txt tools/install_torch.py
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(if $(TORCH),$(PIP) $(TORCH),$(BIN)/python tools/install_torch.py)
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(READY) ## the main job on a real checkpoint, from examples/ to text
+	@$(BIN)/python examples/demo.py
+
+test: $(READY) ## the quick tests
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: $(READY) ## the slow tests
+	$(BIN)/python -m pytest -m slow
+
+test test-slow: export HF_HUB_OFFLINE = 1
+
+check: $(READY) ## look, change nothing: lint, format, types, layers, generated pages
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tools.cli_page --check
+
+fix: $(READY) ## what a machine can put right
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(READY) ## time and peak memory of every job, kept in docs/benchmarks.md
+	@status=0; for module in $$(grep -l '__main__' benchmarks/*.py | tr / . | sed 's/\.py$$//'); do \
+		echo "python -m $$module"; $(BIN)/python -m $$module --write docs/benchmarks.md || status=1; \
+	done; exit $$status
+
+docs: $(READY) ## write the generated pages again
+	$(BIN)/python -m tools.cli_page
+
+wheel: $(READY) ## build it from the sdist, compare it with the tree, use it in a fresh environment
+	$(BIN)/python -m tools.wheel
+
+size: $(READY) ## lines per file and the longest functions, with the ceilings
+	$(BIN)/python -m tools.size

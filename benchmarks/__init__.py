@@ -1,0 +1,1 @@
+"""Measured figures and their targets; `make bench` runs them."""

@@ -1,0 +1,134 @@
+"""inspect: what a path is, from headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import open_checkpoint, read_json
+from llmconv.convert.formats import detect
+from llmconv.convert.unclaimed import explain
+from llmconv.errors import InputRefused
+from llmconv.pickle_data import TensorRef
+from llmconv.safetensors_io import read_header
+from llmconv.storage import local_path
+from llmconv.tensors import LazyTensor
+from llmconv.torch_file import is_torch_file, open_torch_file
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a path is.
+
+    Attributes:
+        path: the file or folder.
+        format: `composer`, `meta`, …, or `hf`, `adapter`, `safetensors`, `torch`.
+        config: its configuration, empty where there is none.
+        tensors: its tensors, in the names a conversion would give them.
+        side_files: names of the tokenizer and generation files.
+        warnings: what a conversion would warn of.
+    """
+
+    path: Path
+    format: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, LazyTensor]
+    side_files: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes on disk of the file, or of the files of the folder."""
+        files = [self.path] if self.path.is_file() else [entry for entry in self.path.iterdir() if entry.is_file()]
+        return sum(file.stat().st_size for file in files)
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """Number of tensors of each element type, most frequent first."""
+        return dict(Counter(tensor.dtype.name for tensor in self.tensors.values()).most_common())
+
+    def summary(self) -> dict[str, Any]:
+        """The content of `inspect --json`."""
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "model_type": self.config.get("model_type"),
+            "architectures": self.config.get("architectures"),
+            "parameters": self.parameters,
+            "tensors": len(self.tensors),
+            "dtypes": self.dtypes,
+            "bytes": self.nbytes,
+            "file_bytes": self.file_bytes,
+            "side_files": list(self.side_files),
+            "warnings": list(self.warnings),
+        }
+
+
+def inspect(path: str | Path) -> Inspection:
+    """Tells what `path` is: a training checkpoint, a Hugging Face folder, an adapter, a safetensors or torch file.
+
+    Raises:
+        InputRefused: nothing that llmconv can read, or something malformed.
+    """
+    place = local_path(path)
+    found = detect(place)
+    if found:
+        opened = found.open(place, {}, None)
+        return Inspection(
+            place, found.name, opened.config, opened.tensors, tuple(sorted(opened.side_files)), opened.warnings
+        )
+    if place.is_dir() and (place / ADAPTER_CONFIG).is_file():
+        return _inspect_adapter(place)
+    if place.is_dir() and (place / "config.json").is_file():
+        opened = open_checkpoint(place)
+        return Inspection(place, "hf", opened.config, opened.tensors, tuple(sorted(opened.side_files)), opened.warnings)
+    if place.is_file() and place.suffix == ".safetensors":
+        return Inspection(place, "safetensors", {}, read_header(place).tensors)
+    if is_torch_file(place):
+        return Inspection(place, "torch", {}, torch_tensors(place))
+    raise explain(place)
+
+
+def _inspect_adapter(folder: Path) -> Inspection:
+    file = next((folder / name for name in ADAPTER_FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise InputRefused(
+            f"`{folder}` has `{ADAPTER_CONFIG}` but no weights", hint=f"it needs {' or '.join(ADAPTER_FILES)}"
+        )
+    tensors = torch_tensors(file) if file.suffix == ".bin" else read_header(file).tensors
+    return Inspection(folder, "adapter", read_json(folder / ADAPTER_CONFIG), tensors)
+
+
+def torch_tensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a plain torch file: those of the state dict, or of nested dicts under dotted names.
+
+    Raises:
+        InputRefused: not a readable torch file.
+    """
+    file = open_torch_file(path)
+    return {name: file.tensor(name, ref) for name, ref in _leaves(file.content, "", 0)}
+
+
+def _leaves(value: Any, name: str, depth: int) -> list[tuple[str, TensorRef]]:
+    if isinstance(value, TensorRef):
+        return [(name, value)]
+    if not isinstance(value, dict) or depth > 4:
+        return []
+    return [leaf for key, item in value.items() for leaf in _leaves(item, f"{name}.{key}".lstrip("."), depth + 1)]

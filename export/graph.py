@@ -1,0 +1,49 @@
+"""Config -> the whole decoder as a graph without weights: trace few layers, replicate the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmconv.export.fake_model import period, shortened
+from llmconv.export.gemm import bind_linear_layers
+from llmconv.export.input_maps import InputMap
+from llmconv.export.naming import name_everything
+from llmconv.export.replicate import NotIsomorphic, replicate, warm_up
+from llmconv.export.trace import TracedGraph, trace
+from llmconv.progress import say
+
+
+def build_graph(config: Any, input_map: InputMap) -> tuple[TracedGraph, int]:
+    """The graph of all layers, and how many of them were traced.
+
+    Three periods of layers are traced and the last is replicated; where the periods differ, all layers are traced.
+
+    Args:
+        config: a transformers config.
+        input_map: the row of its `model_type`.
+    """
+    total = config.num_hidden_layers
+    traced = _replicated(config, input_map)
+    if traced is not None:
+        return traced, warm_up(total, period(config)) + 2 * period(config)
+    traced = trace(config, input_map)
+    bind_linear_layers(traced)
+    name_everything(traced.model)
+    return traced, total
+
+
+def _replicated(config: Any, input_map: InputMap) -> TracedGraph | None:
+    """None where the model is too shallow to save anything, or its layers are not alike."""
+    total, repeat = config.num_hidden_layers, period(config)
+    few = warm_up(total, repeat) + 2 * repeat
+    if few >= total:
+        return None
+    traced = trace(shortened(config, few), input_map)
+    bind_linear_layers(traced)
+    try:
+        replicate(traced, total, repeat)
+    except NotIsomorphic as difference:
+        say(f"tracing all {total} layers: the layers are not alike ({difference})")
+        return None
+    name_everything(traced.model)
+    return traced

@@ -1,0 +1,57 @@
+"""`llmconv export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from llmconv.cli import options
+
+
+@click.command("export")
+@click.argument("model")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="New folder; by default graphs go into MODEL.")
+@click.option("--prefill", is_flag=True, help="Write prefill.onnx.")
+@click.option("--incremental", is_flag=True, help="Write decode.onnx.")
+@click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
+@options.dtype
+@options.max_shard_size
+@options.overwrite
+@options.resume
+@options.dry_run
+@options.as_json
+@options.talk
+def command(model: str, output: Path | None, as_json: bool, **choices: object) -> None:
+    """Write ONNX graphs that map the weights of MODEL, a Hugging Face folder.
+
+    Three layers are traced and the rest is replicated, so cost does not grow with depth. Graphs are written beside the
+    weights and copy none of them; with -o the weights are streamed once into a new folder, cast to --dtype. The graphs
+    compute in float32. Without --prefill, --incremental or --unified the first two are written.
+    """
+    from llmconv.export import export
+
+    exported = export(model, output, **choices)  # type: ignore[arg-type]
+    sizes = exported.sizes
+    result = {
+        "folder": str(exported.folder),
+        "graphs": exported.graphs,
+        "graph_bytes": sizes.graphs if sizes else 0,
+        "weight_bytes": exported.weight_bytes,
+        "weight_bytes_copied": sizes.copied if sizes else 0,
+        "weight_bytes_not_copied": (sizes.mapped if sizes else exported.weight_bytes) * len(exported.graphs),
+        "layers_traced": exported.traced_layers,
+        "layers": exported.num_layers,
+        "dry_run": sizes is None,
+    }
+    if as_json:
+        options.print_json(result)
+        return
+    for name in exported.graphs.values():
+        click.echo(exported.folder / name)
+    verb = "would map" if sizes is None else "map"
+    click.echo(
+        f"{len(exported.graphs)} graphs {verb} {exported.weight_bytes:,} bytes of weights, "
+        f"{result['weight_bytes_copied']:,} copied; {exported.traced_layers} of {exported.num_layers} layers traced",
+        err=True,
+    )

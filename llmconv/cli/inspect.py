@@ -1,0 +1,51 @@
+"""llmconv inspect: what a path is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from llmconv.cli import options
+
+if TYPE_CHECKING:
+    from llmconv.convert.inspect import Inspection
+
+
+@click.command(name="inspect")
+@click.argument("path")
+@options.as_json
+@options.talk
+def command(path: str, as_json: bool) -> None:
+    """Tell what PATH is: format, architecture, element types, sizes.
+
+    PATH is a training checkpoint, a Hugging Face folder, an adapter, or a safetensors or torch file. Only headers are
+    read, and nothing is executed.
+    """
+    from llmconv.convert.inspect import inspect
+
+    found = inspect(path)
+    if as_json:
+        options.print_json(found.summary())
+        return
+    rows = _rows(found)
+    width = max(len(title) for title, _ in rows)
+    for title, value in rows:
+        click.echo(f"{title:<{width}}  {value}")
+
+
+def _rows(found: Inspection) -> list[tuple[str, str]]:
+    """The lines of the table: title and value."""
+    architecture = ", ".join(found.config.get("architectures") or [])
+    rows = [
+        ("path", str(found.path)),
+        ("format", found.format),
+        ("model type", str(found.config.get("model_type") or found.config.get("peft_type") or "unknown")),
+        ("architecture", architecture or "unknown"),
+        ("parameters", f"{found.parameters:,}"),
+        ("tensors", f"{len(found.tensors):,}"),
+        ("dtypes", ", ".join(f"{name} ({count})" for name, count in found.dtypes.items())),
+        ("bytes", f"{found.nbytes:,} of weights, {found.file_bytes:,} on disk"),
+    ]
+    rows += [("other files", ", ".join(found.side_files))] if found.side_files else []
+    return rows + [("warning", warning) for warning in found.warnings]

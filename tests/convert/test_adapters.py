@@ -1,0 +1,291 @@
+"""Adapters that must be refused: one clear error each, before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from llmconv.cli import main
+from llmconv.convert import merge_lora
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
+
+Q = "layers.0.self_attn.q_proj"
+PREFIX = f"base_model.model.model.{Q}"
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+
+
+@pytest.fixture
+def base(save_tensors: Callable[..., Path]) -> Path:
+    """A folder with three tensors, of one layer."""
+    tensors = {
+        f"model.{Q}.weight": torch.ones(6, 4),
+        f"model.{Q}.bias": torch.ones(6),
+        "model.layers.0.self_attn.k_proj.weight": torch.ones(2, 4),
+    }
+    return save_tensors("base", tensors, {"config.json": {"model_type": "llama"}})
+
+
+@pytest.fixture
+def attempt(base: Path, save_tensors: Callable[..., Path], tmp_path: Path) -> Callable[..., LlmconvError]:
+    """`attempt(tensor changes, config changes)` merges and returns the error; nothing may be left behind."""
+
+    def run(tensors: dict[str, Any] | None = None, alpha: float | None = None, **config: Any) -> LlmconvError:
+        plain = {f"{PREFIX}.lora_A.weight": torch.ones(2, 4), f"{PREFIX}.lora_B.weight": torch.ones(6, 2)}
+        kept = {name: value for name, value in (plain | (tensors or {})).items() if value is not None}
+        files = {"adapter_config.json": CONFIG | config}
+        adapter = save_tensors("adapter", kept, files, weights="adapter_model.safetensors")
+        with pytest.raises(LlmconvError) as caught:
+            merge_lora(base, [adapter], tmp_path / "out", alpha=alpha)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
+        assert "\n" not in caught.value.message and caught.value.hint
+        return caught.value
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("use_dora", True),
+        ("layer_replication", [[0, 4], [2, 5]]),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("trainable_token_indices", [5]),
+        ("alora_invocation_tokens", [1, 2]),
+        ("arrow_config", {"top_k": 3}),
+        ("use_qalora", True),
+        ("use_bdlora", {"nblocks": 2}),
+        ("kasa_config", {"beta": 1}),
+        ("megatron_config", {"tp": 2}),
+        ("init_lora_weights", "pissa"),
+        ("init_lora_weights", "pissa_niter_16"),
+        ("init_lora_weights", "olora"),
+        ("init_lora_weights", "corda"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "lora_ga"),
+        ("peft_type", "LOHA"),
+        ("peft_type", None),
+    ],
+)
+def test_an_unsupported_field_is_named(field: str, value: Any, attempt: Callable[..., LlmconvError]) -> None:
+    error = attempt(**{field: value})
+    assert isinstance(error, UnsupportedInput)
+    assert f"`{field}`" in error.message
+
+
+@pytest.mark.parametrize("alpha", [0, -1, float("nan"), float("inf"), "8", True])
+def test_an_alpha_that_merges_nothing_is_refused(alpha: Any, attempt: Callable[..., LlmconvError]) -> None:
+    assert "`lora_alpha`" in attempt(lora_alpha=alpha).message
+
+
+def test_an_alpha_pattern_of_zero_is_refused(attempt: Callable[..., LlmconvError]) -> None:
+    assert "`alpha_pattern`" in attempt(alpha_pattern={"q_proj": 0}).message
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused(attempt: Callable[..., LlmconvError]) -> None:
+    assert "q_proj(" in attempt(rank_pattern={"q_proj(": 2}).message
+
+
+def test_the_option_alpha_may_not_contradict_the_file(attempt: Callable[..., LlmconvError]) -> None:
+    assert isinstance(attempt(alpha=5.0), UsageProblem)
+
+
+def test_a_rank_that_the_tensors_do_not_have_is_refused(attempt: Callable[..., LlmconvError]) -> None:
+    message = attempt(rank_pattern={"q_proj": 3}).message
+    assert "rank 3" in message and "rank 2" in message
+
+
+def test_an_adapter_for_another_base_names_both_shapes(attempt: Callable[..., LlmconvError]) -> None:
+    error = attempt({f"{PREFIX}.lora_B.weight": torch.ones(5, 2)})
+    assert isinstance(error, MalformedInput)
+    assert "[5, 4]" in error.message and "[6, 4]" in error.message
+
+
+def test_a_tensor_that_matches_nothing_lists_the_close_names(attempt: Callable[..., LlmconvError]) -> None:
+    other = PREFIX.replace("q_proj", "p_proj")
+    error = attempt({f"{other}.lora_A.weight": torch.ones(2, 4), f"{other}.lora_B.weight": torch.ones(6, 2)})
+    assert "p_proj.weight" in error.message
+    assert f"close: `model.{Q}.weight`" in error.message
+
+
+def test_a_whole_tensor_that_matches_nothing_is_refused(attempt: Callable[..., LlmconvError]) -> None:
+    assert "score.weight" in attempt({"base_model.model.score.weight": torch.ones(2, 4)}).message
+
+
+def test_a_whole_tensor_of_another_shape_is_refused(attempt: Callable[..., LlmconvError]) -> None:
+    message = attempt({"base_model.model.model.layers.0.self_attn.k_proj.weight": torch.ones(3, 4)}).message
+    assert "[3, 4]" in message and "[2, 4]" in message
+
+
+@pytest.mark.parametrize("part", ["A", "B"])
+def test_half_a_pair_is_refused(part: str, attempt: Callable[..., LlmconvError]) -> None:
+    assert f"lacks {part} of" in attempt({f"{PREFIX}.lora_{part}.weight": None}).message
+
+
+def test_a_tensor_that_plain_lora_does_not_have_is_refused(attempt: Callable[..., LlmconvError]) -> None:
+    error = attempt({f"{PREFIX}.lora_magnitude_vector": torch.ones(6)})
+    assert isinstance(error, UnsupportedInput)
+    assert "lora_magnitude_vector" in error.message
+
+
+def test_two_adapters_in_one_file_are_refused(attempt: Callable[..., LlmconvError]) -> None:
+    assert "twice" in attempt({f"{PREFIX}.lora_A.second.weight": torch.ones(2, 4)}).message
+
+
+def test_a_fused_expert_is_refused(attempt: Callable[..., LlmconvError]) -> None:
+    assert isinstance(attempt({f"{PREFIX}.lora_A.weight": torch.ones(2, 4, 3)}), UnsupportedInput)
+
+
+def test_an_adapter_saved_before_it_was_gathered_is_refused(attempt: Callable[..., LlmconvError]) -> None:
+    assert "gathered" in attempt({f"{PREFIX}.lora_B.weight": torch.ones(0)}).message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused(value: float, attempt: Callable[..., LlmconvError]) -> None:
+    assert "not finite" in attempt({f"{PREFIX}.lora_A.weight": torch.full((2, 4), value)}).message
+
+
+def test_an_integer_adapter_is_refused(attempt: Callable[..., LlmconvError]) -> None:
+    ones = torch.ones(2, 4, dtype=torch.int8)
+    assert isinstance(attempt({f"{PREFIX}.lora_A.weight": ones}), UnsupportedInput)
+
+
+def test_a_bias_of_b_for_a_layer_without_bias_is_refused(attempt: Callable[..., LlmconvError]) -> None:
+    other = PREFIX.replace("q_proj", "k_proj")
+    pair = {f"{other}.lora_A.weight": torch.ones(2, 4), f"{other}.lora_B.weight": torch.ones(2, 2)}
+    assert "k_proj.bias" in attempt(pair | {f"{other}.lora_B.bias": torch.ones(2)}).message
+
+
+def test_a_sum_too_large_for_float16_is_refused(base: Path, save_tensors: Callable[..., Path], tmp_path: Path) -> None:
+    tensors = {
+        f"{PREFIX}.lora_A.weight": torch.full((2, 4), 300.0),
+        f"{PREFIX}.lora_B.weight": torch.full((6, 2), 300.0),
+    }
+    adapter = save_tensors("large", tensors, {"adapter_config.json": CONFIG}, weights="adapter_model.safetensors")
+    with pytest.raises(UnsupportedInput, match="too large for float16"):
+        merge_lora(base, [adapter], tmp_path / "out", dtype="float16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "large"]
+
+
+def test_a_quantized_base_is_refused(base: Path, attempt: Callable[..., LlmconvError]) -> None:
+    (base / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": {"bits": 4}}))
+    assert "quantized" in attempt().message
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [("adapter_config.json", "no PEFT adapter"), ("adapter_model.safetensors", "no adapter weights")],
+)
+def test_a_missing_file_is_named(
+    missing: str, named: str, base: Path, save_tensors: Callable[..., Path], tmp_path: Path
+) -> None:
+    files = {"adapter_config.json": CONFIG}
+    adapter = save_tensors("adapter", {f"{PREFIX}.lora_A.weight": torch.ones(2, 4)}, files, "adapter_model.safetensors")
+    (adapter / missing).unlink()
+    with pytest.raises(InputRefused, match=named):
+        merge_lora(base, [adapter], tmp_path / "out")
+
+
+def test_several_adapters_in_folders_are_named(base: Path, tmp_path: Path) -> None:
+    for name in ("default", "style"):
+        (tmp_path / "many" / name).mkdir(parents=True)
+        (tmp_path / "many" / name / "adapter_config.json").write_text("{}")
+    with pytest.raises(InputRefused) as caught:
+        merge_lora(base, [tmp_path / "many"], tmp_path / "out")
+    assert "default, style" in caught.value.hint
+
+
+@pytest.fixture
+def adapter(save_tensors: Callable[..., Path]) -> Path:
+    """An adapter that fits `base`."""
+    tensors = {f"{PREFIX}.lora_A.weight": torch.ones(2, 4), f"{PREFIX}.lora_B.weight": torch.ones(6, 2)}
+    return save_tensors("adapter", tensors, {"adapter_config.json": CONFIG}, weights="adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--weight", "1", "--weight", "2"], "2 weights"),
+        (["--weight", "nan"], "not finite"),
+        (["--max-shard-size", "5 apples"], "5 apples"),
+    ],
+)
+def test_options_that_make_no_sense_exit_with_2(
+    options: list[str], named: str, base: Path, adapter: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = CliRunner().invoke(main, ["merge-lora", str(base), str(adapter), "-o", str(out), *options])
+    assert result.exit_code == 2
+    assert named in result.stderr and "hint:" in result.stderr
+    assert not out.exists()
+
+
+def test_an_output_that_exists_exits_with_3(base: Path, adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    result = CliRunner().invoke(main, ["merge-lora", str(base), str(adapter), "-o", str(tmp_path / "out")])
+    assert result.exit_code == 3
+    assert "--overwrite" in result.stderr
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(base: Path, adapter: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["merge-lora", str(base), str(adapter), "-o", str(tmp_path / "out"), "--dry-run"])
+    assert result.exit_code == 0
+    assert "disk needed: 152 bytes" in result.stdout
+    assert f"  model.{Q}.weight  float32  [6, 4]  merged" in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_json_names_what_was_merged(base: Path, adapter: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["merge-lora", str(base), str(adapter), "-o", str(tmp_path / "out"), "--json"])
+    content = json.loads(result.stdout)
+    assert content["merged"] == [f"model.{Q}.weight"]
+    assert content["tensors"] == 3 and content["bytes"] == 152 and content["written"] is True
+
+
+def test_alpha_completes_a_config_without_one(base: Path, save_tensors: Callable[..., Path], tmp_path: Path) -> None:
+    tensors = {f"{PREFIX}.lora_A.weight": torch.ones(2, 4), f"{PREFIX}.lora_B.weight": torch.ones(6, 2)}
+    config = {"peft_type": "LORA", "r": 2}
+    adapter = save_tensors("bare", tensors, {"adapter_config.json": config}, weights="adapter_model.safetensors")
+    merge = merge_lora(base, [adapter], tmp_path / "out", alpha=16)
+    assert not merge.warnings
+    assert merge.plan.checkpoint[f"model.{Q}.weight"].read().tolist() == [[17.0] * 4] * 6
+
+
+def test_a_config_without_r_and_alpha_has_pefts_defaults(
+    base: Path, save_tensors: Callable[..., Path], tmp_path: Path
+) -> None:
+    tensors = {f"{PREFIX}.lora_A.weight": torch.ones(2, 4), f"{PREFIX}.lora_B.weight": torch.ones(6, 2)}
+    files = {"adapter_config.json": {"peft_type": "LORA"}}
+    adapter = save_tensors("bare", tensors, files, weights="adapter_model.safetensors")
+    merge = merge_lora(base, [adapter], tmp_path / "out")
+    assert "default 8" in merge.warnings[0]
+    assert merge.plan.checkpoint[f"model.{Q}.weight"].read().tolist() == [[9.0] * 4] * 6
+
+
+def test_an_unknown_field_is_reported(base: Path, adapter: Path, tmp_path: Path) -> None:
+    (adapter / "adapter_config.json").write_text(json.dumps(CONFIG | {"use_novelty": True}))
+    assert "`use_novelty`" in merge_lora(base, [adapter], tmp_path / "out").warnings[0]
+
+
+def test_two_adapters_that_replace_one_tensor_are_refused(
+    base: Path, save_tensors: Callable[..., Path], tmp_path: Path
+) -> None:
+    whole = {f"base_model.model.model.{Q}.bias": torch.zeros(6)}
+    files = {"adapter_config.json": CONFIG}
+    adapters = [save_tensors(name, whole, files, weights="adapter_model.safetensors") for name in ("one", "two")]
+    with pytest.raises(MalformedInput, match="another adapter replaces too"):
+        merge_lora(base, adapters, tmp_path / "out")
+
+
+def test_names_that_could_be_two_tensors_are_refused(
+    save_tensors: Callable[..., Path], adapter: Path, tmp_path: Path
+) -> None:
+    tensors = {f"{part}.{Q}.weight": torch.ones(6, 4) for part in ("model.text", "model.vision")}
+    base = save_tensors("two", tensors, {"config.json": {"model_type": "both"}})
+    with pytest.raises(MalformedInput, match=r"could be `model\.text.*` or `model\.vision"):
+        merge_lora(base, [adapter], tmp_path / "out")

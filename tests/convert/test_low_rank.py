@@ -1,0 +1,100 @@
+"""The arithmetic: rounding to nearest even as torch does it, and bytes that do not depend on how the work is divided."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from llmconv.convert.low_rank import LowRank, add_low_rank, round_into
+from llmconv.tensors import BY_NAME, Array, in_memory
+
+F32 = BY_NAME["float32"]
+BITS = arrays.arrays(np.uint32, arrays.array_shapes(max_dims=2, max_side=9))
+
+
+@given(bits=BITS)
+def test_bfloat16_is_rounded_as_torch_rounds_any_bits(bits: Array) -> None:
+    values = bits.view(np.float32)
+    found = np.empty(values.shape, ml_dtypes.bfloat16)
+    with np.errstate(invalid="ignore"):
+        round_into(found, values, np.empty_like(values))
+    expected = torch.from_numpy(values.copy()).bfloat16()
+    same = torch.from_numpy(found.view(np.uint16).astype(np.int32)) == (expected.view(torch.int16).int() & 0xFFFF)
+    assert (same | (expected.isnan() & torch.from_numpy(np.isnan(found)))).all()
+
+
+@pytest.mark.parametrize("value", [0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x00000001, 0x80008000])
+def test_ties_limits_and_subnormals_are_rounded_to_even(value: int) -> None:
+    values = np.array([value], np.uint32).view(np.float32)
+    found = np.empty(1, ml_dtypes.bfloat16)
+    round_into(found, values, np.empty_like(values))
+    assert found.view(np.uint16)[0] == torch.from_numpy(values).bfloat16().view(torch.int16).item() & 0xFFFF
+
+
+def random_case(rows: int, columns: int, rank: int, dtype: str = "bfloat16") -> tuple[Array, LowRank, Array]:
+    """A base, a change, and their float64 sum."""
+    generator = np.random.default_rng([rows, columns, rank])
+    a, b = generator.standard_normal((rank, columns)), generator.standard_normal((rows, rank))
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    base = generator.standard_normal((rows, columns)).astype(BY_NAME[dtype].numpy)
+    change = LowRank(in_memory(a, F32), in_memory(b, F32), 0.25)
+    return base, change, base.astype(np.float64) + 0.25 * b.astype(np.float64) @ a.astype(np.float64)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=st.integers(1, 70), columns=st.integers(1, 300), rank=st.integers(1, 40))
+def test_any_shape_equals_the_formula_in_float64(rows: int, columns: int, rank: int) -> None:
+    base, change, exact = random_case(rows, columns, rank, "float32")
+    found = add_low_rank(in_memory(base, F32), [change], F32).read()
+    assert np.array_equal(found, exact.astype(np.float32)) or np.allclose(found, exact, rtol=2e-7, atol=1e-15)
+
+
+@pytest.mark.parametrize(("rank", "columns"), [(16, 2048), (64, 2048), (512, 4096), (4, 131_080)])
+def test_large_products_made_in_parts_equal_the_formula(rank: int, columns: int) -> None:
+    base, change, exact = random_case(19, columns, rank)
+    found = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
+    differing = found != exact.astype(np.float32).astype(ml_dtypes.bfloat16)
+    assert differing.mean() < 1e-3
+    np.testing.assert_allclose(found.astype(np.float64), exact, rtol=2**-7, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(cuts=st.lists(st.integers(1, 15).map(lambda part: part * 8), max_size=4, unique=True).map(sorted))
+def test_the_bytes_do_not_depend_on_how_rows_are_divided(cuts: list[int]) -> None:
+    base, change, _ = random_case(128, 96, 16)
+    tensor = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"])
+    edges = [0, *cuts, 128]
+    parts = [tensor.rows(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    assert np.concatenate(parts).tobytes() == tensor.read().tobytes()
+
+
+@settings(deadline=None, max_examples=40)
+@given(weight=st.integers(-64, 64).map(lambda value: value / 8))
+def test_the_update_is_linear_in_the_weight(weight: float) -> None:
+    base, change, _ = random_case(16, 24, 4, "float32")
+    zero = in_memory(np.zeros_like(base), F32)
+    scaled = LowRank(change.a, change.b, change.scale * weight)
+    found = add_low_rank(zero, [scaled], F32).read()
+    np.testing.assert_allclose(found, weight * add_low_rank(zero, [change], F32).read(), rtol=2e-7)
+
+
+def test_a_change_and_its_negative_leave_the_base() -> None:
+    base, change, _ = random_case(16, 24, 4)
+    negative = LowRank(change.a, change.b, -change.scale)
+    found = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change, negative], BY_NAME["bfloat16"]).read()
+    np.testing.assert_allclose(found.astype(np.float32), base.astype(np.float32), rtol=2**-7, atol=1e-6)
+
+
+def test_a_nan_of_the_base_stays_one_nan() -> None:
+    base, change, _ = random_case(16, 24, 4)
+    plain = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
+    base = base.copy()
+    base[3, 5] = np.nan
+    found = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
+    assert np.isnan(found[3, 5])
+    assert (found != plain).sum() == 1

@@ -1,0 +1,45 @@
+"""The registry of families."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from llmconv.cli import main
+from llmconv.errors import UnsupportedInput
+from llmconv.export import INPUT_MAPS, InputMap, register_input_map
+from llmconv.export.fake_model import load_config
+from llmconv.export.input_maps import find_input_map
+from tests.conftest import CONFIGS
+
+
+def test_every_family_of_the_table_has_a_tiny_model_in_the_tests() -> None:
+    assert set(INPUT_MAPS) == set(CONFIGS)
+
+
+def test_a_family_can_be_added_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(INPUT_MAPS, "my_model", raising=False)
+    register_input_map("my_model", InputMap(position_ids=False))
+    assert not find_input_map("my_model").position_ids
+    monkeypatch.delitem(INPUT_MAPS, "my_model")
+
+
+def test_an_unknown_family_is_answered_with_close_matches() -> None:
+    with pytest.raises(UnsupportedInput, match=r"qwen4.*qwen[23]") as refused:
+        find_input_map("qwen4")
+    assert "adding-a-family" in refused.value.hint
+
+
+def test_ports_follow_the_config() -> None:
+    config = load_config({**CONFIGS["qwen3"], "model_type": "qwen3"})
+    ports = find_input_map("qwen3").inputs(config)
+    assert [port.name for port in ports[:3]] == ["input_ids", "attention_mask", "position_ids"]
+    assert ports[3].axes == ("batch_size", 2, "past_sequence_length", 16)
+    assert len(ports) == 3 + 2 * 4
+
+
+def test_the_families_command_lists_the_table() -> None:
+    result = CliRunner().invoke(main, ["families", "--json"])
+    assert set(json.loads(result.stdout)) == set(INPUT_MAPS)

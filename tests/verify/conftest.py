@@ -1,0 +1,75 @@
+"""Exports of the tiny models, made once, and folders in which one graph may be broken."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+from llmconv.export.exporter import export
+from llmconv.verify import Report, verify
+from llmconv.verify.truth import Eager
+from tests.verify.mutants import Mutant
+
+Tiny = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def exported(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """`exported(model_type)` is a folder with weights, prefill.onnx and decode.onnx; do not write into it."""
+    folders: dict[str, Path] = {}
+
+    def folder(model_type: str) -> Path:
+        if model_type not in folders:
+            target = tmp_path_factory.mktemp("exported") / model_type
+            shutil.copytree(tiny(model_type), target)
+            export(target, prefill=True, incremental=True, overwrite=True)
+            folders[model_type] = target
+        return folders[model_type]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def eager(exported: Tiny) -> Callable[[str], Eager]:
+    """`eager(model_type)` is the reference of the tiny model; it computes every scenario once."""
+    references: dict[str, Eager] = {}
+
+    def reference(model_type: str) -> Eager:
+        if model_type not in references:
+            references[model_type] = Eager(exported(model_type), "float32", keep=True)
+        return references[model_type]
+
+    return reference
+
+
+@pytest.fixture
+def broken(exported: Tiny, tmp_path: Path) -> Callable[[str, Mutant], Path]:
+    """`broken(model_type, mutant)` is a folder with that mutant as its decode graph."""
+
+    def folder(model_type: str, mutant: Mutant) -> Path:
+        target = decode_only(exported(model_type), tmp_path / "mutant")
+        model = onnx.load(target / "decode.onnx", load_external_data=False)
+        assert mutant.apply(model, target), "the graph has no place for this mutant"
+        onnx.save(model, target / "decode.onnx")
+        return target
+
+    return folder
+
+
+def decode_only(folder: Path, target: Path) -> Path:
+    """A copy of an exported folder that holds the decode graph only."""
+    shutil.copytree(folder, target)
+    (target / "prefill.onnx").unlink()
+    (target / "llmconv.json").write_text(json.dumps({"graphs": {"decode": {"file": "decode.onnx"}}}))
+    return target
+
+
+@pytest.fixture(scope="session")
+def clean_report(exported: Tiny, eager: Callable[[str], Eager]) -> Report:
+    """The report of the tiny llama."""
+    return verify(exported("llama"), eager=eager("llama"))

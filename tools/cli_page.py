@@ -1,0 +1,52 @@
+"""Write docs/cli.md from the commands' own help; with --check, only tell whether it is up to date."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from llmconv.cli import main as llmconv
+
+PAGE = Path("docs/cli.md")
+WIDTH = 100
+
+TOP = """\
+# The command line
+
+Written by `make docs` from the commands themselves; `make check` compares.
+"""
+
+
+def main() -> int:
+    """Writes the page, or compares it; returns 1 where it differs."""
+    text = page()
+    if "--check" not in sys.argv:
+        PAGE.write_text(text)
+    elif not PAGE.exists() or PAGE.read_text() != text:
+        print(f"error: {PAGE} is not what the commands say\n\nhint: run `make docs`", file=sys.stderr)
+        return 1
+    return 0
+
+
+def page() -> str:
+    """The whole page: the group, then each command in the order of the work."""
+    top = click.Context(llmconv, info_name="llmconv", max_content_width=WIDTH, terminal_width=WIDTH)
+    return "\n".join([TOP, *sections(top, llmconv)])
+
+
+def sections(context: click.Context, command: click.Command) -> list[str]:
+    """One section per command, and below it those of its own commands."""
+    parts = [f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"]
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            if below is None:
+                raise LookupError(f"llmconv lists the command {name}, but has none")
+            parts += sections(click.Context(below, context, name, max_content_width=WIDTH, terminal_width=WIDTH), below)
+    return parts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Build the sdist and from it the wheel, compare the wheel with the tree, and use it in a fresh environment."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+BUILD = Path("build/wheel")
+ROOMS = ("convert", "export", "verify")
+CHECKPOINT = Path("examples/tiny-llama")
+
+
+def main() -> int:
+    """Builds, compares and uses; returns 1 where the wheel and the tree differ."""
+    shutil.rmtree(BUILD, ignore_errors=True)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", BUILD, ".")
+    (wheel,) = BUILD.glob("*.whl")
+    if difference := names(wheel) ^ modules():
+        print(f"error: only in {wheel.name} or only in the tree: {', '.join(sorted(difference))}", file=sys.stderr)
+        return 1
+    use(wheel)
+    print(f"{wheel}: {len(names(wheel))} files, {wheel.stat().st_size:,} bytes")
+    return 0
+
+
+def names(wheel: Path) -> set[str]:
+    """The files of the wheel, without its metadata."""
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+def modules() -> set[str]:
+    """What the wheel should hold: every module, under the name that it is imported by."""
+    front = {str(path) for path in Path("llmconv").rglob("*.py")} | {"llmconv/py.typed"}
+    return front | {f"llmconv/{path}" for room in ROOMS for path in Path(room).rglob("*.py")}
+
+
+def use(wheel: Path) -> None:
+    """Installs the wheel alone into a fresh environment that borrows the dependencies of this one, and converts."""
+    place = (BUILD / "venv").resolve()
+    run(sys.executable, "-m", "venv", place)
+    run(place / "bin/pip", "install", "--quiet", "--no-deps", "--no-index", wheel)
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    command = place / "bin/llmconv"
+    (checkpoint,) = CHECKPOINT.glob("*.pt")
+    run(command, "--help")
+    run(command, "to-hf", checkpoint.resolve(), "-o", place / "base")
+
+
+def run(*command: str | Path) -> None:
+    """Runs a command quietly; its output is shown when it fails.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))} ended with {done.returncode}\n{done.stdout}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

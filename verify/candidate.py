@@ -1,0 +1,137 @@
+"""The graphs' side: runs the calls on a graph, or on two that hand the cache over, and measures every output."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llmconv.errors import LlmconvError
+from llmconv.runtime.ort import OrtGraph, OrtRunner
+from llmconv.runtime.runner import Runner
+from llmconv.tensors import Array
+from llmconv.verify.compare import Gates, Measure, Truth, measure
+from llmconv.verify.report import Check
+from llmconv.verify.scenarios import Call, Chain, Scenario
+from llmconv.verify.truth import Truths, rows_of, run_chain
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is compared with the eager model: one graph, or two that hand the cache over.
+
+    Attributes:
+        name: the graph's file, or both files with a plus.
+        runner: runs it.
+        graphs: the one or two graphs.
+    """
+
+    name: str
+    runner: Runner
+    graphs: tuple[OrtGraph, ...]
+
+    @property
+    def last_logits(self) -> bool:
+        """The graph gives the logits of the last token only."""
+        return any(graph.outputs["logits"][1] == 1 for graph in self.graphs if "logits" in graph.outputs)
+
+    def refuses(self, call: Call) -> str:
+        """Why a call cannot be run by design; empty when it can."""
+        for graph in self.graphs:
+            if not call.uniform and not graph.takes_positions:
+                return "the graph has no position_ids"
+            shape = graph.inputs.get("input_ids", [])
+            if any(
+                isinstance(axis, int) and axis != size for axis, size in zip(shape, call.input_ids.shape, strict=False)
+            ):
+                return f"the graph takes input_ids of shape {shape} only"
+        return ""
+
+
+def candidates(graphs: list[OrtGraph], chains: list[Chain]) -> list[Candidate]:
+    """Every graph alone; and the prefill graph handing over to the decode graph, where there are steps to hand over."""
+    found = [Candidate(graph.name, OrtRunner(graph, graph), (graph,)) for graph in graphs]
+    two = {graph.name: graph for graph in graphs if graph.name in {"prefill.onnx", "decode.onnx"}}
+    if len(two) == 2 and any(len(chain) > 1 for chain in chains):
+        first, then = two["prefill.onnx"], two["decode.onnx"]
+        found.append(Candidate(f"{first.name}+{then.name}", OrtRunner(first, then), (first, then)))
+    return found
+
+
+def check_scenario(
+    scenario: Scenario, chains: list[Chain], candidate: Candidate, truths: Truths, gates: Gates, pair: Agreement
+) -> list[Check]:
+    """One check per output, over all chains and calls."""
+    blank = Check(scenario.name, candidate.name, "")
+    reason = next((candidate.refuses(call) for chain in chains for call in chain if candidate.refuses(call)), "")
+    if reason:
+        return [replace(blank, output="logits", verdict="skip", detail=reason)]
+    measures: dict[str, list[Measure]] = defaultdict(list)
+    for chain, truth in zip(chains, truths, strict=True):
+        try:
+            steps = run_chain(candidate.runner, chain)
+        except LlmconvError as error:
+            return [replace(blank, output="logits", verdict="fail", detail=error.message)]
+        for step, expected in zip(steps, truth, strict=True):
+            rows = rows_of(step)
+            for name, wanted in expected.items():
+                wanted = wanted.last() if candidate.last_logits and name == "logits" else wanted
+                measures[name].append(_measure(wanted, rows.get(name), name))
+            pair.see(candidate, scenario, expected, rows)
+    return [fold(blank, name, found, gates) for name, found in measures.items()]
+
+
+def _measure(truth: Truth, rows: Array | None, name: str) -> Measure:
+    if rows is None:
+        return Measure(problem="the graph lacks this output")
+    return measure(truth, rows, tokens=name == "logits")
+
+
+def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Check:
+    """The check of one output over all its calls: the first that fails, else the worst."""
+    failing = [index for index, found in enumerate(measures) if not found.passes(gates)]
+    step = failing[0] if failing else max(range(len(measures)), key=lambda index: measures[index].sigma)
+    at = measures[step]
+    detail = at.problem or (f"{at.flips} likeliest tokens differ" if at.flips else "")
+    return replace(
+        blank,
+        output=output,
+        sigma=round(max(found.sigma for found in measures), 4),
+        row_sigma=round(max(found.row_sigma for found in measures), 4),
+        max_abs=max(found.max_abs for found in measures),
+        verdict="fail" if failing else "pass",
+        step=step,
+        steps=len(measures),
+        row=at.row,
+        detail=detail,
+    )
+
+
+class Agreement:
+    """Whether the prefill and the decode graph say the same, apart from what the eager model says."""
+
+    def __init__(self, gates: Gates) -> None:
+        # Two correct graphs may each be off by the gate, in opposite directions.
+        self._gates = Gates(2 * gates.aggregate, 2 * gates.row)
+        self._prefill: list[dict[str, Array]] = []
+        self._scenario = ""
+        self._measures: dict[str, list[Measure]] = defaultdict(list)
+
+    def see(self, candidate: Candidate, scenario: Scenario, truth: dict[str, Truth], rows: dict[str, Array]) -> None:
+        """Notes what a candidate gave; the decode graph's calls come after the same calls of the prefill graph."""
+        if scenario.name != self._scenario:
+            self._scenario, self._prefill = scenario.name, []
+        if candidate.name == "prefill.onnx":
+            self._prefill.append(rows)
+        elif candidate.name == "decode.onnx" and self._prefill:
+            other = self._prefill.pop(0)
+            for name in rows.keys() & other.keys() & truth.keys():
+                wanted = replace(truth[name], exact=other[name].astype(np.float64))
+                if rows[name].shape == other[name].shape == truth[name].exact.shape:
+                    self._measures[name].append(measure(wanted, rows[name]))
+
+    def checks(self) -> list[Check]:
+        """One check per output."""
+        blank = Check("prefill and decode agree", "prefill.onnx+decode.onnx", "")
+        return [fold(blank, name, found, self._gates) for name, found in sorted(self._measures.items())]

@@ -1,0 +1,106 @@
+"""report.html: one file that says in ten seconds what is wrong and where; no network, everything escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from llmconv.verify.compare import GATES
+from llmconv.verify.plots import depth_curve, heat_map
+from llmconv.verify.report import Check, Report, clean
+
+STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 980px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+.banner { border-radius: 8px; padding: 1rem 1.2rem; border-left: 8px solid; }
+.pass { background: #e9f7ee; border-color: #2e8b57; } .fail { background: #fdecea; border-color: #c0392b; }
+.inconclusive { background: #fff6df; border-color: #c48a00; }
+.where { font-weight: 600; margin: .6rem 0 0; } .small { color: #5a6472; font-size: .88rem; }
+table { border-collapse: collapse; width: 100%; font-size: .88rem; }
+th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #e3e7ec; vertical-align: top; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.verdict { font-weight: 600; } tr.fail td.verdict { color: #c0392b; } tr.pass td.verdict { color: #2e8b57; }
+tr.skip td.verdict { color: #8a6d00; } svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+code { background: #f2f4f7; padding: .1rem .3rem; border-radius: 4px; }
+"""
+WORDS = {
+    "pass": "The graphs equal the eager model",
+    "fail": "The graphs differ",
+    "inconclusive": "Nothing was compared",
+}
+ROWS = 500
+
+
+def render_html(report: Report) -> str:
+    """The page."""
+    title = f"{report.verdict.upper()}: {report.folder}"
+    body = [_banner(report), *_failures(report)]
+    for graph in dict.fromkeys(check.graph for check in report.checks if check.output):
+        body += _graph(graph, [check for check in report.checks if check.graph == graph])
+    body += ["<h2>Checks</h2>", _table(report.highlights()), _about(report)]
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>\n'
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _banner(report: Report) -> str:
+    where = f'<p class="where">{_text(report.where.text)}</p>' if report.where else ""
+    notes = "".join(f'<p class="small">{_text(note)}</p>' for note in report.notes)
+    return (
+        f'<div class="banner {report.verdict}"><h1>{report.verdict.upper()}</h1>'
+        f"<div>{WORDS[report.verdict]}: <code>{_text(report.folder)}</code> against "
+        f"<code>{_text(report.reference)}</code>, "
+        f'suite {_text(report.suite)}</div>{where}<p class="small">{_text(report.summary())}</p>{notes}</div>'
+    )
+
+
+def _failures(report: Report) -> list[str]:
+    failed = [check for check in report.checks if check.verdict == "fail"]
+    return ["<h2>What differs</h2>", _table(failed)] if failed else []
+
+
+def _graph(graph: str, checks: Sequence[Check]) -> list[str]:
+    curve = depth_curve(checks)
+    return [
+        f"<h2>{_text(graph)}: sigma by scenario and layer</h2>",
+        '<p class="small">Columns are layers (the worse of key and value) and the logits. Green is within the gate, '
+        "red is not; hover for figures.</p>",
+        heat_map(checks),
+        f'<p class="small">Largest sigma over all scenarios, by layer:</p>{curve}' if curve else "",
+    ]
+
+
+def _table(checks: Sequence[Check]) -> str:
+    head = "<tr><th>verdict</th><th>scenario</th><th>graph</th><th>output</th>"
+    head += "".join(f'<th class="number">{name}</th>' for name in ("step", "sigma", "worst row", "max abs"))
+    more = f'<p class="small">and {len(checks) - ROWS} more in report.json</p>' if len(checks) > ROWS else ""
+    return f"<table>{head}<th>detail</th></tr>{''.join(_row(check) for check in checks[:ROWS])}</table>{more}"
+
+
+def _row(check: Check) -> str:
+    numbers = (str(check.step), f"{check.sigma:.2f}", f"{check.row_sigma:.2f}", f"{check.max_abs:.1e}")
+    numbers = numbers if check.output else ("",) * 4
+    cells = "".join(f"<td>{_text(text)}</td>" for text in (check.name, check.graph, check.output))
+    cells += "".join(f'<td class="number">{number}</td>' for number in numbers)
+    cells += f"<td>{_text(check.detail)}</td>"
+    return f'<tr class="{check.verdict}"><td class="verdict">{check.verdict}</td>{cells}</tr>'
+
+
+def _about(report: Report) -> str:
+    gates = GATES["float32"]
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    return (
+        "<h2>How to read this</h2><p>sigma = RMS(graph − eager in float64) / RMS(eager in the graph's dtype − eager in "
+        "float64): 1 is rounding noise like the model's own, 10 a wrong epsilon, thousands a wrong structure. A graph "
+        f"in float32 passes up to {gates.aggregate:g} over an output and up to {gates.row:g} in its worst row.</p>"
+        f'<p class="small">{_text(versions)}</p>'
+    )
+
+
+def _text(text: str) -> str:
+    return escape(clean(text))
