@@ -17,8 +17,8 @@ TILE_ELEMENTS = 1 << 17
 
 ROWS = 8
 PRODUCT_LIMIT = 1 << 18
-"""A product of (rows, r, columns) up to this size is made by the calling thread alone. Larger ones OpenBLAS divides among
-threads of its own (`interface/gemm.c`), which then fight with the writer's threads: five times slower, measured."""
+"""A product rows·r·columns up to this size is made by the calling thread alone. Larger ones OpenBLAS divides among threads
+of its own (`interface/gemm.c`), which then fight with the writer's threads: five times slower, measured."""
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -80,7 +80,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def save_tensors(tmp_path: Path) -> Callable[..., Path]:
-    """`save_tensors(name, {tensor name: torch tensor}, {json file name: content})` is a folder with `model.safetensors`.
+    """`save_tensors(name, {tensor name: torch tensor}, {json file name: content})` is a folder with weights.
 
     The weights file of an adapter is `weights="adapter_model.safetensors"`.
     """

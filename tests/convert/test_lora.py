@@ -33,7 +33,7 @@ FAMILIES = {
 
 @pytest.fixture
 def trained(tiny: Callable[[str], Path], tmp_path: Path) -> Judged:
-    """`trained(model_type, dtype=…, …LoraConfig fields)`: base, adapter with random weights, PEFT's merge in float64."""
+    """`trained(model_type, dtype=…, …LoraConfig fields)`: base, random adapter, PEFT's merge in float64."""
 
     def make(model_type: str, dtype: torch.dtype = torch.float32, name: str = "adapter", **fields: Any) -> Any:
         with warnings.catch_warnings():

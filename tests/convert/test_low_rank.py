@@ -1,4 +1,4 @@
-"""The arithmetic: rounding to nearest even as torch does it, and bytes that do not depend on how the work is divided."""
+"""The arithmetic: rounding to nearest even as torch does it, and bytes that do not depend on how work is divided."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Figures behind the gates: `python -m tests.verify.calibrate [SEEDS]` prints the table of docs/verification.md.
 
 Every family is exported once; then the weights are drawn again in place, with other seeds and sizes, because the graph
-only maps them. Each draw is one clean run; threads and optimisation levels take turns. The mutants run on the first draw.
+only maps them. Each draw is one clean run; threads and optimisation levels take turns. Mutants run on the first draw.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def mutant_runs(model_type: str, folder: Path, target: Path) -> list[tuple[str, 
 def main(seeds: int) -> None:
     """Prints one row per family."""
     print(
-        "| family | clean runs | false alarms | largest sigma | worst row | mutants | caught | smallest sigma of a mutant |"
+        "| family | clean runs | false alarms | largest sigma | worst row | mutants | caught | mutant nearest the gate |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for model_type in CONFIGS:

@@ -77,18 +77,18 @@ def layer_of(node: onnx.NodeProto) -> int:
     return -1
 
 
-def add_constant(model: onnx.ModelProto, value: Array) -> str:
+def add_constant(model: onnx.ModelProto, value: Array | np.generic) -> str:
     """A new inline initializer's name."""
     name = f"mutant_{len(model.graph.initializer)}"
     model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
     return name
 
 
-def insert(model: onnx.ModelProto, before: onnx.NodeProto, op: str, inputs: list[str], **attributes: object) -> str:
+def insert(model: onnx.ModelProto, before: onnx.NodeProto, op: str, inputs: list[str]) -> str:
     """A new node in front of another; its output's name."""
     output = f"mutant_value_{len(model.graph.node)}"
     index = next(index for index, node in enumerate(model.graph.node) if node is before or node == before)
-    model.graph.node.insert(index, helper.make_node(op, inputs, [output], name=output, **attributes))
+    model.graph.node.insert(index, helper.make_node(op, inputs, [output], name=output))
     return output
 
 

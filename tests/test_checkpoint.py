@@ -1,0 +1,93 @@
+"""Opening a Hugging Face folder: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from llmconv.checkpoint import INDEX, open_checkpoint
+from llmconv.errors import InputRefused, MalformedInput
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A folder with two shards and an index."""
+    save_file({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"c": torch.ones(4)}, tmp_path / "model-00002-of-00002.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    write_index(tmp_path, {"a": 1, "b": 1, "c": 2})
+    return tmp_path
+
+
+def write_index(folder: Path, homes: dict[str, Any]) -> None:
+    names = {k: f"model-{v:05}-of-00002.safetensors" if isinstance(v, int) else v for k, v in homes.items()}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 36}, "weight_map": names}))
+
+
+def test_shards_are_one_mapping(sharded: Path) -> None:
+    checkpoint = open_checkpoint(sharded)
+    assert {name: tensor.shape for name, tensor in checkpoint.items()} == {"a": (2,), "b": (3,), "c": (4,)}
+    assert checkpoint.nbytes == 36
+    assert checkpoint.config == {"model_type": "llama"}
+
+
+def test_side_files_are_kept_but_never_code(sharded: Path) -> None:
+    for name in ("tokenizer.json", "generation_config.json", "modeling_custom.py", "notes.txt"):
+        (sharded / name).write_text("x")
+    assert set(open_checkpoint(sharded).side_files) == {"tokenizer.json", "generation_config.json"}
+
+
+@pytest.mark.parametrize("outside", ["../model.safetensors", "/etc/passwd", "sub/x.safetensors", "x.bin", 7, None])
+def test_an_index_that_names_other_files_is_refused(outside: Any, sharded: Path) -> None:
+    index = {"weight_map": {"a": outside, "b": outside, "c": outside}}
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(MalformedInput, match="names the shard"):
+        open_checkpoint(sharded)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(MalformedInput, match="`model-00002-of-00002.safetensors` is missing"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("homes", [{"a": 1, "c": 2}, {"a": 1, "b": 1, "c": 2, "d": 2}, {"a": 2, "b": 1, "c": 2}])
+def test_an_index_and_shards_that_disagree_are_refused(homes: dict[str, int], sharded: Path) -> None:
+    write_index(sharded, homes)
+    with pytest.raises(MalformedInput, match="disagree about"):
+        open_checkpoint(sharded)
+
+
+def test_a_folder_without_config_is_refused(sharded: Path) -> None:
+    (sharded / "config.json").unlink()
+    with pytest.raises(InputRefused, match=r"no `config\.json`"):
+        open_checkpoint(sharded)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputRefused, match="no safetensors weights"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "\udc80".encode("utf-8", "surrogateescape").decode("latin-1"), "[" * 100_000]
+)
+def test_a_config_that_is_no_object_is_refused(content: str, sharded: Path) -> None:
+    (sharded / "config.json").write_text(content)
+    with pytest.raises(MalformedInput, match=r"config\.json"):
+        open_checkpoint(sharded)
+
+
+def test_every_tiny_model_is_read_as_torch_reads_it(tiny: Callable[[str], Path]) -> None:
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    checkpoint = open_checkpoint(tiny("gpt2"))
+    for name, value in load_file(tiny("gpt2") / "model.safetensors").items():
+        assert checkpoint[name].read().tobytes() == value.numpy().tobytes()

@@ -1,0 +1,289 @@
+"""Crash safety: killed, out of space or out of luck at any step, OUT is absent or complete, and `--resume` finishes it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmconv import staging
+from llmconv.checkpoint import Checkpoint
+from llmconv.errors import InputRefused, OutputFailed
+from llmconv.staging import StagedFolder
+from llmconv.tensors import BY_NAME, LazyTensor, in_memory
+from llmconv.writer import plan_checkpoint, write_checkpoint
+
+F32 = BY_NAME["float32"]
+STEPS = ("write", "fsync", "fdatasync", "replace", "rename", "unlink", "mkdir", "rmdir")
+Files = dict[str, bytes]
+
+
+def sample(offset: int = 0, count: int = 3) -> Checkpoint:
+    """Tensors of 80 bytes each, one per shard."""
+    tensors = {f"t{i}": in_memory(np.arange(20, dtype=np.float32) + i + offset, F32) for i in range(count)}
+    return Checkpoint(Path("sample"), "test", tensors, {"model_type": "llama"}, {"tokenizer.json": b"{}"})
+
+
+def write(folder: Path, checkpoint: Checkpoint | None = None, **options: Any) -> Files:
+    """Writes three shards, and returns the content of every file."""
+    write_checkpoint(plan_checkpoint(checkpoint or sample(), 100), folder, steps=[], sources=[], **options)
+    return content(folder)
+
+
+def content(folder: Path) -> Files:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Runs `work` in a forked child and returns its wait status."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1]
+
+
+def killing_at(step: int, work: Callable[[], object], *, after: bool) -> Callable[[], object]:
+    """`work`, killed with signal 9 just before (or after) its system call number `step`."""
+    count = 0
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == step and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = call(*args, **options)
+            if count == step and after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return run
+
+    def patched() -> object:
+        for name in STEPS:
+            setattr(os, name, counted(getattr(os, name)))
+        staging.exchange = counted(staging.exchange)
+        return work()
+
+    return patched
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+def test_killed_at_any_step_out_is_old_or_new_and_resume_completes_it(
+    overwrite: bool, after: bool, tmp_path: Path
+) -> None:
+    new = write(tmp_path / "reference")
+    for step in range(1, 1000):
+        out = tmp_path / str(step) / "out"
+        out.parent.mkdir()
+        old = write(out, sample(7)) if overwrite else None
+        status = in_child(killing_at(step, lambda out=out: write(out, overwrite=overwrite), after=after))
+        if not os.WIFSIGNALED(status):
+            break
+        seen = content(out) if out.exists() else None
+        assert seen in (old, new)
+        if seen != new or overwrite:
+            assert write(out, overwrite=overwrite, resume=True) == new
+            assert os.listdir(out.parent) == ["out"]
+        shutil.rmtree(out.parent)
+    assert status == 0
+    assert step > 40
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_resume_does_not_compute_finished_shards_again(tmp_path: Path) -> None:
+    reads = tmp_path / "reads"
+    checkpoint = counting(sample(), reads)
+    for step in range(1, 1000):
+        if not os.WIFSIGNALED(in_child(killing_at(step, lambda: write(tmp_path / "out", checkpoint), after=True))):
+            break
+        if (tmp_path / ".out.llmconv-partial" / "model-00002-of-00003.safetensors").exists():
+            break
+        shutil.rmtree(tmp_path / ".out.llmconv-partial", ignore_errors=True)
+    reads.unlink()
+    write(tmp_path / "out", checkpoint, resume=True)
+    assert reads.read_text() in ("t2 ", "t1 t2 ")
+
+
+def counting(checkpoint: Checkpoint, log: Path) -> Checkpoint:
+    """The same checkpoint; each read adds the tensor's name to `log`."""
+
+    def logged(name: str, tensor: LazyTensor) -> LazyTensor:
+        def load(start: int, stop: int) -> Any:
+            with open(log, "a") as file:
+                file.write(f"{name} ")
+            return tensor.rows(start, stop)
+
+        return LazyTensor(tensor.dtype, tensor.shape, load)
+
+    tensors = {name: logged(name, tensor) for name, tensor in checkpoint.items()}
+    return Checkpoint(checkpoint.path, "test", tensors, checkpoint.config, checkpoint.side_files)
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Path:
+    """OUT of a run that failed in its second shard, so that the first is kept for `--resume`."""
+
+    def fail(start: int, stop: int) -> Any:
+        raise OSError(5, "Input/output error")
+
+    tensors = {**sample().tensors, "t1": LazyTensor(F32, (20,), fail)}
+    broken = Checkpoint(Path("sample"), "test", tensors, sample().config, sample().side_files)
+    with pytest.raises(OutputFailed, match="Input/output error"):
+        write(tmp_path / "out", broken)
+    return tmp_path / "out"
+
+
+def partial(out: Path) -> Path:
+    return out.parent / f".{out.name}.llmconv-partial"
+
+
+def test_a_failed_run_leaves_no_out_and_its_finished_shard(interrupted: Path) -> None:
+    assert not interrupted.exists()
+    assert "model-00001-of-00003.safetensors" in os.listdir(partial(interrupted))
+    assert not list(partial(interrupted).glob("model-*.part"))
+
+
+def test_resume_reads_a_damaged_shard_again(interrupted: Path, tmp_path: Path) -> None:
+    shard = partial(interrupted) / "model-00001-of-00003.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert write(interrupted, resume=True) == write(tmp_path / "reference")
+
+
+@pytest.mark.parametrize(
+    "journal", ["", "{", "[]\n", '{"key": "other"}\n', "\x00\n", '{"key": 1}\n[]\n', '{"key": 1}\n{"file": 3}\n']
+)
+def test_resume_ignores_a_damaged_journal(journal: str, interrupted: Path, tmp_path: Path) -> None:
+    path = partial(interrupted) / "journal.jsonl"
+    key = path.read_text().splitlines()[0]
+    path.write_text(journal.replace('{"key": 1}', key))
+    assert write(interrupted, resume=True) == write(tmp_path / "reference")
+
+
+def test_resume_of_another_input_starts_anew(interrupted: Path, tmp_path: Path) -> None:
+    other = sample(count=4)
+    assert write(interrupted, other, resume=True) == write(tmp_path / "reference", other)
+
+
+def test_without_resume_a_partial_run_is_not_used(interrupted: Path, tmp_path: Path) -> None:
+    assert write(interrupted) == write(tmp_path / "reference")
+    assert not partial(interrupted).exists()
+
+
+def test_an_output_that_exists_is_refused_and_untouched(tmp_path: Path) -> None:
+    before = write(tmp_path / "out")
+    with pytest.raises(InputRefused, match="already exists"):
+        write(tmp_path / "out", sample(1))
+    assert content(tmp_path / "out") == before
+
+
+def test_overwrite_leaves_nothing_of_the_old_folder(tmp_path: Path) -> None:
+    write(tmp_path / "out", sample(count=9))
+    assert write(tmp_path / "out", overwrite=True) == write(tmp_path / "reference")
+    assert sorted(os.listdir(tmp_path)) == ["out", "reference"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder of something else"])
+def test_overwrite_replaces_only_model_folders(kind: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "letter.txt").write_text("dear")
+    out = {"file": home / "letter.txt", "link": tmp_path / "link", "folder of something else": home}[kind]
+    if kind == "link":
+        out.symlink_to(write_and_path(tmp_path / "model"))
+    with pytest.raises(InputRefused, match="not overwritten"):
+        write(out, overwrite=True)
+    assert (home / "letter.txt").read_text() == "dear"
+
+
+def write_and_path(folder: Path) -> Path:
+    write(folder)
+    return folder
+
+
+def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"key": "k", "overwrite": False, "resume": False}
+    with (
+        pytest.raises(OutputFailed, match="another run"),
+        StagedFolder(tmp_path / "out", **options),
+        StagedFolder(tmp_path / "out", **options),
+    ):
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_file_size_limit_is_an_output_error_that_resume_completes(tmp_path: Path) -> None:
+    large = sample()
+    large = Checkpoint(
+        large.path, "test", {**large.tensors, "t2": in_memory(np.ones(5000, np.float32), F32)}, large.config
+    )
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
+        with pytest.raises(OutputFailed, match="File too large"):
+            write(tmp_path / "out", large)
+
+    assert in_child(limited) == 0
+    assert not (tmp_path / "out").exists()
+    assert partial(tmp_path / "out").exists()
+    assert write(tmp_path / "out", large, resume=True) == write(tmp_path / "reference", large)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A file system of 1 MB."""
+    folder = Path(tempfile.mkdtemp())
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if sys.platform != "linux" or subprocess.run(mount, capture_output=True, check=False).returncode:
+        folder.rmdir()
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+    folder.rmdir()
+
+
+def test_a_disk_that_fills_up_is_an_output_error_that_resume_completes(small_disk: Path, tmp_path: Path) -> None:
+    other = small_disk / "other"
+
+    def fill(start: int, stop: int) -> Any:
+        with open(other, "wb") as file, pytest.raises(OSError, match="No space"):
+            file.write(bytes(2 << 20))
+        return np.ones(stop - start, np.float32)
+
+    last = LazyTensor(F32, (5000,), fill)
+    filling = Checkpoint(Path("sample"), "test", {**sample().tensors, "t2": last}, {})
+    with pytest.raises(OutputFailed, match="No space left") as caught:
+        write(small_disk / "out", filling)
+    assert "--resume" in caught.value.hint
+    assert os.listdir(small_disk) == [".out.llmconv-partial", "other"] or not (small_disk / "out").exists()
+    other.unlink()
+    whole = Checkpoint(
+        Path("sample"), "test", {**sample().tensors, "t2": in_memory(np.ones(5000, np.float32), F32)}, {}
+    )
+    assert write(small_disk / "out", whole, resume=True) == write(tmp_path / "reference", whole)
+
+
+def test_a_disk_too_small_from_the_start_is_refused(small_disk: Path) -> None:
+    vast = Checkpoint(Path("sample"), "test", {"t": in_memory(np.ones(1 << 20, np.float32), F32)}, {})
+    with pytest.raises(InputRefused, match=r"needs 4,194,304 bytes"):
+        write(small_disk / "out", vast)
+    assert not os.listdir(small_disk)

@@ -1,0 +1,84 @@
+"""`llmconv verify` as a person runs it: exit codes, lines, JSON, bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+from click.testing import CliRunner, Result
+
+from llmconv.cli import main
+from tests.verify.conftest import decode_only
+from tests.verify.mutants import MUTANTS
+
+
+def run(*arguments: object) -> Result:
+    """The command's result."""
+    return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+
+
+def test_a_clean_folder_exits_0_and_writes_the_report(exported: Callable[[str], Path], tmp_path: Path) -> None:
+    result = run(exported("llama"), "--report", tmp_path / "report")
+    assert result.exit_code == 0
+    assert "PASSED | decode chain, 16 steps | decode.onnx logits | sigma" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("PASS: ")
+    assert (tmp_path / "report" / "report.html").is_file()
+
+
+def test_a_mutant_exits_1_and_says_where(broken: Callable[..., Path], exported: Callable[[str], Path]) -> None:
+    mutant = next(mutant for mutant in MUTANTS if mutant.name.startswith("attention scale"))
+    result = run(broken("llama", mutant), "--reference", exported("llama"), "--json")
+    content = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert (content["verdict"], content["where"]["layer"]) == ("fail", 2)
+
+
+def test_a_folder_without_graphs_is_inconclusive(tiny: Callable[[str], Path]) -> None:
+    result = run(tiny("llama"), "--json")
+    assert result.exit_code == 5
+    assert json.loads(result.stdout)["verdict"] == "inconclusive"
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    result = run(tmp_path / "none")
+    assert result.exit_code == 3
+    assert "is no folder" in result.stderr and "hint: " in result.stderr
+
+
+def test_a_graph_that_maps_a_file_elsewhere_is_refused(exported: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = decode_only(exported("llama"), tmp_path / "hostile")
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    mapped = next(tensor for tensor in model.graph.initializer if tensor.external_data)
+    mapped.external_data[0].value = "../../etc/passwd"
+    onnx.save(model, folder / "decode.onnx")
+    result = run(folder)
+    assert result.exit_code == 3
+    assert "which is no plain file name" in result.stderr
+
+
+def test_a_graph_that_does_not_run_is_a_difference(exported: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = decode_only(exported("llama"), tmp_path / "cut")
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    del model.graph.node[-3:]
+    onnx.save(model, folder / "decode.onnx")
+    result = run(folder)
+    assert result.exit_code == 1
+    assert "FAILED | structure | decode.onnx | onnxruntime cannot open" in result.stdout
+
+
+def test_a_file_that_is_no_graph_is_refused(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "noise"
+    shutil.copytree(tiny("llama"), folder)
+    (folder / "model.onnx").write_bytes(b"\xff" * 100)
+    result = run(folder)
+    assert result.exit_code == 3
+    assert "`model.onnx` is no ONNX file" in result.stderr
+
+
+@pytest.mark.parametrize("options", [["--suite", "quickest"], ["--nonsense"]])
+def test_a_wrong_option_exits_2(options: list[str], tmp_path: Path) -> None:
+    assert run(tmp_path, *options).exit_code == 2

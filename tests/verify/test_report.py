@@ -1,0 +1,141 @@
+"""The report's faces: lines, JSON, JUnit, Markdown, HTML; hostile names in all of them."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from llmconv.errors import OutputFailed
+from llmconv.verify import Check, Report
+from llmconv.verify.localise import localise
+from llmconv.verify.report_files import write_report
+
+HOSTILE = 'x"><script>alert(1)</script>\x1b[31m\x00|`a`'
+PASSED = Check("prefill, 7 tokens", "decode.onnx", "logits", sigma=1.02, row_sigma=1.5, max_abs=3.1e-07)
+FAILED = Check(
+    "decode chain, 16 steps",
+    "decode.onnx",
+    "present.1.key",
+    sigma=2000.0,
+    max_abs=0.5,
+    verdict="fail",
+    step=7,
+    steps=17,
+)
+
+
+def report_of(*checks: Check, folder: str = "model") -> Report:
+    """A report with these checks."""
+    return Report(folder, folder, "quick", list(checks), localise(checks))
+
+
+@pytest.mark.parametrize(
+    ("checks", "verdict", "code"),
+    [
+        ((PASSED,), "pass", 0),
+        ((PASSED, FAILED), "fail", 1),
+        ((), "inconclusive", 5),
+        ((Check("structure", "decode.onnx", ""),), "inconclusive", 5),
+        ((Check("batch of 3", "decode.onnx", "logits", verdict="skip"),), "inconclusive", 5),
+        ((PASSED, Check("batch of 3", "prefill.onnx", "logits", verdict="skip")), "inconclusive", 5),
+    ],
+)
+def test_nothing_compared_is_never_a_pass(checks: tuple[Check, ...], verdict: str, code: int) -> None:
+    report = report_of(*checks)
+    assert (report.verdict, report.exit_code, bool(report)) == (verdict, code, verdict == "pass")
+
+
+def test_a_line_starts_with_the_verdict_and_names_step_and_sigma() -> None:
+    lines = report_of(PASSED, FAILED).lines()
+    assert lines[0] == (
+        "PASSED | prefill, 7 tokens | decode.onnx logits | sigma 1.02 | worst row 1.50 | max abs 3.1e-07"
+    )
+    assert lines[1].startswith("FAILED | decode chain, 16 steps, step 7 | decode.onnx present.1.key | sigma 2000.00")
+    assert lines[2].startswith("WHERE | decode chain, 16 steps, decode.onnx, step 7: layer 1, keys only")
+    assert lines[-1].startswith("FAIL: 2 outputs checked, 1 differ")
+
+
+def test_outputs_of_the_cache_share_a_line_while_they_pass() -> None:
+    caches = [Check("batch of 3", "decode.onnx", f"present.{i}.key", sigma=1 + i / 10) for i in range(3)]
+    assert [line for line in report_of(*caches).lines() if line.startswith("PASSED")] == [
+        "PASSED | batch of 3 | decode.onnx present, 3 outputs | sigma 1.20 | worst row 0.00 | max abs 0.0e+00"
+    ]
+
+
+def test_a_hostile_name_reaches_the_terminal_without_control_characters() -> None:
+    text = "\n".join(report_of(Check(HOSTILE, HOSTILE, HOSTILE, verdict="fail", detail=HOSTILE)).lines())
+    assert "\x1b" not in text
+    assert "\x00" not in text
+
+
+def test_the_json_has_the_contract_s_fields() -> None:
+    content = json.loads(json.dumps(report_of(PASSED, FAILED).as_dict(), allow_nan=False))
+    assert content["verdict"] == "fail"
+    assert content["where"]["layer"] == 1
+    assert {"name", "graph", "output", "sigma", "max_abs", "verdict"} <= set(content["checks"][0])
+
+
+def test_infinity_is_text_in_json() -> None:
+    check = Check("prefill", "decode.onnx", "logits", sigma=float("inf"), verdict="fail")
+    assert json.loads(json.dumps(report_of(check).as_dict(), allow_nan=False))["checks"][0]["sigma"] == "inf"
+
+
+def test_the_four_files_are_written_and_the_junit_counts_add_up(tmp_path: Path) -> None:
+    skipped = Check("holes", "decode.onnx", "logits", verdict="skip", detail="why")
+    write_report(report_of(PASSED, FAILED, skipped), tmp_path / "new" / "report")
+    files = sorted(path.name for path in (tmp_path / "new" / "report").iterdir())
+    assert files == ["junit.xml", "report.html", "report.json", "report.md"]
+    suite = ElementTree.parse(tmp_path / "new" / "report" / "junit.xml").getroot()
+    assert [suite.get(key) for key in ("tests", "failures", "skipped")] == ["3", "1", "1"]
+    assert len(suite.findall(".//failure")) == len(suite.findall(".//skipped")) == 1
+
+
+def test_an_empty_report_is_an_error_in_junit(tmp_path: Path) -> None:
+    write_report(report_of(), tmp_path)
+    assert ElementTree.parse(tmp_path / "junit.xml").getroot().get("errors") == "1"
+
+
+class Tags(HTMLParser):
+    """Collects what a browser would act upon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in {"src", "href"} or name.startswith("on")]
+
+
+def test_the_page_runs_no_script_and_asks_no_network_whatever_the_names(tmp_path: Path) -> None:
+    checks = [Check(HOSTILE, HOSTILE, f"present.{i}.key", sigma=9.0, verdict="fail", detail=HOSTILE) for i in range(3)]
+    write_report(report_of(*checks, folder=HOSTILE), tmp_path)
+    page = Tags()
+    page.feed((tmp_path / "report.html").read_text())
+    assert "script" not in page.tags
+    assert not page.links
+    assert "svg" in page.tags
+    ElementTree.parse(tmp_path / "junit.xml")
+
+
+def test_markdown_cells_hold_no_markup(tmp_path: Path) -> None:
+    write_report(report_of(Check(HOSTILE, "g", "logits", verdict="fail")), tmp_path)
+    row = next(line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("| fail"))
+    assert "<script>" not in row
+    assert "\\|" in row
+
+
+def test_a_report_that_cannot_be_written_is_an_output_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputFailed, match="cannot write the report"):
+        write_report(report_of(PASSED), tmp_path / "file")
+
+
+def test_the_report_of_a_real_run_has_every_output(clean_report: Report) -> None:
+    outputs = {check.output for check in clean_report.checks if check.graph == "decode.onnx" and check.output}
+    assert outputs == {"logits", *(f"present.{i}.{part}" for i in range(4) for part in ("key", "value"))}

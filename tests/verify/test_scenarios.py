@@ -1,0 +1,60 @@
+"""The scenario matrix: every call is well-formed, the same each time, and fits the model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llmconv.verify.scenarios import SCENARIOS, Facts, Scenario, scenarios
+
+FACTS = Facts(vocab_size=50, max_positions=300, window=8)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_every_call_continues_the_one_before(scenario: Scenario) -> None:
+    for chain in scenario.build(FACTS):
+        past = 0
+        for call in chain:
+            assert call.attention_mask.shape == (len(call.input_ids), past + call.input_ids.shape[1])
+            assert call.position_ids.shape == call.input_ids.shape
+            past = call.attention_mask.shape[1]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_every_scenario_is_the_same_each_time(scenario: Scenario) -> None:
+    first, second = (scenario.build(FACTS) for _ in range(2))
+    pairs = [(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one, two, strict=True)]
+    assert pairs
+    assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in pairs)
+
+
+def test_names_are_unique_and_every_scenario_tells_the_bug_it_is_for() -> None:
+    assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
+    assert all("#" in scenario.bug for scenario in SCENARIOS)
+
+
+def test_nothing_runs_beyond_the_context() -> None:
+    built = scenarios("full", Facts(vocab_size=50, max_positions=16))
+    assert max(int(call.position_ids.max()) for _, chains in built for chain in chains for call in chain) == 15
+
+
+def test_the_window_is_crossed_only_where_there_is_a_short_one() -> None:
+    names = [
+        [scenario.name for scenario, _ in scenarios("quick", Facts(50, 300, window))] for window in (8, 4096, None)
+    ]
+    assert ["sliding window crossed" in found for found in names] == [True, False, False]
+
+
+def test_the_splits_are_of_one_prompt() -> None:
+    chains = dict((scenario.name, chains) for scenario, chains in scenarios("quick", FACTS))
+    splits = chains["chunked prefill, every split of 9 tokens"]
+    prompts = {tuple(np.concatenate([call.input_ids[0] for call in chain])) for chain in splits}
+    assert len(splits) == 8
+    assert len(prompts) == 1
+
+
+def test_padding_lies_where_its_name_says() -> None:
+    chains = dict((scenario.name, chains) for scenario, chains in scenarios("quick", FACTS))
+    left, right = (chains[f"{side} padding"][0][0].attention_mask for side in ("left", "right"))
+    assert left[1, 0] == 0 and left[1, -1] == 1
+    assert right[1, 0] == 1 and right[1, -1] == 0
