@@ -8,12 +8,17 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path("build/bench")
 """Where generated models and outputs live; ignored by git."""
+
+
+SETTLE = 4
+"""Seconds between the removal of an output and the next run. A virtual machine hands freed memory back to its host after
+two; writing into memory that is still warm takes half as long, which would favour whatever runs next."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def llmconv(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "llmconv", *map(str, arguments)]
 
 
-def interleaved(commands: dict[str, Sequence[str]], rounds: int, output: Path) -> dict[str, list[Measurement]]:
+def interleaved(commands: Mapping[str, Sequence[str]], rounds: int, output: Path) -> dict[str, list[Measurement]]:
     """Runs all commands in turn, `rounds` times, so that a slow minute of the machine hits all of them.
 
     Args:
@@ -72,6 +77,7 @@ def interleaved(commands: dict[str, Sequence[str]], rounds: int, output: Path) -
         for name, command in commands.items():
             remove(output)
             os.sync()
+            time.sleep(SETTLE)
             results[name].append(run(command))
             print(f"  round {number + 1}/{rounds}  {name}: {results[name][-1].wall:.2f} s", file=sys.stderr)
     remove(output)

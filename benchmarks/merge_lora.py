@@ -23,16 +23,14 @@ def main() -> int:
     """Measures, prints the table, and returns 1 where a target is missed."""
     model, lora, output = base(), adapter(), FOLDER / "out"
     ours = {
-        "`llmconv merge-lora`": llmconv("merge-lora", model, lora, "-o", output, "--overwrite"),
+        "`llmconv merge-lora`": llmconv("merge-lora", model, lora, "-o", output),
         "`cp` of the model": ["cp", "-r", str(model), str(output)],
         "`import torch`": python("import torch"),
     }
     results = interleaved(ours, ROUNDS, output)
     peft = {"PEFT `merge_and_unload` + `save_pretrained`": python(PEFT, str(model), str(lora), str(output))}
-    results |= interleaved(peft, PEFT_ROUNDS if "--no-peft" not in sys.argv else 1, output)
-    merge, copy, bare, baseline = ([item.wall for item in runs] for runs in results.values())
+    results |= interleaved(peft, PEFT_ROUNDS, output)
     walls = [median(runs, lambda item: item.wall) for runs in results.values()]
-    assert merge and copy and bare and baseline
     targets = [
         Target("wall time / (`cp` + `import torch`)", walls[0] / (walls[1] + walls[2]), 1.3),
         Target("peak RSS, MB", max(item.peak_mb for item in results["`llmconv merge-lora`"]), 700),

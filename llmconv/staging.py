@@ -55,7 +55,11 @@ class StagedFolder:
         with failing_safely():
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            self._open_journal()
+            try:
+                self._open_journal()
+            except BaseException:
+                self._close_lock()
+                raise
         return self
 
     def __exit__(
@@ -65,6 +69,11 @@ class StagedFolder:
         resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
         if not (resumable and self.finished):
             shutil.rmtree(self.path, ignore_errors=True)
+        for part in self.path.glob("*.part"):
+            part.unlink(missing_ok=True)
+        self._close_lock()
+
+    def _close_lock(self) -> None:
         if self._lock:
             self._lock.close()
 
@@ -96,12 +105,14 @@ class StagedFolder:
             return {}
         return {line.pop("file"): line for line in lines[1:] if self._intact(line)}
 
-    def _intact(self, line: dict[str, Any]) -> bool:
-        path = self.path / line["file"]
-        if not path.is_file() or path.stat().st_size != line["bytes"]:
+    def _intact(self, line: Any) -> bool:
+        if not isinstance(line, dict) or not isinstance(name := line.get("file"), str) or Path(name).name != name:
+            return False
+        path = self.path / name
+        if not path.is_file() or path.stat().st_size != line.get("bytes"):
             return False
         with open(path, "rb") as file:
-            return bool(hashlib.file_digest(file, "sha256").hexdigest() == line["sha256"])
+            return bool(hashlib.file_digest(file, "sha256").hexdigest() == line.get("sha256"))
 
     def _encode_journal(self) -> bytes:
         lines = [{"key": self._key}] + [{"file": name, **entry} for name, entry in self.finished.items()]

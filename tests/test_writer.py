@@ -98,11 +98,11 @@ def test_any_layout_reads_back_as_the_same_tensors(
 def blocks_of(size: int) -> Iterator[None]:
     """Streams in row blocks of at most `size` bytes."""
     usual = tensors_module.LazyTensor.blocks.__defaults__
-    tensors_module.LazyTensor.blocks.__defaults__ = (size,)  # type: ignore[misc]
+    tensors_module.LazyTensor.blocks.__defaults__ = (size,)
     try:
         yield
     finally:
-        tensors_module.LazyTensor.blocks.__defaults__ = usual  # type: ignore[misc]
+        tensors_module.LazyTensor.blocks.__defaults__ = usual
 
 
 def test_the_bytes_do_not_depend_on_blocks_or_look_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

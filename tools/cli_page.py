@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -32,19 +33,24 @@ def main() -> int:
 
 def page() -> str:
     """The whole page: the group, then each command in the order of the work."""
-    top = click.Context(llmconv, info_name="llmconv", max_content_width=WIDTH, terminal_width=WIDTH)
-    return "\n".join([TOP, *sections(top, llmconv)])
+    return "\n".join([TOP, *sections(context(llmconv, "llmconv"), llmconv)])
 
 
-def sections(context: click.Context, command: click.Command) -> list[str]:
+def context(command: click.Command, name: str, parent: click.Context | None = None) -> click.Context:
+    """What a command would get from the command line, at a fixed width."""
+    settings: dict[str, Any] = {**command.context_settings, "max_content_width": WIDTH, "terminal_width": WIDTH}
+    return click.Context(command, parent, name, **settings)
+
+
+def sections(around: click.Context, command: click.Command) -> list[str]:
     """One section per command, and below it those of its own commands."""
-    parts = [f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```\n"]
+    parts = [f"## {around.command_path}\n\n```text\n{command.get_help(around)}\n```\n"]
     if isinstance(command, click.Group):
-        for name in command.list_commands(context):
-            below = command.get_command(context, name)
+        for name in command.list_commands(around):
+            below = command.get_command(around, name)
             if below is None:
                 raise LookupError(f"llmconv lists the command {name}, but has none")
-            parts += sections(click.Context(below, context, name, max_content_width=WIDTH, terminal_width=WIDTH), below)
+            parts += sections(context(below, name, around), below)
     return parts
 
 

@@ -14,8 +14,9 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 980px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 .banner { border-radius: 8px; padding: 1rem 1.2rem; border-left: 8px solid; }
-.pass { background: #e9f7ee; border-color: #2e8b57; } .fail { background: #fdecea; border-color: #c0392b; }
-.inconclusive { background: #fff6df; border-color: #c48a00; }
+.banner.pass { background: #e9f7ee; border-color: #2e8b57; }
+.banner.fail { background: #fdecea; border-color: #c0392b; }
+.banner.inconclusive { background: #fff6df; border-color: #c48a00; }
 .where { font-weight: 600; margin: .6rem 0 0; } .small { color: #5a6472; font-size: .88rem; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #e3e7ec; vertical-align: top; }
@@ -30,15 +31,19 @@ WORDS = {
     "inconclusive": "Nothing was compared",
 }
 ROWS = 500
+FIRST = 8
+EXPLAIN = '<p class="small">One row per scenario, graph and kind of output: the worst of its outputs.</p>'
 
 
 def render_html(report: Report) -> str:
     """The page."""
     title = f"{report.verdict.upper()}: {report.folder}"
     body = [_banner(report), *_failures(report)]
-    for graph in dict.fromkeys(check.graph for check in report.checks if check.output):
+    graphs = dict.fromkeys(check.graph for check in report.checks if check.output)
+    failed = {check.graph for check in report.checks if check.verdict == "fail"}
+    for graph in sorted(graphs, key=lambda graph: graph not in failed):
         body += _graph(graph, [check for check in report.checks if check.graph == graph])
-    body += ["<h2>Checks</h2>", _table(report.highlights()), _about(report)]
+    body += ["<h2>All checks</h2>", EXPLAIN, _table(report.highlights()), _about(report)]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
@@ -60,8 +65,9 @@ def _banner(report: Report) -> str:
 
 
 def _failures(report: Report) -> list[str]:
-    failed = [check for check in report.checks if check.verdict == "fail"]
-    return ["<h2>What differs</h2>", _table(failed)] if failed else []
+    failed = [check for check in report.highlights() if check.verdict == "fail"]
+    more = f'<p class="small">and {len(failed) - FIRST} more groups of outputs, all below</p>' if failed[FIRST:] else ""
+    return ["<h2>What differs first</h2>", _table(failed[:FIRST]), more] if failed else []
 
 
 def _graph(graph: str, checks: Sequence[Check]) -> list[str]:

@@ -50,7 +50,13 @@ def _column_labels(columns: int, width: float) -> str:
 def _cell(check: Check, x: float, y: int, width: float) -> str:
     title = escape(f"{clean(check.name)}, {clean(check.output)}: sigma {check.sigma:.2f}, {check.verdict}")
     ink = "#fff" if check.verdict == "fail" else "#1c2430"
-    figure = f"{check.sigma:.2f}" if check.sigma < 100 else f"{check.sigma:.0e}"
+    figure = (
+        f"{check.sigma:.2f}"
+        if check.sigma < 100
+        else f"{check.sigma:.0f}"
+        if check.sigma < 1e5
+        else f"{check.sigma:.0e}"
+    )
     label = f'<text x="{x + width / 2:.1f}" y="{y + 13}" text-anchor="middle" fill="{ink}">{figure}</text>'
     return (
         f'<rect x="{x:.1f}" y="{y}" width="{max(1.0, width - 1):.1f}" height="{ROW - 1}" fill="{colour(check)}">'

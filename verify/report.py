@@ -100,12 +100,10 @@ class Report:
         return max(self.checks, key=lambda check: check.sigma, default=None)
 
     def highlights(self) -> list[Check]:
-        """All that did not pass, and the worst of every scenario, graph and kind of output that did."""
-        chosen = []
-        for group in groups_of(self.checks):
-            failed = [check for check in group if check.verdict != "pass"]
-            chosen += failed or [max(group, key=lambda check: check.sigma)]
-        return chosen
+        """The worst check of every scenario, graph and kind of output."""
+        return [
+            max(group, key=lambda check: (check.verdict != "pass", check.sigma)) for group in groups_of(self.checks)
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON: stable order, no time, no host; NaN and infinity as text."""
@@ -153,8 +151,8 @@ WORDS = {"pass": "PASSED", "fail": "FAILED", "skip": "SKIPPED"}
 
 
 def lines_of(checks: Sequence[Check]) -> list[str]:
-    """One line per group while it passes; one line per output that does not."""
-    return [line for group in groups_of(checks) for line in group_lines(group)]
+    """One line per group, verdict word first."""
+    return [group_line(group) for group in groups_of(checks)]
 
 
 def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
@@ -165,14 +163,16 @@ def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
     return list(groups.values())
 
 
-def group_lines(group: list[Check]) -> list[str]:
-    """One line for a group that passed; one line per output that did not."""
+def group_line(group: list[Check]) -> str:
+    """The worst check of a group that passed; the first that failed of one that did not, and how many others."""
     failed = [check for check in group if check.verdict != "pass"]
+    if len(group) == 1:
+        return check_line(group[0], group[0].output)
     if failed:
-        return [check_line(check, check.output) for check in failed]
-    worst = max(group, key=lambda check: check.sigma)
-    what = worst.output if len(group) == 1 else f"present, {len(group)} outputs"
-    return [check_line(worst, what)]
+        return check_line(
+            failed[0], f"{failed[0].output} and {len(failed) - 1} more" if failed[1:] else failed[0].output
+        )
+    return check_line(max(group, key=lambda check: check.sigma), f"present, {len(group)} outputs")
 
 
 def check_line(check: Check, what: str) -> str:

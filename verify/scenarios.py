@@ -178,7 +178,9 @@ def _context_end(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 SCENARIOS = (
     *(
         Scenario(
-            f"prefill, {length} tokens", "pytorch #148886: a dynamic length frozen at trace time", _prefill(length)
+            f"prefill, {length} token{'s' * (length > 1)}",
+            "pytorch #148886: a dynamic length frozen at trace time",
+            _prefill(length),
         )
         for length in LENGTHS
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +12,7 @@ import onnx
 from llmconv import __version__
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
-from llmconv.manifest import MANIFEST
+from llmconv.manifest import MANIFEST, file_entry, read_manifest
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, graph_files
 from llmconv.verify.candidate import Agreement, Candidate, candidates, check_scenario
@@ -20,7 +20,7 @@ from llmconv.verify.compare import GATES
 from llmconv.verify.localise import localise
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import scenarios
-from llmconv.verify.structure import check_structure
+from llmconv.verify.structure import check_structure, name_problems
 from llmconv.verify.truth import Eager
 from llmconv.verify.twin import CHANGES, scaled_copy, why_no_twin
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
@@ -30,9 +30,9 @@ LIBRARIES = ("numpy", "onnx", "onnxruntime", "torch", "transformers")
 
 
 def verify(
-    folder: Path,
+    folder: str | Path,
     *,
-    reference: Path | None = None,
+    reference: str | Path | None = None,
     suite: str = "quick",
     settings: SessionSettings | None = None,
     on_checks: Callable[[list[Check]], None] | None = None,
@@ -54,6 +54,7 @@ def verify(
     """
     if suite not in {"quick", "full"}:
         raise UsageProblem(f"suite `{suite}` is unknown", hint="give `quick` or `full`")
+    folder = Path(folder)
     if not folder.is_dir():
         raise InputRefused(f"`{folder}` is no folder", hint="give the folder that `llmconv export` wrote to")
     report = Report(folder.name, folder.name, suite, versions=library_versions())
@@ -62,7 +63,7 @@ def verify(
         report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
         return report
     models = {path.name: load_guarded(path) for path in files.values()}
-    truth_folder = reference or recorded_reference(folder)
+    truth_folder = Path(reference or recorded_reference(folder))
     report.reference = truth_folder.name
 
     def add(checks: list[Check]) -> None:
@@ -70,13 +71,17 @@ def verify(
         if on_checks:
             on_checks(checks)
 
+    report.notes += changed_graphs(folder, files.values())
     source = Source.of(folder, truth_folder)
     _audit(models, source, report, add)
     graphs = _open(files.values(), settings, add)
     if graphs:
         eager = eager or Eager(truth_folder, graphs[0].dtype.name)
-        _compare(eager, graphs, models, report, add)
-        _compare_twins(eager, files.values(), models, settings, report, add)
+        shapes = eager.cache_shapes()
+        add([check_structure(graph, models[graph.name], shapes) for graph in graphs])
+        graphs = [graph for graph in graphs if not name_problems(graph, len(shapes))]
+        _compare(eager, graphs, report, add)
+        _compare_twins(eager, [folder / graph.name for graph in graphs], models, settings, report, add)
     report.where = localise(report.checks)
     return report
 
@@ -92,6 +97,17 @@ def recorded_reference(folder: Path) -> Path:
     if not (path / "config.json").is_file():
         raise InputRefused(f"the model folder `{path}` has no config.json", hint="give `--reference HF_FOLDER`")
     return path
+
+
+def changed_graphs(folder: Path, paths: Iterable[Path]) -> list[str]:
+    """A note for every graph that is not the one that the manifest describes."""
+    recorded = read_manifest(folder).files
+    notes = []
+    for path in paths:
+        expected = recorded.get(path.name, {}).get("sha256")
+        if expected and expected != file_entry(path.read_bytes())["sha256"]:
+            notes.append(f"`{path.name}` has changed since the manifest was written")
+    return notes
 
 
 def library_versions() -> dict[str, str]:
@@ -128,14 +144,11 @@ def _open(
 def _compare(
     eager: Eager,
     graphs: list[OrtGraph],
-    models: dict[str, onnx.ModelProto],
     report: Report,
     add: Callable[[list[Check]], None],
 ) -> None:
     """All scenarios on all graphs."""
     gates = GATES[eager.dtype]
-    shapes = eager.cache_shapes()
-    add([check_structure(graph, models[graph.name], shapes) for graph in graphs])
     pair = Agreement(gates)
     for scenario, chains in scenarios(report.suite, eager.facts()):
         truths = eager.truths(scenario, chains)
@@ -146,15 +159,17 @@ def _compare(
 
 def _compare_twins(
     eager: Eager,
-    paths: Collection[Path],
+    paths: list[Path],
     models: dict[str, onnx.ModelProto],
     settings: SessionSettings | None,
     report: Report,
     add: Callable[[list[Check]], None],
 ) -> None:
     """A few scenarios on scaled weights."""
-    folder = next(iter(paths)).parent
-    reason = why_no_twin(folder, eager.folder, models.values(), report.suite)
+    if not paths:
+        return
+    folder = paths[0].parent
+    reason = why_no_twin(folder, eager.folder, [models[path.name] for path in paths], report.suite)
     if reason:
         report.notes.append(f"no run on scaled weights: {reason}")
         return

@@ -29,7 +29,7 @@ def check_structure(
         static: axes may be numbers.
     """
     problems = [
-        *_name_problems(graph, len(cache_shapes)),
+        *name_problems(graph, len(cache_shapes)),
         *_axis_problems(graph, cache_shapes, static),
         *_type_problems(graph),
         *_dead_inputs(model),
@@ -42,7 +42,8 @@ def cache_names(prefix: str, layers: int) -> list[str]:
     return [f"{prefix}.{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
 
 
-def _name_problems(graph: OrtGraph, layers: int) -> list[str]:
+def name_problems(graph: OrtGraph, layers: int) -> list[str]:
+    """Inputs or outputs that are missing, extra or out of order; such a graph is not run."""
     tokens = [*TOKEN_INPUTS, *(["position_ids"] if graph.takes_positions else [])]
     problems = []
     for kind, found, wanted in (

@@ -9,6 +9,7 @@ from llmconv.cli import options
 
 @click.command("families")
 @options.as_json
+@options.talk
 def command(as_json: bool) -> None:
     """List the model families that export knows: the registry of input maps."""
     from llmconv.export.input_maps import known_input_maps

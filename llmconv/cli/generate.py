@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="Keep the k likeliest; 0 for all.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Nucleus.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the sampling.")
-@click.option("--stream", is_flag=True, help="Print the text while it grows; several prompts run one after another.")
+@click.option("--stream", is_flag=True, help="Print the text while it grows.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
 @options.as_json
 @options.talk
@@ -42,14 +42,15 @@ def command(
     threads: int,
     as_json: bool,
 ) -> None:
-    """Continues prompts with the graphs in FOLDER, or with its eager model (--backend torch).
+    """Continue prompts with the graphs in FOLDER, or with its eager model.
 
     The new text goes to stdout, tokens per second to stderr.
     """
     from llmconv.runtime import SessionSettings, generate
     from llmconv.runtime.sampling import Sampling
+    from llmconv.runtime.streaming import OrderedWriter
 
-    def write(index: int, piece: str) -> None:
+    def write(piece: str) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
@@ -61,13 +62,11 @@ def command(
         max_new_tokens=max_new_tokens,
         sampling=Sampling(temperature, top_k, top_p, seed),
         settings=SessionSettings(threads=threads),
-        on_text=write if streaming else None,
+        on_text=OrderedWriter(len(prompts), write).push if streaming else None,
     )
     if as_json:
         options.print_json(_as_dict(result))
-    elif streaming:
-        click.echo()
-    else:
+    elif not streaming:
         for completion in result.completions:
             click.echo(completion.text)
     say(_speed(result))

@@ -33,7 +33,7 @@ def command(
     threads: int,
     as_json: bool,
 ) -> None:
-    """Runs every graph in FOLDER beside the eager model and compares every output, keys and values too.
+    """Compare every output of the graphs in FOLDER with the eager model.
 
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """

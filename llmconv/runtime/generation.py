@@ -80,14 +80,14 @@ class _Row:
 
 
 def generate(
-    folder: Path,
+    folder: str | Path,
     prompts: Sequence[str],
     *,
     backend: str = "onnx",
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     settings: SessionSettings | None = None,
-    on_text: Callable[[int, str], None] | None = None,
+    on_text: Callable[[int, str, bool], None] | None = None,
 ) -> Generation:
     """Continues every prompt; a batch gives what its prompts give one by one.
 
@@ -98,7 +98,7 @@ def generate(
         max_new_tokens: at most so many per prompt.
         sampling: greedy when left out; every prompt has a random generator of its own, with the same seed.
         settings: of onnxruntime.
-        on_text: called with the prompt's index and each piece of text, as it becomes certain.
+        on_text: called with the prompt's index, each piece of text as it becomes certain, and whether it is the last.
 
     Raises:
         InputRefused: no tokenizer, no graphs, or an empty prompt.
@@ -106,6 +106,7 @@ def generate(
     """
     if not prompts or max_new_tokens < 1:
         raise UsageProblem("nothing to generate", hint="give at least one prompt and one new token")
+    folder = Path(folder)
     tokenizer = load_tokenizer(folder)
     generator_seed = (sampling or Sampling()).seed
     rows = [_Row(encode_prompt(tokenizer, prompt), np.random.default_rng(generator_seed)) for prompt in prompts]
@@ -115,8 +116,8 @@ def generate(
 
     def tell(index: int, token: int | None) -> None:
         piece = streams[index].close() if token is None else streams[index].push(token)
-        if on_text and piece:
-            on_text(index, piece)
+        if on_text:
+            on_text(index, piece, token is None)
 
     timing = _run(runner, rows, max_new_tokens, sampling or Sampling(), end_tokens(folder), tell)
     completions = [

@@ -39,3 +39,22 @@ class TextStream:
     def _window(self) -> tuple[str, str]:
         shown = self._decode(self._tokens[self._start : self._shown])
         return shown, self._decode(self._tokens[self._start :])
+
+
+class OrderedWriter:
+    """Writes the texts of a batch one after another: the first unfinished one live, the others in turn."""
+
+    def __init__(self, count: int, write: Callable[[str], object]) -> None:
+        self._write = write
+        self._waiting = [""] * count
+        self._done = [False] * count
+        self._current = 0
+
+    def push(self, index: int, piece: str, done: bool) -> None:
+        """Takes a piece of text `index`; a text ends with a line break."""
+        self._waiting[index] += piece + ("\n" if done else "")
+        self._done[index] = done
+        while self._current < len(self._waiting) and self._waiting[self._current]:
+            self._write(self._waiting[self._current])
+            self._waiting[self._current] = ""
+            self._current += self._done[self._current]

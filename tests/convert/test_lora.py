@@ -67,7 +67,7 @@ def steps_apart(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def assert_rounded_once(output: Path, exact: State) -> None:
     """Every tensor is within one step of the exact value, and all but a few in ten thousand are nearest to it."""
-    found = cast(State, load_file(output / "model.safetensors"))
+    found = load_file(output / "model.safetensors")
     steps = torch.cat([steps_apart(value, exact[name].to(value.dtype)).flatten() for name, value in found.items()])
     assert steps.max() <= 1
     assert (steps > 0).double().mean() < 5e-4

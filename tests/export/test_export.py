@@ -84,7 +84,13 @@ def test_symbols_and_names_are_those_that_clients_know(deep: Callable[[str], Pat
         for port in [*graph.input, *graph.output]
     }
     names = list(axes)
-    assert names[:5] == ["input_ids", "attention_mask", "position_ids", "past_key_values.0.key", "past_key_values.0.value"]
+    assert names[:5] == [
+        "input_ids",
+        "attention_mask",
+        "position_ids",
+        "past_key_values.0.key",
+        "past_key_values.0.value",
+    ]
     assert axes["attention_mask"] == ["batch_size", "total_sequence_length"]
     assert axes["past_key_values.8.value"] == ["batch_size", 2, "past_sequence_length", 16]
     assert axes["present.8.value"] == ["batch_size", 2, "total_sequence_length", 16]

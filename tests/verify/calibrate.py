@@ -70,9 +70,7 @@ def mutant_runs(model_type: str, folder: Path, target: Path) -> list[tuple[str, 
 
 def main(seeds: int) -> None:
     """Prints one row per family."""
-    print(
-        "| family | clean runs | false alarms | largest sigma | worst row | mutants | caught | mutant nearest the gate |"
-    )
+    print("| family | clean runs | false alarms | largest sigma | worst row | mutants | caught | smallest sigma |")
     print("|---|---|---|---|---|---|---|---|")
     for model_type in CONFIGS:
         with TemporaryDirectory() as name:

@@ -175,27 +175,41 @@ def final_softcap(model: onnx.ModelProto, folder: Path) -> bool:
 
 
 def activation(model: onnx.ModelProto, folder: Path) -> bool:
-    """The activation of one layer is its near relative: erf for tanh, a rounded constant, a quick sigmoid."""
+    """The activation of one layer is its near relative: erf for tanh, a quick sigmoid."""
     for node in users(model, "Gelu"):
         if layer_of(node) == 1:
             del node.attribute[:]
             return True
-    for node in users(model, "Mul"):
-        for index, name in enumerate(node.input):
-            value = constant_value(model, name)
-            if (
-                layer_of(node) == 1
-                and value is not None
-                and value.size == 1
-                and abs(float(value.ravel()[0]) - 0.044715) < 1e-6
-            ):
-                node.input[index] = add_constant(model, np.float32(0.0447).reshape(value.shape))
-                return True
     for node in users(model, "Sigmoid"):
         if layer_of(node) == 1:
             factor = add_constant(model, np.float32(1.001))
             node.input[0] = insert(model, node, "Mul", [node.input[0], factor])
             return True
+    return _gelu_by_erf(model)
+
+
+def _gelu_by_erf(model: onnx.ModelProto) -> bool:
+    """Replaces the last product of x / 2 * (1 + tanh(...)) by Gelu(x)."""
+    for half in users(model, "Mul"):
+        value = constant_value(model, half.input[1])
+        if layer_of(half) == 1 and value is not None and value.size == 1 and float(value.ravel()[0]) == 0.5:
+            last = next(node for node in users(model, "Mul") if half.output[0] in node.input)
+            last.op_type = "Gelu"
+            last.input[:] = [half.input[0]]
+            return True
+    return False
+
+
+def activation_constant(model: onnx.ModelProto, folder: Path) -> bool:
+    """The constant of one layer's tanh GELU is rounded to 0.0447."""
+    for node in users(model, "Mul"):
+        for index, name in enumerate(node.input):
+            value = constant_value(model, name)
+            if layer_of(node) != 1 or value is None or value.size != 1:
+                continue
+            if abs(float(value.ravel()[0]) - 0.044715) < 1e-6:
+                node.input[index] = add_constant(model, np.float32(0.0447).reshape(value.shape))
+                return True
     return False
 
 
@@ -476,6 +490,7 @@ MUTANTS = (
     Mutant("attention softcap dropped in one layer", attention_softcap, ("gemma2",)),
     Mutant("final softcap 10 % off", final_softcap, ("gemma2",)),
     Mutant("activation in another form", activation),
+    Mutant("activation constant rounded", activation_constant, ("gpt2", "bloom")),
     Mutant("causal mask too narrow", causal_too_narrow),
     Mutant("causal mask too wide", causal_too_wide),
     Mutant("padding ignored", padding_ignored),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +66,11 @@ def test_the_first_layer_that_differs_is_named(
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
     report = verify(broken("gemma2", mutant), reference=exported("gemma2"), eager=eager("gemma2"))
     assert report.where and report.where.layer == layer
+
+
+def test_the_reference_shares_no_code_with_the_exporter() -> None:
+    code = "import sys, llmconv.verify; sys.exit(any(name.startswith('llmconv.export') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_two_runs_give_one_report(exported: Callable[[str], Path]) -> None:

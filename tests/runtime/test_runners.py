@@ -1,0 +1,99 @@
+"""Both runners have the same two methods and say the same; the float64 reference is really float64."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmconv.errors import InputRefused, MalformedInput
+from llmconv.runtime import OrtGraph, OrtRunner, Runner, SessionSettings, default_positions
+from llmconv.runtime.eager import EagerRunner, KeepDouble
+from llmconv.tensors import Array
+
+IDS = np.random.default_rng(0).integers(0, 96, (2, 7))
+MASK = np.array([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+
+
+def continue_by_one(runner: Runner) -> tuple[Array, list[tuple[Array, Array]]]:
+    """Logits and cache after a prompt and a step."""
+    first = runner.prefill(IDS, MASK, default_positions(MASK, 7))
+    mask = np.concatenate([MASK, np.ones((2, 1), dtype=np.int64)], axis=1)
+    step = runner.decode(np.array([[5], [6]]), mask, default_positions(mask, 1), first.present)
+    assert (first.present.length, step.present.length) == (7, 8)
+    return step.logits, list(step.present.arrays())
+
+
+def test_the_graphs_and_the_eager_model_agree(talking: Path) -> None:
+    logits, cache = continue_by_one(OrtRunner.from_folder(talking))
+    expected, exact = continue_by_one(EagerRunner(talking, "float64"))
+    assert np.allclose(logits, expected, atol=1e-5)
+    assert all(np.allclose(a[0][1], b[0][1], atol=1e-5) for a, b in zip(cache, exact, strict=True))
+
+
+def test_a_cache_from_one_runner_continues_in_another(talking: Path) -> None:
+    eager, graphs = EagerRunner(talking), OrtRunner.from_folder(talking)
+    mask = np.ones((1, 4), dtype=np.int64)
+    past = eager.prefill(IDS[:1, :3], mask[:, :3], default_positions(mask[:, :3], 3)).present
+    inputs = (IDS[:1, 3:4], mask, default_positions(mask, 1), past)
+    assert np.allclose(graphs.decode(*inputs).logits, eager.decode(*inputs).logits, atol=1e-5)
+
+
+def test_a_step_leaves_its_past_as_it_was(talking: Path) -> None:
+    for runner in (EagerRunner(talking), OrtRunner.from_folder(talking)):
+        past = runner.prefill(IDS, MASK, default_positions(MASK, 7)).present
+        before = past.arrays()[0][0].copy()
+        mask = np.ones((2, 8), dtype=np.int64)
+        runner.decode(IDS[:, :1], mask, default_positions(mask, 1), past)
+        assert past.length == 7
+        assert np.array_equal(past.arrays()[0][0], before)
+
+
+@pytest.mark.parametrize("settings", [SessionSettings(1, True, "disable"), SessionSettings(2, False, "extended")])
+def test_session_settings_do_not_change_what_is_said(talking: Path, settings: SessionSettings) -> None:
+    logits, _ = continue_by_one(OrtRunner.from_folder(talking, settings))
+    assert np.allclose(logits, continue_by_one(OrtRunner.from_folder(talking))[0], atol=1e-5)
+
+
+def test_the_graph_tells_what_it_takes(talking: Path) -> None:
+    graph = OrtGraph(talking / "decode.onnx")
+    assert graph.takes_positions
+    assert graph.inputs["past_key_values.0.key"] == ["batch_size", 2, "past_sequence_length", 16]
+    assert graph.present_names == [f"present.{i}.{part}" for i in range(4) for part in ("key", "value")]
+
+
+def test_a_failing_run_is_one_clear_error(talking: Path) -> None:
+    ids = np.array([[10_000]])
+    with pytest.raises(MalformedInput, match=r"`decode.onnx` fails in onnxruntime"):
+        OrtGraph(talking / "decode.onnx").run(ids, np.ones_like(ids), np.zeros_like(ids))
+
+
+def test_casts_to_lower_floats_stay_in_float64() -> None:
+    third = torch.tensor(1.0, dtype=torch.float64) / 3
+    with KeepDouble():  # type: ignore[no-untyped-call]
+        assert float(third.float().double()) == float(third)
+        assert torch.softmax(third.reshape(1), 0, dtype=torch.float32).dtype is torch.float64
+    assert float(third.float().double()) != float(third)
+
+
+def test_float64_is_more_exact_than_doubling_the_model_alone(talking: Path) -> None:
+    exact, naive = EagerRunner(talking, "float64"), EagerRunner(talking, "float64")
+    naive.dtype = "float32"  # the model stays doubled, the mode is left out
+    inputs = (IDS[1:], MASK[1:], default_positions(MASK[1:], 7))
+    difference = np.abs(exact.prefill(*inputs).logits - naive.prefill(*inputs).logits).max()
+    assert 1e-9 < difference < 1e-4
+
+
+def test_torch_is_not_imported_for_the_graphs() -> None:
+    code = "import sys, llmconv.runtime, llmconv.cli.generate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(InputRefused, match="transformers cannot load"):
+        EagerRunner(tmp_path)

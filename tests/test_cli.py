@@ -1,0 +1,193 @@
+"""The command line as a whole: it loads nothing heavy, and is the library under other words."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import subprocess
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import llmconv.cli
+import llmconv.convert
+import llmconv.export
+import llmconv.runtime
+import llmconv.verify
+from llmconv.errors import InputRefused, LlmconvError
+from llmconv.progress import set_quiet
+
+ROOT = Path(__file__).parents[1]
+CHECKPOINT = str(ROOT / "examples/tiny-llama/ep4-ba2400-rank0.pt")
+
+HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "huggingface_hub")
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "inspect": llmconv.convert.inspect,
+    "to-hf": llmconv.convert.to_hf,
+    "merge-lora": llmconv.convert.merge_lora,
+    "export": llmconv.export.export,
+    "verify": llmconv.verify.verify,
+    "generate": llmconv.runtime.generate,
+}
+"""The function behind each command; the other commands only list a registry."""
+
+PRESENTATION = {"as_json", "stream", "report_folder", "help"}
+"""What a command does with the result, and no parameter of the function."""
+
+
+def command(name: str) -> click.Command:
+    """One command of llmconv."""
+    found = llmconv.cli.main.get_command(click.Context(llmconv.cli.main), name)
+    assert found is not None
+    return found
+
+
+def options(name: str) -> dict[str, click.Parameter]:
+    """The options and arguments that reach the function."""
+    parameters = {str(option.name): option for option in command(name).params if option.expose_value}
+    return {key: option for key, option in parameters.items() if key not in PRESENTATION}
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    """Names and defaults of a function's parameters; of one that is a dataclass, those of its fields."""
+    found = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+    for hint in typing.get_type_hints(function).values():
+        for kind in filter(dataclasses.is_dataclass, typing.get_args(hint)):
+            found |= {field.name: field.default for field in dataclasses.fields(kind)}
+    return found
+
+
+def loaded_by(*arguments: str) -> set[str]:
+    """The packages that `llmconv ARGUMENTS` has imported when it ends."""
+    code = f"""
+import sys, llmconv.cli
+try:
+    llmconv.cli.main({list(arguments)!r})
+finally:
+    print("\\n" + " ".join({{name.partition(".")[0] for name in sys.modules}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_help_loads_nothing_heavy() -> None:
+    assert not loaded_by("--help") & {*HEAVY, "numpy"}
+
+
+@pytest.mark.parametrize("name", llmconv.cli.COMMANDS)
+def test_the_help_of_a_command_loads_nothing_heavy(name: str) -> None:
+    assert not loaded_by(name, "--help") & set(HEAVY)
+
+
+def test_a_conversion_does_not_load_torch(tmp_path: Path) -> None:
+    loaded = loaded_by("to-hf", CHECKPOINT, "-o", str(tmp_path / "base"))
+    assert (tmp_path / "base/model.safetensors").exists()
+    assert not loaded & {"torch", "transformers", "onnx", "onnxruntime"}
+
+
+def test_every_file_of_the_command_line_is_a_command() -> None:
+    files = {path.stem.replace("_", "-") for path in (ROOT / "llmconv/cli").glob("*.py")}
+    assert files - {"--init--", "options"} == set(llmconv.cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", llmconv.cli.COMMANDS)
+def test_a_command_has_the_name_of_its_file_and_a_sentence_of_help(name: str) -> None:
+    assert command(name).name == name
+    assert not command(name).get_short_help_str(limit=75).endswith("...")
+
+
+@pytest.mark.parametrize("name", llmconv.cli.COMMANDS)
+def test_every_option_has_help(name: str) -> None:
+    bare = [option.name for option in command(name).params if isinstance(option, click.Option) and not option.help]
+    assert not bare
+
+
+@pytest.mark.parametrize("name", llmconv.cli.COMMANDS)
+def test_every_command_can_be_quiet_and_answer_in_json(name: str) -> None:
+    spellings = {spelling for option in command(name).params for spelling in option.opts}
+    assert {"--json", "-q", "--quiet", "-v", "--verbose"} <= spellings
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_option_is_a_parameter_of_the_function(name: str) -> None:
+    assert set(options(name)) <= set(parameters(FUNCTIONS[name]))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_option_has_the_default_of_the_function(name: str) -> None:
+    ours = command(name).make_context(name, [], resilient_parsing=True).params
+    theirs = parameters(FUNCTIONS[name])
+    chosen = [key for key, option in options(name).items() if not option.required]
+    assert {key: ours[key] or None for key in chosen} == {key: theirs[key] or None for key in chosen}
+
+
+def test_the_registries_are_listed_in_json() -> None:
+    for name in ("formats", "families"):
+        done = CliRunner().invoke(llmconv.cli.main, [name, "--json"])
+        assert done.exit_code == 0
+        assert "llama" in json.loads(done.stdout) or "composer" in json.loads(done.stdout)
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    done = CliRunner().invoke(llmconv.cli.main, ["convert"])
+    assert done.exit_code == 2
+    assert "No such command" in done.stderr
+
+
+def test_the_version_is_told() -> None:
+    done = CliRunner().invoke(llmconv.cli.main, ["--version"])
+    assert done.stdout == f"llmconv, version {llmconv.__version__}\n"
+
+
+def test_python_m_is_the_same_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "llmconv", "--version"], capture_output=True, text=True, check=True)
+    assert llmconv.__version__ in done.stdout
+
+
+def test_a_refusal_is_one_line_a_blank_one_and_a_hint(tmp_path: Path) -> None:
+    done = CliRunner().invoke(llmconv.cli.main, ["inspect", str(tmp_path / "nothing")])
+    message, blank, hint = done.stderr.splitlines()
+    assert done.exit_code == InputRefused.exit_code == 3
+    assert message.startswith("error: ")
+    assert not message.endswith(".")
+    assert (blank, hint[:6]) == ("", "hint: ")
+
+
+def test_a_traceback_is_shown_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["inspect", str(tmp_path / "nothing"), "-v"]
+    monkeypatch.setattr(sys, "argv", ["llmconv", *arguments])
+    done = CliRunner().invoke(llmconv.cli.main, arguments)
+    assert "Traceback" in done.stderr
+
+
+def test_quiet_silences_talk(tmp_path: Path) -> None:
+    set_quiet(False)
+    done = CliRunner().invoke(llmconv.cli.main, ["to-hf", CHECKPOINT, "-o", str(tmp_path / "base"), "-q"])
+    set_quiet(False)
+    assert done.exit_code == 0
+    assert done.stderr == ""
+
+
+def test_the_exit_codes_are_those_of_the_contract() -> None:
+    codes = {kind.__name__: kind.exit_code for kind in every_kind(LlmconvError)}
+    assert codes == {
+        "UsageProblem": 2,
+        "InputRefused": 3,
+        "MalformedInput": 3,
+        "UnsupportedInput": 3,
+        "OutputFailed": 4,
+        "Inconclusive": 5,
+    }
+
+
+def every_kind(kind: type[LlmconvError]) -> list[type[LlmconvError]]:
+    """All kinds of errors below `kind`."""
+    return [found for child in kind.__subclasses__() for found in (child, *every_kind(child))]

@@ -1,0 +1,122 @@
+"""What the documentation says is true: links lead somewhere, pages are up to date, the README's session runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import llmconv.cli
+from llmconv.convert.formats import formats
+from llmconv.export import INPUT_MAPS
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/*.md", "examples/*/*.md", "tests/fixtures/**/*.md")
+    for page in sorted(ROOT.glob(pattern))
+]
+LLMCONV = Path(sys.executable).parent / "llmconv"
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)#\s]+)", text)
+    broken = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+    assert not broken
+
+
+def test_the_page_of_the_command_line_is_up_to_date() -> None:
+    command = [sys.executable, "-m", "tools.cli_page", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_has_a_section() -> None:
+    sections = re.findall(r"^## llmconv (\S+)$", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
+    assert sections == list(llmconv.cli.COMMANDS)
+
+
+def test_the_readme_names_every_format_and_every_family() -> None:
+    cells = set(re.findall(r"`([\w-]+)`", "\n".join(re.findall(r"^\| (.*?) \|", README.read_text(), re.MULTILINE))))
+    assert {*formats(), *INPUT_MAPS} <= cells
+
+
+def test_the_readme_and_contributing_name_only_words_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in (README, ROOT / "CONTRIBUTING.md"):
+        words = re.findall(r"(?:^|`)make ([a-z-]+)(?: ([a-z-]+))?", page.read_text(), re.MULTILINE)
+        assert {word for pair in words for word in pair if word} <= targets
+
+
+def test_make_alone_lists_the_words() -> None:
+    done = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = [line.split()[1] for line in done.stdout.splitlines()]
+    assert listed == ["setup", "demo", "test", "test-slow", "check", "fix", "bench", "docs", "wheel", "size"]
+
+
+@pytest.mark.slow
+def test_the_session_of_the_readme_is_what_happens(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (session,) = blocks(README, "console")
+    for step in re.split(r"^\$ ", session, flags=re.MULTILINE)[1:]:
+        command, _, shown = step.partition("\n")
+        assert_shown(shown, run(shlex.split(command), tmp_path))
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Runs a command of llmconv and returns what a person would see."""
+    assert command[0] == "llmconv"
+    path = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run(
+        [LLMCONV, *command[1:]],
+        cwd=folder,
+        env=path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def assert_shown(shown: str, seen: str) -> None:
+    """Each line that the README shows was seen, but for the digits of measured numbers."""
+    lines = {without_digits(line) for line in seen.splitlines()}
+    missing = [line for line in shown.splitlines() if line not in ("", "…") and without_digits(line) not in lines]
+    assert not missing, seen
+
+
+def without_digits(line: str) -> str:
+    """A line with every number as `#`, exponents included."""
+    return re.sub(r"\d[\d.,]*(e-?\d+)?", "#", line)
+
+
+@pytest.mark.slow
+def test_the_python_of_the_readme_prints_the_same_story(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (code,) = blocks(README, "python")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert " robot named Bolt. Bolt sailed an iron ship over the cold sea." in done.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_runs_twice() -> None:
+    for _ in range(2):
+        command = [sys.executable, "examples/demo.py"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "tokens per second" in done.stdout
