@@ -17,8 +17,8 @@ FOLDER = Path("build/bench")
 
 
 SETTLE = 4
-"""Seconds between the removal of an output and the next run. A virtual machine hands freed memory back to its host after
-two; writing into memory that is still warm takes half as long, which would favour whatever runs next."""
+"""Seconds between the removal of an output and the next run. A virtual machine hands freed memory back to its host
+after two; writing into memory that is still warm takes half as long, which would favour whatever runs next."""
 
 
 @dataclass(frozen=True)

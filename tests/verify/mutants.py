@@ -7,23 +7,41 @@ safetensors file instead and are judged against the clean folder.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
-from llmconv.runtime.guard import external_fields
-from llmconv.safetensors_io import read_header
 from llmconv.tensors import Array
+from tests.verify.surgery import (
+    add_constant,
+    attribute,
+    constant_value,
+    constants,
+    insert,
+    layer_of,
+    maker,
+    replace_input,
+    users,
+)
+from tests.verify.weight_mutants import (
+    Surgery,
+    bfloat16_weight,
+    bias_dropped,
+    flip_bit,
+    head_is_embedding,
+    layers_swapped,
+    lora_scale,
+    residual_branch_dropped,
+    stale_weight,
+    transposed_weight,
+)
 
 ROTARY = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 ALL = (*ROTARY, "gpt2", "bloom")
-
-Surgery = Callable[[onnx.ModelProto, Path], bool]
 
 
 @dataclass(frozen=True)
@@ -33,87 +51,6 @@ class Mutant:
     name: str
     apply: Surgery
     families: tuple[str, ...] = ALL
-
-
-def initializer(model: onnx.ModelProto, name: str) -> onnx.TensorProto | None:
-    """The initializer of that name."""
-    return next((tensor for tensor in model.graph.initializer if tensor.name == name), None)
-
-
-def weight_names(model: onnx.ModelProto, pattern: str) -> list[str]:
-    """Initializers whose name matches."""
-    return [tensor.name for tensor in model.graph.initializer if re.search(pattern, tensor.name)]
-
-
-def constants(model: onnx.ModelProto) -> Iterator[tuple[onnx.TensorProto, Array]]:
-    """The initializers that are kept inline, with their values."""
-    for tensor in model.graph.initializer:
-        if not tensor.external_data:
-            yield tensor, numpy_helper.to_array(tensor)
-
-
-def constant_value(model: onnx.ModelProto, name: str) -> Array | None:
-    """The value of an inline initializer."""
-    tensor = initializer(model, name)
-    return None if tensor is None or tensor.external_data else numpy_helper.to_array(tensor)
-
-
-def users(model: onnx.ModelProto, op: str) -> list[onnx.NodeProto]:
-    """Nodes of one operator."""
-    return [node for node in model.graph.node if node.op_type == op]
-
-
-def maker(model: onnx.ModelProto, output: str) -> onnx.NodeProto | None:
-    """The node that makes a value."""
-    return next((node for node in model.graph.node if output in node.output), None)
-
-
-def layer_of(node: onnx.NodeProto) -> int:
-    """The layer that a node's scope or weights name, -1 for none."""
-    for text in (node.name, *node.input):
-        found = re.search(r"\b(?:layers|h)\.(\d+)\b", text)
-        if found:
-            return int(found.group(1))
-    return -1
-
-
-def add_constant(model: onnx.ModelProto, value: Array | np.generic) -> str:
-    """A new inline initializer's name."""
-    name = f"mutant_{len(model.graph.initializer)}"
-    model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
-    return name
-
-
-def insert(model: onnx.ModelProto, before: onnx.NodeProto, op: str, inputs: list[str]) -> str:
-    """A new node in front of another; its output's name."""
-    output = f"mutant_value_{len(model.graph.node)}"
-    index = next(index for index, node in enumerate(model.graph.node) if node is before or node == before)
-    model.graph.node.insert(index, helper.make_node(op, inputs, [output], name=output))
-    return output
-
-
-def replace_input(node: onnx.NodeProto, old: str, new: str) -> None:
-    """Rewires one node."""
-    for index, name in enumerate(node.input):
-        if name == old:
-            node.input[index] = new
-
-
-def attribute(node: onnx.NodeProto, name: str) -> onnx.AttributeProto | None:
-    """A node's attribute."""
-    return next((item for item in node.attribute if item.name == name), None)
-
-
-def make_inline(model: onnx.ModelProto, name: str, folder: Path, change: Callable[[Array], Array]) -> bool:
-    """Replaces a mapped weight by a changed copy inside the graph."""
-    tensor = initializer(model, name)
-    assert tensor is not None
-    fields = external_fields(tensor)
-    raw = (folder / fields["location"]).read_bytes()[int(fields["offset"]) :][: int(fields["length"])]
-    values = np.frombuffer(raw, np.float32).reshape(tuple(tensor.dims))
-    changed = np.ascontiguousarray(change(values.copy()), dtype=np.float32)
-    tensor.CopyFrom(numpy_helper.from_array(changed, name))
-    return True
 
 
 # --- norms, activations, scales ---------------------------------------------------------------------------------------
@@ -362,126 +299,6 @@ def past_swapped(model: onnx.ModelProto, folder: Path) -> bool:
     for node in model.graph.node:
         node.input[:] = [swap.get(name, name) for name in node.input]
     return True
-
-
-# --- weights and wiring -----------------------------------------------------------------------------------------------
-
-ATTENTION_OUT = r"(layers|h)\.{}\.(self_attn\.o_proj|attn\.c_proj|self_attention\.dense)\.weight$"
-
-
-def layers_swapped(model: onnx.ModelProto, folder: Path) -> bool:
-    """Two layers' attention outputs use each other's weight."""
-    names = [weight_names(model, ATTENTION_OUT.format(layer))[0] for layer in (1, 2)]
-    first, second = (initializer(model, name) for name in names)
-    assert first is not None and second is not None
-    for mine, other in zip(first.external_data, second.external_data, strict=True):
-        mine.value, other.value = other.value, mine.value
-    return True
-
-
-def transposed_weight(model: onnx.ModelProto, folder: Path) -> bool:
-    """One square weight is used transposed."""
-    name = weight_names(model, ATTENTION_OUT.format(1))[0]
-    for node in model.graph.node:
-        if name in node.input and node.op_type == "Gemm":
-            flag = attribute(node, "transB")
-            value = flag.i if flag is not None else 0
-            if flag is not None:
-                node.attribute.remove(flag)
-            node.attribute.append(helper.make_attribute("transB", 1 - value))
-            return True
-    return False
-
-
-def bias_dropped(model: onnx.ModelProto, folder: Path) -> bool:
-    """One bias is not added."""
-    for node in model.graph.node:
-        names = [name for name in node.input if name.endswith(".bias")]
-        if layer_of(node) != 1 or not names or node.op_type == "LayerNormalization":
-            continue
-        if node.op_type == "Gemm":
-            del node.input[2:]
-        else:
-            node.input[:] = [name for name in node.input if name not in names]
-            node.op_type = "Identity"
-        return True
-    return False
-
-
-def _residual(model: onnx.ModelProto) -> onnx.NodeProto | None:
-    """The first residual addition of layer 2: the sum of two computed values, in the layer's own scope."""
-    found = [n for n in users(model, "Add") if re.search(r"(layers|h)\.2(\.\w+)?/Add$", n.name)]
-    inits = {tensor.name for tensor in model.graph.initializer}
-    return next((node for node in found if not inits & set(node.input) and "norm" not in node.name), None)
-
-
-def residual_branch_dropped(index: int) -> Surgery:
-    """One side of a residual addition is lost."""
-
-    def apply(model: onnx.ModelProto, folder: Path) -> bool:
-        node = _residual(model)
-        if node is None:
-            return False
-        kept = node.input[index]
-        node.op_type = "Identity"
-        node.input[:] = [kept]
-        return True
-
-    return apply
-
-
-def stale_weight(model: onnx.ModelProto, folder: Path) -> bool:
-    """One small weight is a copy from before the last update."""
-    name = weight_names(model, r"(layers|h)\.1\..*(norm|ln_1).*weight$")[0]
-    return make_inline(model, name, folder, lambda values: values * np.float32(1.0005))
-
-
-def lora_scale(model: onnx.ModelProto, folder: Path) -> bool:
-    """A rank-one update of 5 % of the weight was merged with a scale 1 % too large."""
-
-    def change(values: Array) -> Array:
-        rng = np.random.default_rng(0)
-        update = np.outer(rng.standard_normal(values.shape[0]), rng.standard_normal(values.shape[1]))
-        update *= 0.05 * np.linalg.norm(values) / np.linalg.norm(update)
-        return values + 0.01 * update
-
-    return make_inline(model, weight_names(model, ATTENTION_OUT.format(1))[0], folder, change)
-
-
-def bfloat16_weight(model: onnx.ModelProto, folder: Path) -> bool:
-    """One weight was stored in bfloat16 on the way."""
-
-    def change(values: Array) -> Array:
-        return (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-
-    return make_inline(model, weight_names(model, ATTENTION_OUT.format(1))[0], folder, change)
-
-
-def head_is_embedding(model: onnx.ModelProto, folder: Path) -> bool:
-    """The head uses the embedding although the two are not tied."""
-    heads = weight_names(model, r"^lm_head\.weight$")
-    tables = weight_names(model, r"embed_tokens\.weight$")
-    if not heads or not tables:
-        return False
-    for node in model.graph.node:
-        replace_input(node, heads[0], tables[0])
-    return True
-
-
-def flip_bit(bit: int) -> Surgery:
-    """Flips one bit of one weight in the folder's file, not in the graph."""
-
-    def apply(model: onnx.ModelProto, folder: Path) -> bool:
-        name = weight_names(model, ATTENTION_OUT.format(1))[0]
-        tensor = read_header(folder / "model.safetensors").tensors[name]
-        with open(folder / "model.safetensors", "r+b") as file:
-            file.seek(tensor.offset + 40 + bit // 8)
-            (value,) = file.read(1)
-            file.seek(tensor.offset + 40 + bit // 8)
-            file.write(bytes([value ^ (1 << bit % 8)]))
-        return True
-
-    return apply
 
 
 MUTANTS = (

@@ -14,7 +14,8 @@ from llmconv.verify import Check, Report, verify
 from llmconv.verify.truth import Eager
 from llmconv.verify.weights import Source, audit_weights
 from tests.verify.conftest import decode_only
-from tests.verify.mutants import MUTANTS, initializer
+from tests.verify.mutants import MUTANTS
+from tests.verify.surgery import initializer
 
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 O_PROJ = "model.layers.1.self_attn.o_proj.weight"
