@@ -29,7 +29,7 @@ demo: $(READY) ## the main job on a real checkpoint, from examples/ to text
 	@$(BIN)/python examples/demo.py
 
 test: $(READY) ## the quick tests
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest $(WORKERS) -m 'not slow'
 
 test-slow: $(READY) ## the slow tests
 	$(BIN)/python -m pytest -m slow

@@ -1,6 +1,6 @@
 """One decode step at past 2048: our graph against optimum-onnx's of the same model, same onnxruntime and threads.
 
-optimum-onnx needs an older transformers, so it exports in an environment of its own (`make optimum-env`).
+optimum-onnx needs an older transformers, so it exports in an environment of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
+from benchmarks import optimum_env
 from benchmarks.measure import FOLDER, Target, llmconv, remove, report, run
-from benchmarks.optimum_env import PYTHON
 from llmconv.checkpoint import Checkpoint
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 from llmconv.writer import plan_checkpoint, write_checkpoint
@@ -84,7 +84,16 @@ def exports() -> dict[str, Path]:
     run(llmconv("export", folder, "--overwrite"))
     rival = FOLDER / "optimum"
     remove(rival)
-    command = [str(PYTHON), "-m", "optimum.commands.optimum_cli", "export", "onnx", "--model", str(folder), str(rival)]
+    command = [
+        str(optimum_env.python()),
+        "-m",
+        "optimum.commands.optimum_cli",
+        "export",
+        "onnx",
+        "--model",
+        str(folder),
+        str(rival),
+    ]
     subprocess.run([*command, "--task", "text-generation-with-past"], check=True, capture_output=True)
     return {"llmconv": folder / "decode.onnx", "optimum-onnx": rival / "model.onnx"}
 

@@ -12,13 +12,13 @@ import numpy as np
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor
 
-TILE_ELEMENTS = 1 << 17
-"""Elements whose sum is made at once: half a megabyte in float32, so its passes stay in the cache."""
+TILE_ELEMENTS = 1 << 18
+"""Elements whose sum is made at once: a megabyte in float32, so its passes stay in the cache."""
 
 ROWS = 8
 PRODUCT_LIMIT = 1 << 18
-"""A product rows·r·columns up to this size is made by the calling thread alone. Larger ones OpenBLAS divides among threads
-of its own (`interface/gemm.c`), which then fight with the writer's threads: five times slower, measured."""
+"""A product rows·r·columns up to this size is made by the calling thread alone. Larger ones OpenBLAS divides among
+threads of its own (`interface/gemm.c`), which then fight with the writer's threads: five times slower, measured."""
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -85,7 +85,8 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     match_weights(traced, checkpoint)
     sizes = None
     if not dry_run:
-        sizes = destination.write(traced, checkpoint, roles, step("export", Path(model), graphs=roles, dtype=dtype))
+        options = {"graphs": roles, "dtype": dtype, "layers_traced": traced_layers}
+        sizes = destination.write(traced, checkpoint, roles, step("export", Path(model), **options))
     graphs = {role: GRAPH_FILES[role] for role in roles}
     return Exported(destination.folder, graphs, sizes, checkpoint.nbytes, traced_layers, config.num_hidden_layers)
 

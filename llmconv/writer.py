@@ -26,14 +26,14 @@ from llmconv.safetensors_io import encode_header
 from llmconv.staging import StagedFolder, failing_safely
 from llmconv.tensors import Array, LazyTensor
 
-LOOK_AHEAD = 4
+LOOK_AHEAD = 8
 """Row blocks in flight: enough for the cores, few enough to stay small."""
 
 FLUSH_BYTES = 128 << 20
 """The disk starts on what is written after so many bytes, so that the last fsync has little left to wait for."""
 
 WRITE_BYTES = 256 << 10
-"""Bytes per system call: with 4 MB the kernel makes huge pages for the cache, which took three times as long (ext4, 6.18)."""
+"""Bytes per system call: with 4 MB the kernel makes huge pages for the cache, which takes three times as long."""
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

@@ -161,11 +161,11 @@ def test_a_refusal_is_one_line_a_blank_one_and_a_hint(tmp_path: Path) -> None:
     assert (blank, hint[:6]) == ("", "hint: ")
 
 
-def test_a_traceback_is_shown_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["inspect", str(tmp_path / "nothing"), "-v"]
-    monkeypatch.setattr(sys, "argv", ["llmconv", *arguments])
-    done = CliRunner().invoke(llmconv.cli.main, arguments)
-    assert "Traceback" in done.stderr
+def test_a_traceback_is_shown_on_demand_only(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing")
+    for flags, shown in ([], False), (["-v"], True), (["-qv"], True):
+        done = CliRunner().invoke(llmconv.cli.main, ["inspect", missing, *flags])
+        assert ("Traceback" in done.stderr) == shown
 
 
 def test_quiet_silences_talk(tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
 import traceback
 from typing import Any
 
 import click
 
 from llmconv import __version__
+from llmconv.cli.options import VERBOSE
 from llmconv.errors import LlmconvError
 
 COMMANDS = ("inspect", "to-hf", "merge-lora", "export", "verify", "generate", "formats", "families")
@@ -34,7 +34,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except LlmconvError as error:
-            if "-v" in sys.argv or "--verbose" in sys.argv:
+            if ctx.meta.get(VERBOSE):
                 traceback.print_exc()
             click.echo(f"error: {error.message}\n\nhint: {error.hint}", err=True)
             ctx.exit(error.exit_code)

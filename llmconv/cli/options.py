@@ -13,6 +13,9 @@ from llmconv.progress import set_quiet
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+VERBOSE = "llmconv.verbose"
+"""Where a command leaves `-v` for the group, in click's `Context.meta`."""
+
 output = click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to make.")
 dtype = click.option(
     "--dtype",
@@ -36,10 +39,15 @@ def talk(command: Command) -> Command:
     def quieten(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         set_quiet(value)
 
+    def explain(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        ctx.meta[VERBOSE] = value
+
     quiet = click.option(
         "-q", "--quiet", is_flag=True, expose_value=False, callback=quieten, help="No talk and no bars on stderr."
     )
-    verbose = click.option("-v", "--verbose", is_flag=True, expose_value=False, help="Show the traceback of an error.")
+    verbose = click.option(
+        "-v", "--verbose", is_flag=True, expose_value=False, callback=explain, help="Show the traceback of an error."
+    )
     return quiet(verbose(command))
 
 

@@ -36,6 +36,12 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
+def exported(deep: Callable[[str], Path], tmp_path: Path) -> Path:
+    """A copy of the deep Llama with its graphs, to write into."""
+    return Path(shutil.copytree(deep("llama"), tmp_path / "exported"))
+
+
+@pytest.fixture
 def llama(deep: Callable[[str], Path], tmp_path: Path) -> Path:
     """A copy of the deep Llama without graphs, to write into."""
     ignored = shutil.ignore_patterns("*.onnx", "llmconv.json")

@@ -74,15 +74,11 @@ def test_sharded_weights_are_mapped_from_every_shard(llama: Path, tmp_path: Path
 def test_half_precision_weights_are_cast_once_and_mapped(llama: Path, tmp_path: Path, dtype: str) -> None:
     result = export(llama, tmp_path / dtype, dtype=dtype)
     assert result.sizes is not None and result.sizes.mapped == open_checkpoint(llama).nbytes // 2
+    again = export(tmp_path / dtype, unified=True)
+    assert again.sizes is not None and again.sizes.copied == 0
     inputs = tokens(batch=2, length=7)
     outputs = run_graph(tmp_path / dtype / "prefill.onnx", inputs)
     np.testing.assert_allclose(outputs["logits"], eager_logits(tmp_path / dtype, inputs), atol=3e-6)
-
-
-def test_half_precision_folders_are_mapped_in_place(llama: Path, tmp_path: Path) -> None:
-    export(llama, tmp_path / "bf16", dtype="bfloat16")
-    result = export(tmp_path / "bf16", unified=True)
-    assert result.sizes is not None and result.sizes.copied == 0
 
 
 def test_another_dtype_cannot_be_mapped_in_place(llama: Path) -> None:
@@ -99,18 +95,14 @@ def test_linked_weights_are_copied_or_refused(llama: Path, tmp_path: Path) -> No
     assert not (tmp_path / "copied" / "model.safetensors").is_symlink()
 
 
-def test_a_new_folder_is_complete(llama: Path, tmp_path: Path) -> None:
+def test_a_new_folder_is_complete_and_not_replaced_silently(llama: Path, tmp_path: Path) -> None:
     export(llama, tmp_path / "new")
     names = {path.name for path in (tmp_path / "new").iterdir()}
     expected = {"model.safetensors", "config.json", "generation_config.json", "prefill.onnx", "decode.onnx"}
     assert names == expected | {"llmconv.json"}
     assert set(read_manifest(tmp_path / "new").files) == expected
-
-
-def test_an_existing_output_needs_overwrite(llama: Path, tmp_path: Path) -> None:
-    export(llama, tmp_path / "new", incremental=True)
     with pytest.raises(InputRefused, match="already exists"):
-        export(llama, tmp_path / "new", incremental=True)
+        export(llama, tmp_path / "new")
 
 
 def test_names_without_the_inner_model_are_found(deep: Callable[[str], Path], tmp_path: Path) -> None:
