@@ -2,9 +2,11 @@
 #
 # PYTHON=python3.12 make setup     another interpreter
 # make setup TORCH=torch==2.13.0   whatever build of torch pip finds, CUDA included (default: only a CPU build)
+# make test WORKERS=2              as many processes (default: none but pytest itself)
 
 PYTHON ?= python3
 TORCH ?=
+WORKERS ?= 0
 BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
@@ -29,10 +31,10 @@ demo: $(READY) ## the main job on a real checkpoint, from examples/ to text
 	@$(BIN)/python examples/demo.py
 
 test: $(READY) ## the quick tests
-	$(BIN)/python -m pytest $(WORKERS) -m 'not slow'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
 
 test-slow: $(READY) ## the slow tests
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 test test-slow: export HF_HUB_OFFLINE = 1
 

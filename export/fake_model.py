@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmconv.errors import UnsupportedInput
@@ -64,10 +65,25 @@ def build(config: Any) -> PreTrainedModel:
     return model.eval()
 
 
+class _FakeEmpty(TorchFunctionMode):
+    """`torch.empty` gives fake tensors: modules make their large parameters with it, and no buffer has its content."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.empty:
+            return func(*args, **(kwargs or {}))
+        with self._mode:
+            return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def _fake_parameters() -> Iterator[None]:
     """Every parameter registered meanwhile is replaced by a fake one, so no initialisation touches memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    empty = _FakeEmpty(mode)
     register = nn.Module.register_parameter
 
     def register_fake(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -78,6 +94,7 @@ def _fake_parameters() -> Iterator[None]:
 
     nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
     try:
-        yield
+        with empty:
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -16,8 +16,8 @@ from tests.conftest import CONFIGS, save_tiny
 
 Arrays = dict[str, NDArray[Any]]
 
-DEPTH = 9
-"""More than three periods for every family, and odd, so that a period of two leaves a remainder."""
+DEPTH = 8
+"""More than three periods for every family."""
 
 
 @pytest.fixture(scope="session")

@@ -27,15 +27,15 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def test_a_missing_tensor_is_named(llama: Path) -> None:
-    change(llama, lambda tensors: tensors.pop("model.layers.8.mlp.up_proj.weight"))
-    with pytest.raises(InputRefused, match=r"lack `model\.layers\.8\.mlp\.up_proj\.weight`"):
+    change(llama, lambda tensors: tensors.pop("model.layers.7.mlp.up_proj.weight"))
+    with pytest.raises(InputRefused, match=r"lack `model\.layers\.7\.mlp\.up_proj\.weight`"):
         export(llama)
     assert not list(llama.glob("*.onnx"))
 
 
 def test_a_tensor_that_belongs_to_nothing_is_named(llama: Path) -> None:
-    change(llama, lambda tensors: tensors.update({"model.layers.9.odd": tensors["model.norm.weight"].clone()}))
-    with pytest.raises(InputRefused, match=r"belong to no weight of the model: `model\.layers\.9\.odd`"):
+    change(llama, lambda tensors: tensors.update({"model.layers.8.odd": tensors["model.norm.weight"].clone()}))
+    with pytest.raises(InputRefused, match=r"belong to no weight of the model: `model\.layers\.8\.odd`"):
         export(llama)
 
 
@@ -58,7 +58,7 @@ def test_code_named_by_a_config_is_never_loaded(llama: Path) -> None:
     hostile = {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}, "_attn_implementation_internal": "org/kernel"}
     (llama / "config.json").write_text(json.dumps(config | hostile))
     (llama / "evil.py").write_text("raise SystemExit('executed')")
-    assert export(llama, dry_run=True).num_layers == 9
+    assert export(llama, dry_run=True).num_layers == 8
 
 
 def test_sharded_weights_are_mapped_from_every_shard(llama: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_prompt_and_its_continuation_equal_the_eager_model(deep: Callable[[str
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_layers_beyond_the_traced_ones_are_replicated(deep: Callable[[str], Path], model_type: str) -> None:
     step = read_manifest(deep(model_type)).steps[-1]
-    assert step["options"]["layers_traced"] == (7 if model_type == "gemma2" else 3)
+    assert step["options"]["layers_traced"] == (6 if model_type == "gemma2" else 3)
     assert len(read_manifest(deep(model_type)).graphs["decode"]["outputs"]) == 1 + 2 * DEPTH
 
 
@@ -91,8 +91,8 @@ def test_symbols_and_names_are_those_that_clients_know(deep: Callable[[str], Pat
         "past_key_values.0.value",
     ]
     assert axes["attention_mask"] == ["batch_size", "total_sequence_length"]
-    assert axes["past_key_values.8.value"] == ["batch_size", 2, "past_sequence_length", 16]
-    assert axes["present.8.value"] == ["batch_size", 2, "total_sequence_length", 16]
+    assert axes["past_key_values.7.value"] == ["batch_size", 2, "past_sequence_length", 16]
+    assert axes["present.7.value"] == ["batch_size", 2, "total_sequence_length", 16]
     assert axes["logits"] == ["batch_size", "sequence_length", 96]
 
 

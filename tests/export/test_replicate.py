@@ -20,17 +20,18 @@ from tests.conftest import CONFIGS, save_tiny
 from tests.export.conftest import FAMILIES, as_past, eager_logits, run_graph, tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_replicated_layers_are_the_traced_ones_node_for_node(model_type: str) -> None:
-    config = load_config({**CONFIGS[model_type], "model_type": model_type, "num_hidden_layers": 8})
+    config = load_config({**CONFIGS[model_type], "model_type": model_type, "num_hidden_layers": 9})
     input_map = find_input_map(model_type)
     graphs = []
-    for depth in (warm_up(8, period(config)) + 2 * period(config), 8):
+    for depth in (warm_up(9, period(config)) + 2 * period(config), 9):
         few = load_config({**CONFIGS[model_type], "model_type": model_type, "num_hidden_layers": depth})
         traced = trace(few, input_map)
         bind_linear_layers(traced)
-        if depth < 8:
-            replicate(traced, 8, period(config))
+        if depth < 9:
+            replicate(traced, 9, period(config))
         name_everything(traced.model)
         graphs.append(traced)
     replicated, complete = graphs
@@ -70,6 +71,7 @@ def test_a_sliding_window_is_kept_beyond_its_length(tmp_path: Path) -> None:
     np.testing.assert_allclose(outputs["logits"], eager_logits(folder, inputs)[:, 9:], atol=3e-6)
 
 
+@pytest.mark.slow
 def test_graph_size_grows_by_the_same_step_per_layer(tmp_path: Path) -> None:
     counts = []
     for depth in (5, 6, 12):
