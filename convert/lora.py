@@ -16,7 +16,7 @@ from llmconv.convert.configs import with_dtype
 from llmconv.convert.low_rank import add_low_rank
 from llmconv.convert.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.manifest import read_manifest, step
+from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn
 from llmconv.storage import local_path
 from llmconv.tensors import BY_NAME, FLOATS, LazyTensor, cast
@@ -74,9 +74,6 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         resume: continue an interrupted run.
         dry_run: plan and check everything, write nothing.
 
-    Returns:
-        What was done (or would be).
-
     Raises:
         UsageProblem: the options contradict each other or the adapters.
         InputRefused: `output` exists, the disk is too small, or an input is missing.
@@ -94,14 +91,8 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     if not dry_run:
         options = {"weights": list(weights), "alpha": alpha, "dtype": None if dtype == "keep" else dtype}
         done = step("merge-lora", checkpoint.path.absolute(), adapters=[_identity(item) for item in opened], **options)
-        write_checkpoint(
-            merge.plan,
-            Path(output),
-            steps=[*read_manifest(checkpoint.path).steps, done],
-            sources=_sources(checkpoint, opened),
-            overwrite=overwrite,
-            resume=resume,
-        )
+        steps, sources = [*steps_of_weights(checkpoint.path), done], _sources(checkpoint, opened)
+        write_checkpoint(merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
     return merge
 
 

@@ -13,7 +13,7 @@ from llmconv.checkpoint import Checkpoint, open_weights
 from llmconv.errors import InputRefused
 from llmconv.export.bind import bind
 from llmconv.export.trace import OPSET, TracedGraph
-from llmconv.manifest import MANIFEST, Manifest, file_entry, read_manifest
+from llmconv.manifest import MANIFEST, Manifest, file_entry, read_manifest, steps_of_weights
 from llmconv.safetensors_io import FileTensor
 from llmconv.staging import StagedFolder, failing_safely, require_free, sync_folder, write_durably
 from llmconv.tensors import BY_NAME, LazyTensor, cast
@@ -121,7 +121,7 @@ class NewFolder:
         write_checkpoint(
             plan,
             self.folder,
-            steps=[*_without_exports(read_manifest(checkpoint.path)), step],
+            steps=[*steps_of_weights(checkpoint.path), step],
             sources=sorted({tensor.path for tensor in file_tensors(checkpoint).values()}),
             overwrite=self.overwrite,
             resume=self.resume,
@@ -134,11 +134,6 @@ class NewFolder:
             return checkpoint
         tensors = {name: cast(tensor, BY_NAME[self.dtype]) for name, tensor in checkpoint.items()}
         return replace(checkpoint, tensors=tensors, config={**checkpoint.config, "dtype": self.dtype})
-
-
-def _without_exports(manifest: Manifest) -> list[dict[str, Any]]:
-    """The steps that made the weights; graphs of the source folder do not come along."""
-    return [step for step in manifest.steps if step["command"] != "export"]
 
 
 def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:

@@ -58,8 +58,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     Args:
         model: Hugging Face folder or hub id.
         output: folder to make.
-        prefill: write `prefill.onnx` (both `prefill` and `incremental` when no graph is asked for).
-        incremental: write `decode.onnx`.
+        prefill, incremental: write `prefill.onnx`, `decode.onnx` (both when no graph is asked for).
         unified: write `model.onnx`, which most clients load.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: how the weights are stored.
         max_shard_size: largest safetensors file, when weights are written.
@@ -68,8 +67,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         dry_run: build and check everything, write nothing.
 
     Raises:
-        InputRefused: no weights, weights that do not fit the config, existing graphs.
-        UnsupportedInput: a `model_type` without input map; quantised weights.
+        InputRefused: a `model_type` without input map, weights that do not fit the config, existing graphs, …
         OutputFailed: writing failed.
     """
     folder = local_path(model)
@@ -87,8 +85,8 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     if not dry_run:
         options = {"graphs": roles, "dtype": dtype, "layers_traced": traced_layers}
         sizes = destination.write(traced, checkpoint, roles, step("export", Path(model), **options))
-    graphs = {role: GRAPH_FILES[role] for role in roles}
-    return Exported(destination.folder, graphs, sizes, checkpoint.nbytes, traced_layers, config.num_hidden_layers)
+    files = {role: GRAPH_FILES[role] for role in roles}
+    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, config.num_hidden_layers)
 
 
 def _roles(prefill: bool, incremental: bool, unified: bool) -> list[str]:

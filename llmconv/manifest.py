@@ -56,6 +56,11 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(content.get("steps", []), content.get("files", {}), content.get("graphs", {}))
 
 
+def steps_of_weights(folder: Path) -> list[dict[str, Any]]:
+    """The steps that made the weights in `folder`; graphs exported beside them do not come along to another folder."""
+    return [done for done in read_manifest(folder).steps if done.get("command") != "export"]
+
+
 def step(command: str, source: Path, **options: Any) -> dict[str, Any]:
     """One entry of `steps`: the command, the source's name and the options that were not left out."""
     given = {name: value for name, value in options.items() if value not in (None, (), False)}

@@ -52,11 +52,8 @@ def verify(
         InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
         UsageProblem: an unknown suite.
     """
-    if suite not in {"quick", "full"}:
-        raise UsageProblem(f"suite `{suite}` is unknown", hint="give `quick` or `full`")
     folder = Path(folder)
-    if not folder.is_dir():
-        raise InputRefused(f"`{folder}` is no folder", hint="give the folder that `llmconv export` wrote to")
+    _require_usable(folder, suite)
     report = Report(folder.name, folder.name, suite, versions=library_versions())
     files = graph_files(folder)
     if not files:
@@ -84,6 +81,13 @@ def verify(
         _compare_twins(eager, [folder / graph.name for graph in graphs], models, settings, report, add)
     report.where = localise(report.checks)
     return report
+
+
+def _require_usable(folder: Path, suite: str) -> None:
+    if suite not in {"quick", "full"}:
+        raise UsageProblem(f"suite `{suite}` is unknown", hint="give `quick` or `full`")
+    if not folder.is_dir():
+        raise InputRefused(f"`{folder}` is no folder", hint="give the folder that `llmconv export` wrote to")
 
 
 def recorded_reference(folder: Path) -> Path:
