@@ -62,8 +62,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         unified: write `model.onnx`, which most clients load.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: how the weights are stored.
         max_shard_size: largest safetensors file, when weights are written.
-        overwrite: replace existing graphs (or an existing `output`).
-        resume: continue an interrupted run.
+        overwrite, resume: replace existing graphs or an existing `output`; continue an interrupted run.
         dry_run: build and check everything, write nothing.
 
     Raises:

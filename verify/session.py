@@ -63,11 +63,7 @@ def verify(
     truth_folder = Path(reference or recorded_reference(folder))
     report.reference = truth_folder.name
 
-    def add(checks: list[Check]) -> None:
-        report.checks += checks
-        if on_checks:
-            on_checks(checks)
-
+    add = _collector(report, on_checks)
     report.notes += changed_graphs(folder, files.values())
     source = Source.of(folder, truth_folder)
     _audit(models, source, report, add)
@@ -81,6 +77,15 @@ def verify(
         _compare_twins(eager, [folder / graph.name for graph in graphs], models, settings, report, add)
     report.where = localise(report.checks)
     return report
+
+
+def _collector(report: Report, on_checks: Callable[[list[Check]], None] | None) -> Callable[[list[Check]], None]:
+    def add(checks: list[Check]) -> None:
+        report.checks += checks
+        if on_checks:
+            on_checks(checks)
+
+    return add
 
 
 def _require_usable(folder: Path, suite: str) -> None:
