@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import merged_configs, with_dtype
@@ -25,6 +26,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     format: str | None = None,
     config: Sequence[str | Path] = (),
     tokenizer: str | Path | None = None,
+    base: str | Path | None = None,
+    drop: bool = False,
     dtype: str = "keep",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -39,6 +42,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         format: name of the training format; detected by content when None.
         config: JSON files whose fields are added to the checkpoint's own configuration, later ones winning.
         tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
+        base: the model that training started from, where the checkpoint holds only what was trained.
+        drop: leave out parts of the model that no model of transformers can hold, instead of refusing it.
         dtype: `keep`, `float32`, `float16` or `bfloat16`.
         max_shard_size: largest safetensors file, in bytes or as `5GB`.
         overwrite: replace an existing model folder.
@@ -53,7 +58,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     if dtype != "keep" and dtype not in BY_NAME:
         raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
     configs = tuple(Path(path) for path in config)
-    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None)
+    options: dict[str, Any] = {"base": local_path(base) if base else None, "drop": drop}
+    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, **options)
     for warning in checkpoint.warnings:
         warn(warning)
     plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
@@ -66,18 +72,25 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
             max_shard_size=str(max_shard_size),
             config=[path.name for path in configs] or None,
             tokenizer=Path(tokenizer).name if tokenizer else None,
+            base=options["base"].name if base else None,
+            drop=drop or None,
         )
-        sources = _files(checkpoint.path)
+        sources = _files(checkpoint.path) + (_files(options["base"]) if base else [])
         write_checkpoint(plan, Path(output), steps=[done], sources=sources, overwrite=overwrite, resume=resume)
     return plan
 
 
 def open_training(
-    source: str | Path, format: str | None = None, config: tuple[Path, ...] = (), tokenizer: Path | None = None
+    source: str | Path,
+    format: str | None = None,
+    config: tuple[Path, ...] = (),
+    tokenizer: Path | None = None,
+    **options: Any,
 ) -> Checkpoint:
-    """Opens a training checkpoint of any known format, in Hugging Face names.
+    """Opens a training checkpoint of any known format, in Hugging Face names; `options` are those of some formats only.
 
     Raises:
+        UsageProblem: an option that is given means nothing to the format.
         InputRefused: see `to_hf`.
     """
     path = local_path(source)
@@ -88,7 +101,10 @@ def open_training(
         raise UsageProblem(
             f"`{path.name}` is not of the format `{format}`", hint="leave out `--from`; formats are told by content"
         )
-    return chosen.open(path, merged_configs(config), tokenizer)
+    set_options = {name: value for name, value in options.items() if value not in (None, False)}
+    if idle := sorted(set(set_options) - chosen.options):
+        raise UsageProblem(f"`--{idle[0]}` means nothing to the format `{chosen.name}`", hint="leave it out")
+    return chosen.open(path, merged_configs(config), tokenizer, **set_options)
 
 
 def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UsageProblem
@@ -24,12 +23,14 @@ class Format:
         detect: whether a path is of this format, decided by what is in it.
         open: `open(path, config, tokenizer)` gives the Checkpoint in Hugging Face names; `config` are fields that the
             user adds or overrides, `tokenizer` a file or folder to use instead of the checkpoint's own.
+        options: further options of `to_hf` that `open` takes, as keywords of the same names.
     """
 
     name: str
     title: str
     detect: Callable[[Path], bool]
-    open: Callable[[Path, Mapping[str, Any], Path | None], Checkpoint]
+    open: Callable[..., Checkpoint]
+    options: frozenset[str] = frozenset()
 
 
 @lru_cache(maxsize=1)
