@@ -16,7 +16,7 @@ FIELDS = {
     *("trainable_mode", "load_pretrained_visual_encoder", "hidden_dim", "head_dim", "moe", "load_balancing_weight"),
     *("num_layers", "hidden_size", "num_attention_heads", "mlp_ratio", "drop_rate", "layer_norm_epsilon", "norm_type"),
     *("use_scaled_init", "use_swiglu", "attention_dropout", "hidden_dropout", "bias", "multi_query", "parallel_attn"),
-    *("new_decoder_architecture", "num_kv_heads", "use_scaled_rope", "model"),
+    *("new_decoder_architecture", "num_kv_heads", "use_scaled_rope"),
 }
 """Fields of Accessory's ModelArgs; any other field that a user gives belongs to `config.json`."""
 
@@ -27,6 +27,13 @@ SIZES = {
     "falcon": ("hidden_size", "num_layers", "num_attention_heads"),
 }
 """What each family cannot do without."""
+
+NUMBERS = (
+    *("n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta", "max_seq_len", "mlp_ratio"),
+    *("layer_norm_epsilon", "load_balancing_weight"),
+)
+COUNT_LIMIT = 100_000
+"""More layers or experts than any model has; a loop over them must end."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,11 @@ class Params:
     @property
     def experts(self) -> int:
         """Number of experts of a Mixtral."""
-        return int((self.fields.get("moe") or {}).get("num_experts", 8))
+        return int(_mixture(self.fields).get("num_experts", 8))
+
+
+def _mixture(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    return fields.get("moe") or {}
 
 
 def is_field(name: str, value: Any) -> bool:
@@ -70,13 +81,14 @@ def read_params(content: Mapping[str, Any], family: str, source: str) -> Params:
         MalformedInput: a size is missing or no number, or the sizes contradict each other.
         UnsupportedInput: a kind of norm or rope that upstream's code does not have, or transformers' does not.
     """
-    fields = dict(content["model"]) if isinstance(content.get("model"), Mapping) else dict(content)
+    fields = dict(content)
     for name in SIZES[family]:
-        if not isinstance(fields.get(name), int) or fields[name] <= 0:
+        if not _is_count(fields.get(name)):
             raise MalformedInput(
                 f"`{source}` has no configuration with `{name}`",
                 hint="give the files that training was given with `--llama_config`, each with `--config PATH`",
             )
+    _check_numbers(fields, source)
     if fields.get("use_scaled_rope") or fields.get("norm_type", "rmsnorm") != "rmsnorm":
         odd = "use_scaled_rope" if fields.get("use_scaled_rope") else "norm_type"
         raise UnsupportedInput(
@@ -84,12 +96,28 @@ def read_params(content: Mapping[str, Any], family: str, source: str) -> Params:
         )
     dim, layers, heads = (int(fields[name]) for name in (*SIZES[family][:1], *SIZES[family][-2:]))
     kv_heads = int(fields.get("n_kv_heads") or heads)
-    if dim % heads or heads % kv_heads:
+    if dim % (2 * heads) or heads % kv_heads:
         raise MalformedInput(
             f"`{source}` has {heads} heads and {kv_heads} key/value heads for a size of {dim}",
             hint="the configuration is of another model",
         )
     return Params(family, fields, dim, layers, heads, kv_heads, _intermediate(family, fields))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and 0 < value <= COUNT_LIMIT
+
+
+def _check_numbers(fields: Mapping[str, Any], source: str) -> None:
+    mixture = _mixture(fields)
+    if not isinstance(mixture, Mapping) or not all(map(_is_count, mixture.values())):
+        raise MalformedInput(f"`moe` of `{source}` is {mixture!r}", hint="it counts experts; repair the configuration")
+    for name in NUMBERS:
+        value = fields.get(name)
+        if value is not None and (not isinstance(value, int | float) or not 0 < value < float("inf")):
+            raise MalformedInput(
+                f"`{name}` of `{source}` is {value!r}", hint="it should be a positive number; repair the configuration"
+            )
 
 
 def _intermediate(family: str, fields: Mapping[str, Any]) -> int:
@@ -104,17 +132,11 @@ def _intermediate(family: str, fields: Mapping[str, Any]) -> int:
 
 
 def to_config(params: Params, vocabulary: int, source: str) -> dict[str, Any]:
-    """config.json without dtype, biases and token ids.
+    """config.json without dtype, biases and token ids; upstream, too, takes no word of the file for the vocabulary.
 
     Raises:
-        MalformedInput: the rope scaling is no positive number, or `vocab_size` is another model's.
+        MalformedInput: the rope scaling is no positive number.
     """
-    stated = params.fields.get("vocab_size") or -1
-    if stated > 0 and stated != vocabulary:
-        raise MalformedInput(
-            f"the embedding of `{source}` has {vocabulary} rows, its configuration says {stated}",
-            hint="the configuration is of another model",
-        )
     common = {
         "hidden_size": params.dim,
         "initializer_range": 0.02,
@@ -149,7 +171,7 @@ def _llama(params: Params) -> dict[str, Any]:
     mixture = {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        "num_experts_per_tok": int((params.fields.get("moe") or {}).get("num_experts_per_tok", 2)),
+        "num_experts_per_tok": int(_mixture(params.fields).get("num_experts_per_tok", 2)),
         "num_local_experts": params.experts,
         "sliding_window": None,
     }
@@ -190,6 +212,6 @@ def _rope_scaling(fields: Mapping[str, Any], source: str) -> dict[str, Any] | No
     value = fields.get("rope_scaling")
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise MalformedInput(f"`rope_scaling` of `{source}` is {value!r}", hint="it is a number such as 0.5")
     return {"rope_type": "linear", "factor": 1.0 / value}

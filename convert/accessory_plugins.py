@@ -42,7 +42,7 @@ def plugin_family(folder: Path, names: Iterable[str]) -> str:
     if not (folder / "meta.json").is_file():
         return _family_of(set(names))
     plugin = read_json(folder / "meta.json").get("llama_type")
-    if plugin not in FAMILIES:
+    if not isinstance(plugin, str) or plugin not in FAMILIES:
         raise UnsupportedInput(
             f"`{folder.name}` was trained with the plugin `{plugin}`, which upstream does not have",
             hint="if its language model is one of upstream's, name that one as `llama_type` in `meta.json`",

@@ -59,7 +59,11 @@ def open_shards(folder: Path) -> list[Tensors]:
 def _numbered(folder: Path, names: Iterable[str]) -> dict[int, str]:
     found = {name: tuple(map(int, match.groups())) for name in names if (match := SHARD.fullmatch(name))}
     counts = {count for _, count in found.values()}
-    if len(counts) != 1 or any(META_SHARD.fullmatch(entry.name) for entry in folder.iterdir()):
+    if (
+        len(counts) != 1
+        or len(set(found.values())) != len(found)
+        or any(META_SHARD.fullmatch(entry.name) for entry in folder.iterdir())
+    ):
         raise MalformedInput(
             f"`{folder.name}` mixes shards of different checkpoints", hint="keep one set of shards in a folder"
         )
@@ -147,8 +151,8 @@ def join(shards: Sequence[Tensors], repeated: Iterable[str], experts: int, sourc
 def split_dim(name: str, repeated: Iterable[str] = ()) -> int | None:
     """The dimension along which a tensor is split; None where every shard holds it whole, and shard 0 counts."""
     suffix = SUFFIX.search(name)
-    layer = name[: suffix.start()].rpartition(".")[2] if suffix else ""
-    if not suffix or layer in repeated:
+    block, _, layer = name[: suffix.start()].rpartition(".") if suffix else ("", "", "")
+    if not suffix or layer in repeated or (block and not block.startswith("layers.")):
         return None
     if layer in COLUMN:
         return None if suffix[1] == "lora_a.weight" else 0

@@ -90,7 +90,7 @@ def inspect(path: str | Path) -> Inspection:
     place = local_path(path)
     found = detect(place)
     if found:
-        opened = found.open(place, {}, None)
+        opened = found.open(place, {"drop": True} if "drop" in found.options else {}, None)
         return Inspection(
             place, found.name, opened.config, opened.tensors, tuple(sorted(opened.side_files)), opened.warnings
         )

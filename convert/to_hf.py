@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     if dtype != "keep" and dtype not in BY_NAME:
         raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
     configs = tuple(Path(path) for path in config)
-    options: dict[str, Any] = {"base": local_path(base) if base else None, "drop": drop}
-    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, **options)
+    options: dict[str, Any] = ({"base": str(local_path(base))} if base else {}) | ({"drop": True} if drop else {})
+    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, options)
     for warning in checkpoint.warnings:
         warn(warning)
     plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
@@ -72,10 +72,10 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
             max_shard_size=str(max_shard_size),
             config=[path.name for path in configs] or None,
             tokenizer=Path(tokenizer).name if tokenizer else None,
-            base=options["base"].name if base else None,
+            base=Path(options["base"]).name if base else None,
             drop=drop or None,
         )
-        sources = _files(checkpoint.path) + (_files(options["base"]) if base else [])
+        sources = _files(checkpoint.path) + (_files(Path(options["base"])) if base else [])
         write_checkpoint(plan, Path(output), steps=[done], sources=sources, overwrite=overwrite, resume=resume)
     return plan
 
@@ -85,12 +85,11 @@ def open_training(
     format: str | None = None,
     config: tuple[Path, ...] = (),
     tokenizer: Path | None = None,
-    **options: Any,
+    options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Opens a training checkpoint of any known format, in Hugging Face names; `options` are those of some formats only.
+    """Opens a training checkpoint of any known format, in Hugging Face names.
 
     Raises:
-        UsageProblem: an option that is given means nothing to the format.
         InputRefused: see `to_hf`.
     """
     path = local_path(source)
@@ -101,10 +100,12 @@ def open_training(
         raise UsageProblem(
             f"`{path.name}` is not of the format `{format}`", hint="leave out `--from`; formats are told by content"
         )
-    set_options = {name: value for name, value in options.items() if value not in (None, False)}
-    if idle := sorted(set(set_options) - chosen.options):
-        raise UsageProblem(f"`--{idle[0]}` means nothing to the format `{chosen.name}`", hint="leave it out")
-    return chosen.open(path, merged_configs(config), tokenizer, **set_options)
+    foreign = sorted({*(options or {})} - {*chosen.options})
+    if foreign:
+        raise UsageProblem(
+            f"`--{foreign[0].replace('_', '-')}` means nothing for the format `{chosen.name}`", hint="leave it out"
+        )
+    return chosen.open(path, {**merged_configs(config), **(options or {})}, tokenizer)
 
 
 def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

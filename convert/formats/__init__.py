@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UsageProblem
@@ -23,14 +24,14 @@ class Format:
         detect: whether a path is of this format, decided by what is in it.
         open: `open(path, config, tokenizer)` gives the Checkpoint in Hugging Face names; `config` are fields that the
             user adds or overrides, `tokenizer` a file or folder to use instead of the checkpoint's own.
-        options: further options of `to_hf` that `open` takes, as keywords of the same names.
+        options: those of `to-hf` that only some formats have; they come as fields of `config`.
     """
 
     name: str
     title: str
     detect: Callable[[Path], bool]
-    open: Callable[..., Checkpoint]
-    options: frozenset[str] = frozenset()
+    open: Callable[[Path, Mapping[str, Any], Path | None], Checkpoint]
+    options: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=1)

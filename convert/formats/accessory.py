@@ -29,9 +29,8 @@ def _detect(path: Path) -> bool:
     return path.is_dir() and any(SHARD.fullmatch(entry.name) or DELTA.fullmatch(entry.name) for entry in path.iterdir())
 
 
-def _open(
-    path: Path, config: Mapping[str, Any], tokenizer: Path | None, base: Path | None = None, drop: bool = False
-) -> Checkpoint:
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    base, drop = Path(config["base"]) if "base" in config else None, bool(config.get("drop"))
     own, below = open_shards(path), open_shards(base) if base else []
     given = {name: value for name, value in config.items() if is_field(name, value)}
     stored = (_stored_params(base) if base else {}) | _stored_params(path)
@@ -45,7 +44,7 @@ def _open(
     tensors = to_hugging_face(whole, params, path.name)
     settings = _config(path, params, tensors)
     words, more = _tokenizer(path, tokenizer, base, settings["vocab_size"])
-    extra, code = without_code({name: value for name, value in config.items() if name not in given})
+    extra, code = without_code({name: value for name, value in config.items() if name not in (*given, *FORMAT.options)})
     if code:
         warnings.append(f"dropped {listing(code)} from the configuration: no code comes from a checkpoint")
     if differing_copies(own, ("norm.weight", "ln_f.weight")):
@@ -108,7 +107,8 @@ def _check_shapes(path: Path, params: Params, settings: Mapping[str, Any], tenso
     for name, tensor in tensors.items():
         layer = name.split(".")[-2]
         expected = (rows.get(layer, dim), columns.get(layer, dim))
-        if tensor.shape != (expected if len(tensor.shape) == 2 else expected[:1]):
+        is_vector = name.endswith(".bias") or "norm" in layer or layer.startswith("ln_")
+        if tensor.shape != (expected[:1] if is_vector else expected):
             wrong.append(f"{name} {list(tensor.shape)}")
     if wrong:
         raise MalformedInput(
@@ -145,5 +145,5 @@ FORMAT = Format(
     title="LLaMA2-Accessory (folder of consolidated.NN-of-MM.model.pth)",
     detect=_detect,
     open=_open,
-    options=frozenset({"base", "drop"}),
+    options=("base", "drop"),
 )

@@ -33,6 +33,7 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
     \b
     llmconv to-hf ep0-ba2-rank0.pt -o base          a Composer checkpoint
     llmconv to-hf llama-2-13b -o base --dry-run     a folder of consolidated.NN.pth
+    llmconv to-hf epoch3 -o tuned --base llama-2    what LLaMA2-Accessory trained
     """
     from llmconv.convert.to_hf import to_hf
 
