@@ -11,7 +11,7 @@ import numpy as np
 from llmconv.convert.accessory_params import Params
 from llmconv.convert.accessory_shards import SUFFIX, Tensors
 from llmconv.convert.low_rank import LowRank, add_low_rank
-from llmconv.convert.mapping import concat, permute_rows, rename, require, rope_order
+from llmconv.convert.mapping import concat, listing, permute_rows, rename, require, rope_order
 from llmconv.convert.views import slice_rows
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
@@ -77,6 +77,7 @@ def _placed(whole: Tensors, params: Params, source: str) -> Tensors:
         whole = _internlm_as_llama(whole, params)
     if params.family == "falcon":
         whole = _fuse_falcon(whole, params)
+    _check_layers(whole, params.layers, source)
     table = _table(params)
     renamed = rename(dict.fromkeys(map(_owner, whole)), table, source)
     expected = [target.format(layer) for target in table.values() if target for layer in range(params.layers)]
@@ -121,6 +122,20 @@ def _owner(name: str) -> str:
     suffix = SUFFIX.search(name)
     layer = name[: suffix.start()] if suffix else ""
     return f"{layer}.weight" if LINEAR.search(layer) else name
+
+
+def _check_layers(whole: Tensors, layers: int, source: str) -> None:
+    """What upstream adds to a linear layer (a bias, LoRA) it adds to that of every block, so a gap is a loss."""
+    counts: dict[str, int] = {}
+    for name in whole:
+        if _owner(name) != name:
+            kind = re.sub(r"\.\d+\.", ".{}.", name, count=1)
+            counts[kind] = counts.get(kind, 0) + 1
+    if partial := [kind for kind, count in counts.items() if count != layers]:
+        raise MalformedInput(
+            f"`{source}` has these not in each of its {layers} layers: {listing(partial)}",
+            hint="the checkpoint is incomplete; copy the folder again",
+        )
 
 
 def _parts(owner: str, whole: Tensors, source: str) -> Tensors:

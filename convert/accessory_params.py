@@ -34,6 +34,7 @@ NUMBERS = (
 )
 COUNT_LIMIT = 100_000
 """More layers or experts than any model has; a loop over them must end."""
+NUMBER_LIMIT = 1e15
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,14 @@ def read_params(content: Mapping[str, Any], family: str, source: str) -> Params:
                 hint="give the files that training was given with `--llama_config`, each with `--config PATH`",
             )
     _check_numbers(fields, source)
-    if fields.get("use_scaled_rope") or fields.get("norm_type", "rmsnorm") != "rmsnorm":
-        odd = "use_scaled_rope" if fields.get("use_scaled_rope") else "norm_type"
+    if fields.get("use_scaled_rope"):
         raise UnsupportedInput(
-            f"`{source}` has `{odd}` {fields[odd]!r}", hint="LLaMA2-Accessory's own code knows nothing of the kind"
+            f"`{source}` has `use_scaled_rope`, which upstream's code does not know", hint="is it Meta's own Llama 3.1?"
+        )
+    if family == "internlm" and fields.get("norm_type", "rmsnorm") != "rmsnorm":
+        raise UnsupportedInput(
+            f"`{source}` has `norm_type` {fields['norm_type']!r}",
+            hint="no model of transformers is an InternLM with other norms than `rmsnorm`",
         )
     dim, layers, heads = (int(fields[name]) for name in (*SIZES[family][:1], *SIZES[family][-2:]))
     kv_heads = int(fields.get("n_kv_heads") or heads)
@@ -114,7 +119,7 @@ def _check_numbers(fields: Mapping[str, Any], source: str) -> None:
         raise MalformedInput(f"`moe` of `{source}` is {mixture!r}", hint="it counts experts; repair the configuration")
     for name in NUMBERS:
         value = fields.get(name)
-        if value is not None and (not isinstance(value, int | float) or not 0 < value < float("inf")):
+        if value is not None and (not isinstance(value, int | float) or not 0 < value < NUMBER_LIMIT):
             raise MalformedInput(
                 f"`{name}` of `{source}` is {value!r}", hint="it should be a positive number; repair the configuration"
             )
@@ -212,6 +217,6 @@ def _rope_scaling(fields: Mapping[str, Any], source: str) -> dict[str, Any] | No
     value = fields.get("rope_scaling")
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / NUMBER_LIMIT < value < NUMBER_LIMIT:
         raise MalformedInput(f"`rope_scaling` of `{source}` is {value!r}", hint="it is a number such as 0.5")
     return {"rope_type": "linear", "factor": 1.0 / value}

@@ -21,7 +21,7 @@ def special_ids(files: Mapping[str, bytes]) -> tuple[int | None, int | None]:
     """
     settings = {**_object(files, "special_tokens_map.json"), **_object(files, "tokenizer_config.json")}
     ids = _ids(_object(files, "tokenizer.json"))
-    bos, eos = (ids.get(_text(settings.get(kind))) for kind in ("bos_token", "eos_token"))
+    bos, eos = (ids.get(_text(settings.get(kind)) or "") for kind in ("bos_token", "eos_token"))
     return bos, eos
 
 
@@ -33,19 +33,22 @@ def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _text(token: Any) -> Any:
-    return token.get("content") if isinstance(token, dict) else token
+def _text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
-def _ids(tokenizer: Mapping[str, Any]) -> dict[Any, int]:
+def _ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Token to id: those of the model (a dict, or a list of pairs), then the added ones, which win."""
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):
-        vocabulary = {row[0]: index for index, row in enumerate(vocabulary) if isinstance(row, list) and row}
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(vocabulary, dict):
+        pairs = list(vocabulary.items())
+    elif isinstance(vocabulary, list):
+        pairs = [(row[0], index) for index, row in enumerate(vocabulary) if isinstance(row, list) and row]
     added = tokenizer.get("added_tokens")
     for token in added if isinstance(added, list) else []:
-        if isinstance(token, dict) and isinstance(token.get("id"), int):
-            ids[token.get("content")] = token["id"]
-    return ids
+        if isinstance(token, dict):
+            pairs.append((token.get("content"), token.get("id")))
+    return {text: number for text, number in pairs if isinstance(text, str) and isinstance(number, int)}

@@ -81,7 +81,7 @@ def _require_whole(folder: Path, whole: Tensors) -> None:
 def _config(path: Path, params: Params, tensors: Tensors) -> dict[str, Any]:
     """The config, its sizes compared with the tensors; a head that equals the embedding is dropped as tied."""
     embedding = "transformer.word_embeddings.weight" if params.family == "falcon" else "model.embed_tokens.weight"
-    settings = to_config(params, tensors[embedding].shape[0], path.name)
+    settings = to_config(params, tensors[embedding].num_rows, path.name)
     _check_shapes(path, params, settings, tensors)
     if settings["model_type"] == "llama":
         settings |= {"attention_bias": has_biases(tensors, ATTENTION), "mlp_bias": has_biases(tensors, MLP)}

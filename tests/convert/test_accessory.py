@@ -427,7 +427,8 @@ def test_biases_of_a_mixtral_are_refused_unless_they_are_zero(tmp_path: Path) ->
 
 def test_a_lora_of_an_expert_is_merged(tmp_path: Path) -> None:
     model, name = mixtral(), "layers.1.feed_forward.experts.3.w1"
-    model |= {f"{name}.lora_a.weight": torch.randn(2, 32), f"{name}.lora_b.weight": torch.randn(48, 2)}
+    for layer in (name.replace("1", "0", 1), name):
+        model |= {f"{layer}.lora_a.weight": torch.randn(2, 32), f"{layer}.lora_b.weight": torch.randn(48, 2)}
     merged = open_training(save(tmp_path / "x", model, 2, "mixtral_peft"))
     expected = model[f"{name}.weight"] + model[f"{name}.lora_b.weight"] @ model[f"{name}.lora_a.weight"]
     stored = merged["model.layers.1.block_sparse_moe.experts.3.w1.weight"].read()
@@ -513,10 +514,16 @@ def reshape(folder: Path) -> None:
 
 
 def halve_lora(folder: Path) -> None:
+    layers = (f"llma.layers.{layer}.attention.wq.lora_a.weight" for layer in range(2))
+    halves = {name: torch.ones(2, 32) for name in layers}
+    for number in range(2):
+        change(folder / f"consolidated.0{number}-of-02.model.pth", **halves)
+
+
+def lose_bias(folder: Path) -> None:
     for number in range(2):
         change(
-            folder / f"consolidated.0{number}-of-02.model.pth",
-            **{"llma.layers.0.attention.wq.lora_a.weight": torch.ones(2, 32)},
+            folder / f"consolidated.0{number}-of-02.model.pth", **{"llma.layers.1.attention.wq.bias": torch.ones(16)}
         )
 
 
@@ -566,6 +573,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a truncated shard": (truncate, "truncated or damaged"),
     "a shard of another split": (reshape, r"differ in 1 tensors: `output\.weight`"),
     "half a LoRA": (halve_lora, r"LoRA of `layers\.0\.attention\.wq\.weight` in `x` does not fit"),
+    "a bias of one layer alone": (lose_bias, r"not in each of its 2 layers: `layers\.\{\}\.attention\.wq\.bias`"),
     "an unknown tensor": (add_unknown, r"no rule places: `layers\.0\.router\.weight`"),
     "no tensors": (put_object, "is no plain state dict"),
     "an unknown plugin": (rename_plugin, "the plugin `my_own`, which upstream does not have"),
@@ -577,7 +585,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "another multiplier": (configure(ffn_dim_multiplier=2.0), "of another shape"),
     "no number": (configure(norm_eps="1e-5"), "`norm_eps` of `x` is '1e-5'"),
     "no rope scaling": (configure(rope_scaling=0), "`rope_scaling` of `x` is 0"),
-    "rope of Llama 3.1": (configure(use_scaled_rope=True), "has `use_scaled_rope` True"),
+    "rope of Llama 3.1": (configure(use_scaled_rope=True), "has `use_scaled_rope`, which"),
 }
 
 
