@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,23 @@ from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.convert.accessory_shards import split_dim
 from llmconv.convert.to_hf import open_training, with_cast
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from tests.convert.accessory_models import (
+    DELTA,
+    FIXTURES,
+    ROWS,
+    Model,
+    change,
+    contents,
+    cut,
+    llama,
+    mixtral,
+    save,
+    trained,
+    write_whole,
+)
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "accessory"
 LEGACY = FIXTURES / "legacy_llama_peft_mp2_trainable"
-DELTA = FIXTURES / "delta_full_mp2"
 PLAIN = FIXTURES / "llama_mp2_bf16"
 
 LEGACY_OPTIONS: dict[str, Any] = {
@@ -90,84 +100,6 @@ def test_ids_come_from_a_hugging_face_tokenizer_too() -> None:
     opened = open_training(FIXTURES / "falcon7b_mp2_bf16")
     assert (opened.config["bos_token_id"], opened.config["eos_token_id"]) == (0, 0)
     assert set(opened.side_files) == {"tokenizer.json", "tokenizer_config.json"}
-
-
-# Checkpoints made here: one whole model, cut as fairscale cuts
-
-ARGS: dict[str, Any] = {
-    "dim": 32,
-    "n_layers": 2,
-    "n_heads": 8,
-    "n_kv_heads": 4,
-    "multiple_of": 16,
-    "ffn_dim_multiplier": None,
-    "norm_eps": 1e-5,
-    "vocab_size": 24,
-    "rope_theta": 10000,
-    "max_seq_len": 128,
-    "rope_scaling": None,
-}
-MIXTURE: dict[str, Any] = {**ARGS, "hidden_dim": 48, "moe": {"num_experts": 4, "num_experts_per_tok": 2}}
-ROWS = {"wq": 32, "wk": 16, "wv": 16, "wo": 32, "w1": 96, "w3": 96, "w2": 32}
-COLUMNS = {"w2": 96}
-Model = dict[str, torch.Tensor]
-
-
-def llama(*, rank: int = 0, biases: tuple[str, ...] = (), dtype: torch.dtype = torch.float32) -> Model:
-    """A seeded llama in Accessory's names, not split; with LoRA of a rank and biases of some layers."""
-    torch.manual_seed(0)
-    model = {"tok_embeddings.weight": torch.randn(24, 32)}
-    for block in (f"layers.{number}" for number in range(2)):
-        for layer, rows in ROWS.items():
-            name = f"{block}.{'feed_forward' if layer in ('w1', 'w2', 'w3') else 'attention'}.{layer}"
-            model[f"{name}.weight"] = torch.randn(rows, COLUMNS.get(layer, 32))
-            if rank:
-                model[f"{name}.lora_a.weight"] = torch.randn(rank, COLUMNS.get(layer, 32))
-                model[f"{name}.lora_b.weight"] = torch.randn(rows, rank)
-            if layer in biases:
-                model[f"{name}.bias"] = torch.randn(rows)
-        model |= {f"{block}.attention_norm.weight": torch.randn(32), f"{block}.ffn_norm.weight": torch.randn(32)}
-    model |= {"norm.weight": torch.randn(32), "output.weight": torch.randn(24, 32)}
-    return {name: tensor.to(dtype) for name, tensor in model.items()}
-
-
-def mixtral() -> Model:
-    """The llama with four experts for each feed-forward layer."""
-    model = {name: tensor for name, tensor in llama().items() if "feed_forward" not in name}
-    for block in (f"layers.{number}.feed_forward" for number in range(2)):
-        model[f"{block}.gate.weight"] = torch.randn(4, 32)
-        for expert in range(4):
-            shapes = {"w1": (48, 32), "w2": (32, 48), "w3": (48, 32)}
-            model |= {f"{block}.experts.{expert}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
-    return model
-
-
-def cut(name: str, tensor: torch.Tensor, count: int, number: int) -> torch.Tensor | None:
-    """The part of one tensor that a rank holds; None where another rank has that expert."""
-    if ".experts." in name:
-        return tensor if int(name.split(".")[4]) // (4 // count) == number else None
-    if re.search(r"\.(w[qkv13]\.(weight|bias|lora_b\.weight)|output\.weight)$", f".{name}"):
-        return tensor.chunk(count, 0)[number].clone()
-    if re.search(r"\.(w[o2]\.(weight|lora_a\.weight)|tok_embeddings\.weight)$", f".{name}"):
-        return tensor.chunk(count, 1)[number].clone()
-    return tensor
-
-
-def save(folder: Path, model: Model, count: int = 1, plugin: str = "llama_peft", **changes: Any) -> Path:
-    """Writes `model` as upstream would."""
-    folder.mkdir(parents=True)
-    args = {**(MIXTURE if plugin.startswith("mixtral") else ARGS), **changes}
-    (folder / "config.json").write_text(json.dumps(args))
-    (folder / "meta.json").write_text(json.dumps({"llama_type": plugin}))
-    for number in range(count):
-        parts = {f"llma.{name}": cut(name, tensor, count, number) for name, tensor in model.items()}
-        kept = {name: part for name, part in parts.items() if part is not None}
-        torch.save({"model": kept}, folder / f"consolidated.{number:02}-of-{count:02}.model.pth")
-    return folder
-
-
-def contents(path: Path, **options: Any) -> dict[str, bytes]:
-    return {name: tensor.read().tobytes() for name, tensor in open_training(path, options=options).items()}
 
 
 @settings(max_examples=10, deadline=None)
@@ -300,10 +232,6 @@ def split_falcon(falcon: FalconForCausalLM, kind: dict[str, Any], number: int) -
 # What was trained alone
 
 
-def trained(model: Model) -> Model:
-    return {name: tensor for name, tensor in model.items() if "lora" in name or "norm" in name or "bias" in name}
-
-
 def test_trained_parameters_need_a_base(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", trained(llama(rank=2)))
     with pytest.raises(
@@ -365,76 +293,6 @@ def test_options_that_mean_nothing_to_a_format_are_a_usage_error(tmp_path: Path)
         to_hf(meta, tmp_path / "hf", drop=True)
 
 
-# What transformers has no place for
-
-
-def adapter() -> Model:
-    """A llama_adapter that sees pictures."""
-    prefix = {"prefix": torch.randn(2, 1, 3, 32), "prefix_gate": torch.randn(2, 8), "prefix_new_gate": torch.randn(2)}
-    pictures = {
-        "clip.visual.proj": torch.randn(4, 4),
-        "clip.dense.weight": torch.randn(4),
-        "visual_query": torch.ones(3),
-    }
-    return llama(biases=("wq", "wo", "w1", "w2", "w3")) | prefix | pictures
-
-
-def test_parts_that_transformers_lacks_are_refused_by_name(tmp_path: Path) -> None:
-    folder = tmp_path / "x"
-    write_whole(folder, adapter(), "llama_adapter")
-    with pytest.raises(
-        UnsupportedInput, match="has 6 tensors .*: `clip`, `visual_query`, `prefix`, `prefix_gate`"
-    ) as refusal:
-        to_hf(folder, tmp_path / "hf")
-    assert "`--drop`" in refusal.value.hint and not (tmp_path / "hf").exists()
-
-
-def test_the_language_model_is_converted_without_them_on_request(tmp_path: Path) -> None:
-    write_whole(tmp_path / "x", adapter(), "llama_adapter")
-    opened = open_training(tmp_path / "x", options={"drop": True})
-    plain = open_training(write_whole(tmp_path / "y", llama(biases=("wq", "wo", "w1", "w2", "w3")), "llama_peft"))
-    assert {name: opened[name].read().tobytes() for name in opened} == {
-        name: plain[name].read().tobytes() for name in plain
-    }
-    assert "`clip`" in opened.warnings[0] and "answers differently" in opened.warnings[1]
-
-
-def write_whole(folder: Path, model: Model, plugin: str) -> Path:
-    save(folder, {}, 0, plugin)
-    torch.save(
-        {"model": {f"llma.{name}": part for name, part in model.items()}}, folder / "consolidated.00-of-01.model.pth"
-    )
-    return folder
-
-
-def test_inspect_lists_what_would_be_dropped(tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        main, ["inspect", "--json", str(write_whole(tmp_path / "x", adapter(), "llama_adapter"))]
-    )
-    assert result.exit_code == 0
-    assert any("`prefix_gate`" in warning for warning in json.loads(result.stdout)["warnings"])
-
-
-def test_biases_of_a_mixtral_are_refused_unless_they_are_zero(tmp_path: Path) -> None:
-    zero = {"layers.0.attention.wq.bias": torch.zeros(32)}
-    assert contents(save(tmp_path / "x", mixtral() | zero, 2, "mixtral_peft")) == contents(
-        save(tmp_path / "y", mixtral(), 1, "mixtral")
-    )
-    folder = save(tmp_path / "z", mixtral() | {"layers.0.attention.wq.bias": torch.ones(32)}, 2, "mixtral_peft")
-    with pytest.raises(UnsupportedInput, match=r"`layers\.attention\.wq\.bias`"):
-        open_training(folder)
-
-
-def test_a_lora_of_an_expert_is_merged(tmp_path: Path) -> None:
-    model, name = mixtral(), "layers.1.feed_forward.experts.3.w1"
-    for layer in (name.replace("1", "0", 1), name):
-        model |= {f"{layer}.lora_a.weight": torch.randn(2, 32), f"{layer}.lora_b.weight": torch.randn(48, 2)}
-    merged = open_training(save(tmp_path / "x", model, 2, "mixtral_peft"))
-    expected = model[f"{name}.weight"] + model[f"{name}.lora_b.weight"] @ model[f"{name}.lora_a.weight"]
-    stored = merged["model.layers.1.block_sparse_moe.experts.3.w1.weight"].read()
-    np.testing.assert_allclose(stored, expected.numpy(), rtol=1e-5, atol=1e-5)
-
-
 # Tokenizers and configurations
 
 
@@ -473,159 +331,6 @@ def test_norms_that_differ_between_shards_are_a_warning(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", llama(), 2)
     change(folder / "consolidated.01-of-02.model.pth", **{"llma.norm.weight": torch.ones(32)})
     assert any("norms differ" in warning for warning in open_training(folder).warnings)
-
-
-# What is refused
-
-
-def change(file: Path, **tensors: torch.Tensor) -> None:
-    torch.save({"model": torch.load(file)["model"] | tensors}, file)
-
-
-def test_a_delta_is_refused_with_the_way_to_apply_it(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedInput, match="is a delta") as refusal:
-        to_hf(DELTA / "delta", tmp_path / "hf")
-    assert "llmconv delta apply" in refusal.value.hint
-
-
-def remove(folder: Path) -> None:
-    (folder / "consolidated.00-of-02.model.pth").unlink()
-
-
-def add(folder: Path) -> None:
-    shutil.copy(folder / "consolidated.01-of-02.model.pth", folder / "consolidated.02-of-02.model.pth")
-
-
-def mix(folder: Path) -> None:
-    shutil.copy(folder / "consolidated.01-of-02.model.pth", folder / "consolidated.01-of-03.model.pth")
-
-
-def mix_with_meta(folder: Path) -> None:
-    shutil.copy(folder / "consolidated.01-of-02.model.pth", folder / "consolidated.01.pth")
-
-
-def truncate(folder: Path) -> None:
-    file = folder / "consolidated.01-of-02.model.pth"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def reshape(folder: Path) -> None:
-    change(folder / "consolidated.01-of-02.model.pth", **{"llma.output.weight": torch.ones(10, 32)})
-
-
-def halve_lora(folder: Path) -> None:
-    layers = (f"llma.layers.{layer}.attention.wq.lora_a.weight" for layer in range(2))
-    halves = {name: torch.ones(2, 32) for name in layers}
-    for number in range(2):
-        change(folder / f"consolidated.0{number}-of-02.model.pth", **halves)
-
-
-def lose_bias(folder: Path) -> None:
-    for number in range(2):
-        change(
-            folder / f"consolidated.0{number}-of-02.model.pth", **{"llma.layers.1.attention.wq.bias": torch.ones(16)}
-        )
-
-
-def add_unknown(folder: Path) -> None:
-    for number in range(2):
-        change(folder / f"consolidated.0{number}-of-02.model.pth", **{"llma.layers.0.router.weight": torch.ones(2, 32)})
-
-
-def put_object(folder: Path) -> None:
-    torch.save({"model": {"llma.norm.weight": "text"}}, folder / "consolidated.01-of-02.model.pth")
-
-
-def add_twin(folder: Path) -> None:
-    shutil.copy(folder / "consolidated.01-of-02.model.pth", folder / "consolidated.1-of-2.model.pth")
-
-
-def name_no_plugin(folder: Path) -> None:
-    (folder / "meta.json").write_text('{"llama_type": ["llama"]}')
-
-
-def flatten(folder: Path) -> None:
-    for number in range(2):
-        change(
-            folder / f"consolidated.0{number}-of-02.model.pth", **{"llma.layers.0.attention.wv.weight": torch.ones(8)}
-        )
-
-
-def rename_plugin(folder: Path) -> None:
-    (folder / "meta.json").write_text('{"llama_type": "my_own"}')
-
-
-def configure(**fields: Any) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        (folder / "config.json").write_text(json.dumps({**ARGS, **fields}))
-
-    return edit
-
-
-BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a missing shard": (remove, "should have 2 shards, but number 0 is missing"),
-    "an extra shard": (add, "should have 2 shards, but number 2 .* is there too"),
-    "shards of two sets": (mix, "mixes shards of different checkpoints"),
-    "shards of two layouts": (mix_with_meta, "mixes shards of different checkpoints"),
-    "a shard under two names": (add_twin, "mixes shards of different checkpoints"),
-    "a vector for a matrix": (flatten, "of another shape than its configuration says"),
-    "no plugin": (name_no_plugin, "which upstream does not have"),
-    "a truncated shard": (truncate, "truncated or damaged"),
-    "a shard of another split": (reshape, r"differ in 1 tensors: `output\.weight`"),
-    "half a LoRA": (halve_lora, r"LoRA of `layers\.0\.attention\.wq\.weight` in `x` does not fit"),
-    "a bias of one layer alone": (lose_bias, r"not in each of its 2 layers: `layers\.\{\}\.attention\.wq\.bias`"),
-    "an unknown tensor": (add_unknown, r"no rule places: `layers\.0\.router\.weight`"),
-    "no tensors": (put_object, "is no plain state dict"),
-    "an unknown plugin": (rename_plugin, "the plugin `my_own`, which upstream does not have"),
-    "another size": (configure(dim=64), "of another shape than its configuration says"),
-    "another number of key heads": (configure(n_kv_heads=8), "of another shape"),
-    "odd heads": (configure(n_heads=7, n_kv_heads=None), "has 7 heads and 7 key/value heads for a size of 32"),
-    "more layers": (configure(n_layers=3), "lacks 9 tensors of the model"),
-    "countless layers": (configure(n_layers=10**9), "no configuration with `n_layers`"),
-    "another multiplier": (configure(ffn_dim_multiplier=2.0), "of another shape"),
-    "no number": (configure(norm_eps="1e-5"), "`norm_eps` of `x` is '1e-5'"),
-    "no rope scaling": (configure(rope_scaling=0), "`rope_scaling` of `x` is 0"),
-    "rope of Llama 3.1": (configure(use_scaled_rope=True), "has `use_scaled_rope`, which"),
-}
-
-
-@pytest.mark.parametrize(("damage", "reason"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_checkpoint_is_refused(tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
-    folder = save(tmp_path / "x", llama(), 2)
-    damage(folder)
-    with pytest.raises(InputRefused, match=reason):
-        to_hf(folder, tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
-
-
-@pytest.mark.parametrize("moe", [3, {"num_experts": 10**9}, {"num_experts": "x"}])
-def test_a_senseless_number_of_experts_is_refused(tmp_path: Path, moe: Any) -> None:
-    with pytest.raises(MalformedInput, match="`moe` of `x` is"):
-        open_training(save(tmp_path / "x", mixtral(), 1, "mixtral", moe=moe))
-
-
-def test_an_expert_in_two_shards_is_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path / "x", mixtral(), 2, "mixtral")
-    change(
-        folder / "consolidated.01-of-02.model.pth",
-        **{"llma.layers.0.feed_forward.experts.0.w1.weight": torch.ones(48, 32)},
-    )
-    with pytest.raises(MalformedInput, match="two shards of `x` hold the same expert"):
-        open_training(folder)
-
-
-def test_an_internlm_in_several_shards_is_refused(tmp_path: Path) -> None:
-    source = shutil.copytree(FIXTURES / "internlm_mp1_bf16", tmp_path / "x")
-    shutil.copy(source / "consolidated.00-of-01.model.pth", source / "consolidated.00-of-02.model.pth")
-    (source / "consolidated.00-of-01.model.pth").rename(source / "consolidated.01-of-02.model.pth")
-    with pytest.raises(UnsupportedInput, match="is an InternLM in 2 shards"):
-        open_training(source)
-
-
-def test_a_folder_without_shards_is_no_base(tmp_path: Path) -> None:
-    folder = save(tmp_path / "x", trained(llama(rank=2)))
-    with pytest.raises(InputRefused, match="holds no `consolidated"):
-        open_training(folder, options={"base": str(tmp_path)})
 
 
 def test_reading_in_blocks_is_reading_whole(tmp_path: Path) -> None:
