@@ -148,6 +148,21 @@ def join(shards: Sequence[Tensors], repeated: Iterable[str], experts: int, sourc
     return whole
 
 
+def peek(folder: Path) -> Tensors:
+    """The tensors under Accessory's own names, joined as far as the names alone tell.
+
+    Raises:
+        InputRefused: see `open_shards`.
+    """
+    shards = open_shards(folder)
+    whole: Tensors = {}
+    for name in dict.fromkeys(name for shard in shards for name in shard):
+        parts = [shard[name] for shard in shards if name in shard]
+        dim = 0 if FUSED_EXPERTS.fullmatch(name) else None if EXPERT.search(name) else split_dim(name)
+        whole[name] = parts[0] if dim is None or len(parts[0].shape) <= dim else concat(parts, dim)
+    return whole
+
+
 def split_dim(name: str, repeated: Iterable[str] = ()) -> int | None:
     """The dimension along which a tensor is split; None where every shard holds it whole, and shard 0 counts."""
     suffix = SUFFIX.search(name)

@@ -16,7 +16,7 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.accessory_names import ATTENTION, MLP, has_biases, to_hugging_face
 from llmconv.convert.accessory_params import Params, is_field, read_params, to_config
 from llmconv.convert.accessory_plugins import leave_out, plugin_family
-from llmconv.convert.accessory_shards import DELTA, SHARD, Tensors, differing_copies, join, open_shards
+from llmconv.convert.accessory_shards import DELTA, SHARD, Tensors, differing_copies, join, open_shards, peek
 from llmconv.convert.configs import without_code
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import equal, listing
@@ -146,4 +146,5 @@ FORMAT = Format(
     detect=_detect,
     open=_open,
     options=("base", "drop"),
+    peek=peek,
 )

@@ -73,6 +73,13 @@ def test_inspect_lists_what_would_be_dropped(tmp_path: Path) -> None:
     assert any("`prefix_gate`" in warning for warning in json.loads(result.stdout)["warnings"])
 
 
+def test_inspect_counts_what_was_trained_alone() -> None:
+    folder = FIXTURES / "legacy_llama_peft_mp2_trainable" / "epoch0"
+    found = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(folder)]).stdout)
+    assert (found["format"], found["tensors"], found["parameters"]) == ("accessory", 47, 22_208)
+    assert found["warnings"][0].startswith("not to be converted yet: ")
+
+
 def test_biases_of_a_mixtral_are_refused_unless_they_are_zero(tmp_path: Path) -> None:
     zero = {"layers.0.attention.wq.bias": torch.zeros(32)}
     assert contents(save(tmp_path / "x", mixtral() | zero, 2, "mixtral_peft")) == contents(
