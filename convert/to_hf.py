@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import merged_configs, with_dtype
@@ -25,6 +26,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     format: str | None = None,
     config: Sequence[str | Path] = (),
     tokenizer: str | Path | None = None,
+    base: str | Path | None = None,
+    drop: bool = False,
     dtype: str = "keep",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -39,6 +42,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         format: name of the training format; detected by content when None.
         config: JSON files whose fields are added to the checkpoint's own configuration, later ones winning.
         tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
+        base: the model that training started from, where the checkpoint holds only what was trained.
+        drop: leave out parts of the model that no model of transformers can hold, instead of refusing it.
         dtype: `keep`, `float32`, `float16` or `bfloat16`.
         max_shard_size: largest safetensors file, in bytes or as `5GB`.
         overwrite: replace an existing model folder.
@@ -53,7 +58,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     if dtype != "keep" and dtype not in BY_NAME:
         raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
     configs = tuple(Path(path) for path in config)
-    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None)
+    options: dict[str, Any] = ({"base": str(local_path(base))} if base else {}) | ({"drop": True} if drop else {})
+    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, options)
     for warning in checkpoint.warnings:
         warn(warning)
     plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
@@ -66,14 +72,20 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
             max_shard_size=str(max_shard_size),
             config=[path.name for path in configs] or None,
             tokenizer=Path(tokenizer).name if tokenizer else None,
+            base=Path(options["base"]).name if base else None,
+            drop=drop or None,
         )
-        sources = _files(checkpoint.path)
+        sources = _files(checkpoint.path) + (_files(Path(options["base"])) if base else [])
         write_checkpoint(plan, Path(output), steps=[done], sources=sources, overwrite=overwrite, resume=resume)
     return plan
 
 
 def open_training(
-    source: str | Path, format: str | None = None, config: tuple[Path, ...] = (), tokenizer: Path | None = None
+    source: str | Path,
+    format: str | None = None,
+    config: tuple[Path, ...] = (),
+    tokenizer: Path | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Opens a training checkpoint of any known format, in Hugging Face names.
 
@@ -88,7 +100,12 @@ def open_training(
         raise UsageProblem(
             f"`{path.name}` is not of the format `{format}`", hint="leave out `--from`; formats are told by content"
         )
-    return chosen.open(path, merged_configs(config), tokenizer)
+    foreign = sorted({*(options or {})} - {*chosen.options})
+    if foreign:
+        raise UsageProblem(
+            f"`--{foreign[0].replace('_', '-')}` means nothing for the format `{chosen.name}`", hint="leave it out"
+        )
+    return chosen.open(path, {**merged_configs(config), **(options or {})}, tokenizer)
 
 
 def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

@@ -71,11 +71,13 @@ class LazyTensor:
         shape: sizes; `()` is a scalar.
         load: `load(start, stop)` returns rows `start:stop` as a C-contiguous array of shape
             `(stop - start, *shape[1:])`; a scalar is loaded with `(0, 1)` and has shape `(1,)`.
+        recast: where the values are computed, the same tensor rounded once to another dtype instead of to this one.
     """
 
     dtype: DType
     shape: tuple[int, ...]
     load: Callable[[int, int], Array]
+    recast: Callable[[DType], LazyTensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -114,4 +116,6 @@ def cast(tensor: LazyTensor, dtype: DType) -> LazyTensor:
     """`tensor` rounded to `dtype` (nearest even); non-float tensors and equal dtypes stay as they are."""
     if tensor.dtype == dtype or tensor.dtype.name not in ("float64", *FLOATS):
         return tensor
+    if tensor.recast:
+        return tensor.recast(dtype)
     return LazyTensor(dtype, tensor.shape, lambda start, stop: tensor.load(start, stop).astype(dtype.numpy))

@@ -21,6 +21,7 @@ from llmconv.convert.formats import formats
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 COMPOSER = sorted((FIXTURES / "composer").glob("*/ep0-ba2-rank0.pt"))
 META = sorted({shard.parent for shard in (FIXTURES / "meta").rglob("consolidated.*.pth")})
+ACCESSORY = sorted({shard.parent for shard in (FIXTURES / "accessory").rglob("consolidated.*-of-*.model*.pth")})
 LLAMA = FIXTURES / "composer" / "weights_only" / "ep0-ba2-rank0.pt"
 
 
@@ -28,14 +29,20 @@ def llmconv(*args: object) -> Result:
     return CliRunner().invoke(main, [str(arg) for arg in args])
 
 
-@pytest.mark.parametrize("path", COMPOSER + META, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_exactly_one_format_claims_each_checkpoint(path: Path) -> None:
-    claims = [name for name, found in formats().items() if found.detect(path)]
-    assert claims == ["composer" if path.suffix == ".pt" else "meta"]
+CLAIMS = [
+    *((path, "accessory") for path in ACCESSORY),
+    *((path, "composer") for path in COMPOSER),
+    *((path, "meta") for path in META),
+]
+
+
+@pytest.mark.parametrize(("path", "format"), CLAIMS, ids=lambda value: str(getattr(value, "name", value)))
+def test_exactly_one_format_claims_each_checkpoint(path: Path, format: str) -> None:
+    assert [name for name, found in formats().items() if found.detect(path)] == [format]
 
 
 def test_every_format_is_named_after_its_file() -> None:
-    assert [found.name for found in formats().values()] == list(formats()) == ["composer", "meta"]
+    assert [found.name for found in formats().values()] == list(formats()) == ["accessory", "composer", "meta"]
 
 
 def test_converting_needs_no_torch(tmp_path: Path) -> None:
@@ -96,7 +103,7 @@ def test_an_output_that_exists_needs_overwrite(tmp_path: Path) -> None:
 def test_a_wrong_format_name_is_a_usage_error_that_lists_the_right_ones(tmp_path: Path) -> None:
     result = llmconv("to-hf", LLAMA, "-o", tmp_path / "hf", "--from", "compozer")
     assert result.exit_code == 2
-    assert "composer, meta" in result.stderr
+    assert "accessory, composer, meta" in result.stderr
 
 
 def test_a_format_that_the_content_contradicts_is_a_usage_error(tmp_path: Path) -> None:
@@ -152,9 +159,9 @@ def test_what_no_format_claims_is_refused_with_a_hint(tmp_path: Path, make: Any,
     assert not (tmp_path / "hf").exists()
 
 
-def test_formats_lists_both(tmp_path: Path) -> None:
-    assert [line.split()[0] for line in llmconv("formats").stdout.splitlines()] == ["composer", "meta"]
-    assert set(json.loads(llmconv("formats", "--json").stdout)) == {"composer", "meta"}
+def test_formats_lists_all(tmp_path: Path) -> None:
+    assert [line.split()[0] for line in llmconv("formats").stdout.splitlines()] == list(formats())
+    assert set(json.loads(llmconv("formats", "--json").stdout)) == set(formats())
 
 
 # inspect

@@ -1,0 +1,150 @@
+"""LLaMA2-Accessory: a folder of `consolidated.NN-of-MM.model.pth` shards, with or without `config.json`, `meta.json`.
+
+Layout (Alpha-VLLM/LLaMA2-Accessory `accessory/util/misc.py`, `save_checkpoint`): `{"model": {"llma.…": tensor}}` per
+model-parallel rank; everything, or with `--only_save_trainable` only what was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.convert.accessory_names import ATTENTION, MLP, has_biases, to_hugging_face
+from llmconv.convert.accessory_params import Params, is_field, read_params, to_config
+from llmconv.convert.accessory_plugins import leave_out, plugin_family
+from llmconv.convert.accessory_shards import DELTA, SHARD, Tensors, differing_copies, join, open_shards, peek
+from llmconv.convert.configs import without_code
+from llmconv.convert.formats import Format
+from llmconv.convert.mapping import equal, listing
+from llmconv.convert.meta_tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
+from llmconv.convert.tokenizer_ids import special_ids
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+
+
+def _detect(path: Path) -> bool:
+    return path.is_dir() and any(SHARD.fullmatch(entry.name) or DELTA.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    base, drop = Path(config["base"]) if "base" in config else None, bool(config.get("drop"))
+    own, below = open_shards(path), open_shards(base) if base else []
+    given = {name: value for name, value in config.items() if is_field(name, value)}
+    stored = (_stored_params(base) if base else {}) | _stored_params(path)
+    params = read_params(stored | given, plugin_family(path, chain(*own, *below)), path.name)
+    whole = _join(path, own, params)
+    if base:
+        # As upstream's loader does with a list of checkpoints: what the later one has replaces what the base has.
+        whole = _join(base, below, params) | whole
+    warnings = leave_out(whole, params.family, path.name, drop=drop)
+    _require_whole(base or path, whole)
+    tensors = to_hugging_face(whole, params, path.name)
+    settings = _config(path, params, tensors)
+    words, more = _tokenizer(path, tokenizer, base, settings["vocab_size"])
+    extra, code = without_code({name: value for name, value in config.items() if name not in (*given, *FORMAT.options)})
+    if code:
+        warnings.append(f"dropped {listing(code)} from the configuration: no code comes from a checkpoint")
+    if differing_copies(own, ("norm.weight", "ln_f.weight")):
+        warnings.append("the norms differ between shards; those of shard 0 are used, as upstream does")
+    settings |= {"bos_token_id": words.bos, "eos_token_id": words.eos} | extra
+    return Checkpoint(path, FORMAT.name, tensors, settings, words.files, (*warnings, *more))
+
+
+def _stored_params(folder: Path) -> dict[str, Any]:
+    """`config.json` of Accessory or `params.json` of Meta."""
+    place = next((folder / name for name in ("config.json", "params.json") if (folder / name).is_file()), None)
+    content = read_json(place) if place else {}
+    return dict(content["model"]) if isinstance(content.get("model"), Mapping) else content
+
+
+def _join(folder: Path, shards: Sequence[Tensors], params: Params) -> Tensors:
+    if params.family == "internlm" and len(shards) > 1:
+        raise UnsupportedInput(
+            f"`{folder.name}` is an InternLM in {len(shards)} shards, with which upstream's own code cannot compute",
+            hint="give the checkpoint in one shard, from which it was cut",
+        )
+    one_head = params.family == "falcon" and params.fields.get("multi_query", True)
+    return join(shards, ("wk", "wv") if one_head else (), params.experts, folder.name)
+
+
+def _require_whole(folder: Path, whole: Tensors) -> None:
+    if not any(name.startswith(("tok_embeddings.", "word_embeddings.", "embedding.")) for name in whole):
+        raise InputRefused(
+            f"`{folder.name}` holds no whole model, only the {len(whole)} tensors that were trained",
+            hint="give the folder of `consolidated.…` shards that training started from with `--base`",
+        )
+
+
+def _config(path: Path, params: Params, tensors: Tensors) -> dict[str, Any]:
+    """The config, its sizes compared with the tensors; a head that equals the embedding is dropped as tied."""
+    embedding = "transformer.word_embeddings.weight" if params.family == "falcon" else "model.embed_tokens.weight"
+    settings = to_config(params, tensors[embedding].num_rows, path.name)
+    _check_shapes(path, params, settings, tensors)
+    if settings["model_type"] == "llama":
+        settings |= {"attention_bias": has_biases(tensors, ATTENTION), "mlp_bias": has_biases(tensors, MLP)}
+    if equal(tensors["lm_head.weight"], tensors[embedding]):
+        del tensors["lm_head.weight"]
+        settings["tie_word_embeddings"] = True
+    return settings
+
+
+def _check_shapes(path: Path, params: Params, settings: Mapping[str, Any], tensors: Tensors) -> None:
+    """Every matrix has the shape that transformers will expect.
+
+    Raises:
+        MalformedInput: lists those that have not.
+    """
+    dim, hidden, kv = params.dim, params.intermediate, params.kv_heads * params.head_dim
+    fused = dim + 2 * settings.get("num_kv_heads", 0) * params.head_dim
+    rows = {"k_proj": kv, "v_proj": kv, "query_key_value": fused, "gate": params.experts}
+    rows |= dict.fromkeys(("gate_proj", "up_proj", "w1", "w3", "dense_h_to_4h"), hidden)
+    rows |= dict.fromkeys(("lm_head", "embed_tokens", "word_embeddings"), settings["vocab_size"])
+    columns = dict.fromkeys(("down_proj", "w2", "dense_4h_to_h"), hidden)
+    wrong = []
+    for name, tensor in tensors.items():
+        layer = name.split(".")[-2]
+        expected = (rows.get(layer, dim), columns.get(layer, dim))
+        is_vector = name.endswith(".bias") or "norm" in layer or layer.startswith("ln_")
+        if tensor.shape != (expected[:1] if is_vector else expected):
+            wrong.append(f"{name} {list(tensor.shape)}")
+    if wrong:
+        raise MalformedInput(
+            f"`{path.name}` has {len(wrong)} tensors of another shape than its configuration says: {listing(wrong)}",
+            hint="the configuration is of another model, or a shard is missing",
+        )
+
+
+def _tokenizer(path: Path, given: Path | None, base: Path | None, vocabulary: int) -> tuple[MetaTokenizer, list[str]]:
+    place = given or _find_tokenizer(path) or (_find_tokenizer(base) if base else None)
+    if place is None:
+        warning = f"`{path.name}` has no tokenizer; give one with `--tokenizer` if you need it"
+        return without_tokenizer(vocabulary), [warning]
+    words = load_tokenizer(place, since_3_1=False)
+    if words.eos is None:
+        bos, eos = special_ids(words.files)
+        # A tokenizer without a token for the beginning begins with that for the end (upstream `model/tokenizer.py`).
+        words = replace(words, bos=eos if bos is None else bos, eos=eos)
+    warnings = list(words.warnings)
+    if words.size > vocabulary:
+        warnings.append(f"the tokenizer has {words.size} tokens, the embedding {vocabulary}: is it another model's?")
+    return words, warnings
+
+
+def _find_tokenizer(folder: Path) -> Path | None:
+    """As upstream looks for it: `tokenizer.model`, else the two files of a Hugging Face tokenizer."""
+    if (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
+        return folder
+    return find_tokenizer(folder)
+
+
+FORMAT = Format(
+    name="accessory",
+    title="LLaMA2-Accessory (folder of consolidated.NN-of-MM.model.pth)",
+    detect=_detect,
+    open=_open,
+    options=("base", "drop"),
+    peek=peek,
+)

@@ -1,0 +1,40 @@
+"""Ids of special tokens: from a tokenizer's files, whatever their kind, and None where they do not tell."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llmconv.convert.tokenizer_ids import special_ids
+from llmconv.errors import MalformedInput
+
+NAMES = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+VOCABULARIES: dict[str, dict[str, Any]] = {
+    "a dict": {"model": {"vocab": {"<s>": 3, "</s>": 4}}},
+    "a list of pairs": {"model": {"vocab": [["a", 0.0], ["b", 0.0], ["c", 0.0], ["<s>", 0.0], ["</s>", 0.0]]}},
+    "added tokens": {
+        "model": {"vocab": {"<s>": 0}},
+        "added_tokens": [{"content": "<s>", "id": 3}, {"content": "</s>", "id": 4}],
+    },
+}
+
+
+def files(settings: Any, tokenizer: Any) -> dict[str, bytes]:
+    return {"tokenizer_config.json": json.dumps(settings).encode(), "tokenizer.json": json.dumps(tokenizer).encode()}
+
+
+@pytest.mark.parametrize("tokenizer", VOCABULARIES.values(), ids=VOCABULARIES.keys())
+def test_ids_are_found_in_every_kind_of_vocabulary(tokenizer: dict[str, Any]) -> None:
+    assert special_ids(files(NAMES, tokenizer)) == (3, 4)
+
+
+@pytest.mark.parametrize("settings", [{}, [], {"bos_token": ["<s>"], "eos_token": {"content": []}}, {"bos_token": 3}])
+def test_what_the_files_do_not_tell_is_none(settings: Any) -> None:
+    assert special_ids(files(settings, VOCABULARIES["a dict"])) == (None, None)
+
+
+def test_a_file_that_is_not_json_is_refused() -> None:
+    with pytest.raises(MalformedInput, match=r"`tokenizer_config\.json` is not valid JSON"):
+        special_ids({"tokenizer_config.json": b"{"})
