@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     format: str | None = None,
     config: Sequence[str | Path] = (),
     tokenizer: str | Path | None = None,
+    qkv_layout: str | None = None,
     dtype: str = "keep",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -37,8 +38,9 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         source: a checkpoint file or folder, or its URI or hub id.
         output: the folder to make.
         format: name of the training format; detected by content when None.
-        config: JSON files whose fields are added to the checkpoint's own configuration, later ones winning.
+        config: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones winning.
         tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
+        qkv_layout: order of fused matrices that a MindFormers file does not tell: `plain` up to 1.4, `interleaved` since.
         dtype: `keep`, `float32`, `float16` or `bfloat16`.
         max_shard_size: largest safetensors file, in bytes or as `5GB`.
         overwrite: replace an existing model folder.
@@ -53,7 +55,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     if dtype != "keep" and dtype not in BY_NAME:
         raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
     configs = tuple(Path(path) for path in config)
-    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None)
+    options = {"qkv_layout": qkv_layout} if qkv_layout else {}
+    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, options)
     for warning in checkpoint.warnings:
         warn(warning)
     plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
@@ -66,6 +69,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
             max_shard_size=str(max_shard_size),
             config=[path.name for path in configs] or None,
             tokenizer=Path(tokenizer).name if tokenizer else None,
+            **options,
         )
         sources = _files(checkpoint.path)
         write_checkpoint(plan, Path(output), steps=[done], sources=sources, overwrite=overwrite, resume=resume)
@@ -73,7 +77,11 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
 
 
 def open_training(
-    source: str | Path, format: str | None = None, config: tuple[Path, ...] = (), tokenizer: Path | None = None
+    source: str | Path,
+    format: str | None = None,
+    config: tuple[Path, ...] = (),
+    tokenizer: Path | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> Checkpoint:
     """Opens a training checkpoint of any known format, in Hugging Face names.
 
@@ -88,7 +96,12 @@ def open_training(
         raise UsageProblem(
             f"`{path.name}` is not of the format `{format}`", hint="leave out `--from`; formats are told by content"
         )
-    return chosen.open(path, merged_configs(config), tokenizer)
+    foreign = sorted({*(options or {})} - {*chosen.options})
+    if foreign:
+        raise UsageProblem(
+            f"`--{foreign[0].replace('_', '-')}` means nothing for the format `{chosen.name}`", hint="leave it out"
+        )
+    return chosen.open(path, {**merged_configs(config), **(options or {})}, tokenizer)
 
 
 def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

@@ -24,12 +24,14 @@ class Format:
         detect: whether a path is of this format, decided by what is in it.
         open: `open(path, config, tokenizer)` gives the Checkpoint in Hugging Face names; `config` are fields that the
             user adds or overrides, `tokenizer` a file or folder to use instead of the checkpoint's own.
+        options: those of `to-hf` that only some formats have; they come as fields of `config`.
     """
 
     name: str
     title: str
     detect: Callable[[Path], bool]
     open: Callable[[Path, Mapping[str, Any], Path | None], Checkpoint]
+    options: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=1)
