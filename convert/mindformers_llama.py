@@ -1,7 +1,7 @@
-"""MindFormers' models of the Llama kind: llama 1 to 3, qwen 1 and 2, internlm 1 and 2, baichuan 1 and 2 (7B).
+"""MindFormers' models of the Llama kind: llama 1 to 3, qwen 1 to 3, internlm 1 and 2, baichuan 1 and 2 (7B).
 
-Source: mindformers `models/llama/{llama,llama_config,convert_reversed}.py`, `modules/layers.py` (`FreqsMgr`), `research/
-{qwen,internlm,internlm2,baichuan2}`. Weights are out×in and rotate halves, as in transformers: nothing is permuted.
+Source: mindformers `models/llama/{llama,llama_config,convert_reversed}.py`, `modules/layers.py` (`FreqsMgr`) and
+`research/{qwen,internlm,internlm2,baichuan2}`. Weights are out×in and rotate halves, as in transformers.
 """
 
 from __future__ import annotations
@@ -46,6 +46,25 @@ LLAMA = _names("model", "tok_embeddings", "norm_out", "w1", "w3")
 # Qwen computes w1(x)·silu(w3(x)): its gate is w3 (research/qwen/qwen_model.py, QwenFeedForward)
 QWEN = _names("transformer", "wte", "ln_f", "w3", "w1")
 
+CORE: dict[str, str | None] = {
+    "embedding.word_embeddings.weight": EMBEDDING,
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": HEAD,
+    "decoder.layers.{}.input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
+    "decoder.layers.{}.pre_mlp_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "decoder.layers.{}.self_attention.q_layernorm.weight": "model.layers.{}.self_attn.q_norm.weight",
+    "decoder.layers.{}.self_attention.k_layernorm.weight": "model.layers.{}.self_attn.k_norm.weight",
+    "decoder.layers.{}.mlp.gating.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "decoder.layers.{}.mlp.hidden.weight": "model.layers.{}.mlp.up_proj.weight",
+    "decoder.layers.{}.mlp.linear_fc2.weight": "model.layers.{}.mlp.down_proj.weight",
+    **{
+        f"decoder.layers.{{}}.self_attention.linear_{one}.{kind}": f"model.layers.{{}}.self_attn.{two}_proj.{kind}"
+        for one, two in (("q", "q"), ("k", "k"), ("v", "v"), ("proj", "o"))
+        for kind in ("weight", "bias")
+    },
+}
+"""Names since 1.6, which are Megatron's (`toolkit/weight_convert/qwen3`)."""
+
 
 def build_llama(run: RunConfig, tensors: Tensors) -> Model:
     """A model under Llama's names; biases and the class of the run tell which it is.
@@ -71,34 +90,46 @@ def build_qwen(run: RunConfig, tensors: Tensors) -> Model:
     return Model(model.tensors, model.config, (*model.warnings, note))
 
 
+def build_core(run: RunConfig, tensors: Tensors) -> Model:
+    """A model under Megatron's names: `qwen3` where queries and keys are normalised, otherwise by its biases."""
+    normalised = any(".q_layernorm." in name for name in tensors)
+    return _build(run, tensors, CORE, "qwen3" if normalised else "llama")
+
+
 def _build(run: RunConfig, tensors: Tensors, names: dict[str, str | None], kind: str) -> Model:
+    activation = run.fields.get("hidden_act") or "silu"
+    if activation not in ("silu", "swiglu"):
+        raise refuse_model(run, f"a Llama with `hidden_act` {str(activation)[:40]}", "its feed-forward is SwiGLU")
     embedding = next((tensors[name] for name, target in names.items() if target == EMBEDDING and name in tensors), None)
     if embedding is None or len(embedding.shape) != 2:
-        raise MalformedInput(f"`{run.source}` has no embedding", hint="the checkpoint is of one pipeline stage, or partial")
+        raise MalformedInput(
+            f"`{run.source}` has no embedding", hint="the checkpoint is of one pipeline stage, or partial"
+        )
     heads = heads_of(run, embedding.shape[1])
     parts = unfuse(run, tensors, heads)
     renamed = {target: parts[source] for target, source in rename(parts, names, run.source).items()}
     biases = {one for one in "qkvo" if f"model.layers.0.self_attn.{one}_proj.bias" in renamed}
     if biases not in (set(), set("qkv"), set("qkvo")):
         raise refuse_model(run, f"a Llama with biases on {sorted(biases)}", "it has them on q, k, v, or on all four")
-    if biases == set("qkv"):
+    if kind == "llama" and biases == set("qkv"):
         kind = "qwen2"
     gate = renamed.get("model.layers.0.mlp.gate_proj.weight")
     config = _config(run, embedding.shape, gate.num_rows if gate else 0, heads, kind)
-    if kind == "llama":
+    if kind == "qwen3" and biases:
+        raise refuse_model(run, f"a Qwen 3 with biases on {sorted(biases)}", "it has them on none")
+    if kind != "qwen2":
         config |= {"attention_bias": bool(biases), "mlp_bias": False}
     return finish(run, renamed, _shapes(config, heads, biases), config, HEAD, EMBEDDING)
 
 
-def _config(
-    run: RunConfig, embedding: tuple[int, ...], intermediate: int, heads: Heads, kind: str
-) -> dict[str, Any]:
+def _config(run: RunConfig, embedding: tuple[int, ...], intermediate: int, heads: Heads, kind: str) -> dict[str, Any]:
     vocabulary, hidden = embedding
     said = {"hidden_size": hidden, "vocab_size": vocabulary}
     for name, size in said.items():
         if run.integer(name, default=size) != size:
             raise MalformedInput(
-                f"the embedding of `{run.source}` is {list(embedding)}, its configuration says `{name}` {run.integer(name)}",
+                f"the embedding of `{run.source}` is {list(embedding)}, its configuration says "
+                f"`{name}` {run.integer(name)}",
                 hint="the configuration is of another model, or these are the shards of one rank",
             )
     rope = rope_settings(run)
@@ -129,6 +160,9 @@ def rope_settings(run: RunConfig) -> dict[str, Any]:
     theta = run.number("theta", "rope_theta", "rotary_emb_base", default=10000.0)
     method = str(run.fields.get("extend_method") or "None").upper()
     factor = run.fields.get("scaling_factor", 1.0)
+    ready = run.fields.get("rope_parameters") or run.fields.get("rope_scaling")
+    if isinstance(ready, dict):  # a configuration in transformers' words
+        return {"rope_theta": theta, "rope_scaling": {"rope_theta": theta, **ready}}
     if method == "NONE":
         return {"rope_theta": theta}
     if method == "NTK":
@@ -154,6 +188,8 @@ def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> Shapes:
             shapes[f"{layer}.self_attn.{one}_proj.weight"] = (count, rows["q"] if one == "o" else hidden)
             if one in biases:
                 shapes[f"{layer}.self_attn.{one}_proj.bias"] = (count,)
+        if config["model_type"] == "qwen3":
+            shapes |= {f"{layer}.self_attn.{one}_norm.weight": (heads.dim,) for one in "qk"}
         shapes |= {
             f"{layer}.mlp.gate_proj.weight": (inner, hidden),
             f"{layer}.mlp.up_proj.weight": (inner, hidden),
@@ -185,6 +221,7 @@ def _normalised(head: LazyTensor) -> LazyTensor:
 
     def load(start: int, stop: int) -> Array:
         rows = head.rows(start, stop).astype(np.float64)
-        return (rows / np.sqrt((rows**2).sum(1, keepdims=True) + NORM_HEAD_EPS)).astype(head.dtype.numpy)
+        normalised: Array = (rows / np.sqrt((rows**2).sum(1, keepdims=True) + NORM_HEAD_EPS)).astype(head.dtype.numpy)
+        return normalised
 
     return LazyTensor(head.dtype, head.shape, load)

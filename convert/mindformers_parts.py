@@ -22,8 +22,13 @@ IN_OUT = re.compile(r"\.(?:projection|mapping)\.weight$")
 """Weights of gpt2 and bloom that are stored in×out."""
 
 LAYOUTS = ("plain", "interleaved")
-FUSED_QKV = re.compile(r"(.+\.attention)\.(?:w_qkv|w)\.(weight|bias)")
-FUSED_GATE = re.compile(r"(.+\.feed_forward)\.w_gate_hidden\.(weight|bias)")
+FUSED = (
+    (re.compile(r"(.+\.attention)\.(?:w_qkv|w)\.(weight|bias)"), ("wq", "wk", "wv")),
+    (re.compile(r"(.+\.feed_forward)\.w_gate_hidden\.(weight|bias)"), ("w1", "w3")),
+    (re.compile(r"(.+\.self_attention)\.linear_qkv\.(weight|bias)"), ("linear_q", "linear_k", "linear_v")),
+    (re.compile(r"(.+\.mlp)\.linear_fc1\.(weight|bias)"), ("gating", "hidden")),
+)
+"""Names of fused matrices, and those of their parts: queries, keys and values, or gate and up."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ def heads_of(run: RunConfig, hidden: int) -> Heads:
         MalformedInput: they do not fit the hidden size.
     """
     queries = run.integer("num_heads", "num_attention_heads")
-    keys = run.integer("n_kv_heads", "num_key_value_heads", "multi_query_group_num", default=queries)
+    keys = run.integer(
+        "n_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_query_groups", default=queries
+    )
     dim = run.integer("head_dim", "kv_channels", default=max(1, hidden // queries))
     if queries % keys or ("head_dim" not in run.fields and "kv_channels" not in run.fields and queries * dim != hidden):
         raise MalformedInput(
@@ -113,16 +120,17 @@ def _merged(
             hint="merge it first with MindFormers' `transform_ckpt_lora.py`",
         )
     rank = a.shape[0]
-    if base.shape != (b.shape[0], a.shape[1]) or b.shape[1] != rank or run.lora.get("lora_rank", rank) != rank:
+    if base.shape != (b.shape[0], a.shape[1]) or b.shape[1] != rank or run.lora.get("lora_rank") not in (None, rank):
         raise MalformedInput(
-            f"the LoRA pair of `{name}` in `{run.source}` ({list(b.shape)}·{list(a.shape)}) does not fit {list(base.shape)}",
+            f"the LoRA pair of `{name}` in `{run.source}` ({list(b.shape)}·{list(a.shape)}) does not fit "
+            f"{list(base.shape)}",
             hint="the parameters are of another run, or `lora_rank` of the configuration is",
         )
     return add_low_rank(base, [LowRank(a, b, alpha / rank)], base.dtype)
 
 
 def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> Tensors:
-    """The tensors with `w_qkv` (in 1.0 `w`) as `wq`, `wk`, `wv`, and `w_gate_hidden` as `w1`, `w3`.
+    """The tensors with the `FUSED` ones taken apart, such as `w_qkv` (in 1.0 `w`) into `wq`, `wk` and `wv`.
 
     Until 1.4 the parts stand one after the other; since 1.5 each key/value head stands with its queries, and gate and
     up rows alternate (mindformers `utils/convert_utils.py`, `qkv_concat_hf2mg`, `ffn_concat_hf2mg`). Names are equal.
@@ -133,20 +141,19 @@ def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> T
     """
     result: Tensors = {}
     for name, tensor in tensors.items():
-        qkv, gate = FUSED_QKV.fullmatch(name), FUSED_GATE.fullmatch(name)
+        found = next(((match, parts) for sign, parts in FUSED if (match := sign.fullmatch(name))), None)
+        if found is None:
+            result[name] = tensor
+            continue
+        match, parts = found
+        layout = layout_of(run, name)
         try:
-            if qkv:
-                parts = split_qkv(tensor, heads, layout_of(run, name))
-                result |= {f"{qkv[1]}.{part}.{qkv[2]}": rows for part, rows in zip(("wq", "wk", "wv"), parts, strict=True)}
-            elif gate:
-                parts = split_gate(tensor, layout_of(run, name))
-                result |= {f"{gate[1]}.{part}.{gate[2]}": rows for part, rows in zip(("w1", "w3"), parts, strict=True)}
-            else:
-                result[name] = tensor
+            rows = split_qkv(tensor, heads, layout) if len(parts) == 3 else split_gate(tensor, layout)
         except ValueError as error:
             raise MalformedInput(
                 f"`{name}` of `{run.source}` does not come apart: {error}", hint="the configuration is of another model"
             ) from error
+        result |= {f"{match[1]}.{part}.{match[2]}": piece for part, piece in zip(parts, rows, strict=True)}
     return result
 
 
@@ -159,6 +166,8 @@ def layout_of(run: RunConfig, name: str) -> str:
     asked = run.fields.get("qkv_layout")
     if asked in LAYOUTS:
         return str(asked)
+    if ".linear_" in name:  # Megatron's names exist since 1.6 only
+        return "interleaved"
     if ".attention.w." in name and run.arch:
         # InternLM2 keeps its own order, which is the interleaved one; `w` is Llama's in release 1.0 only
         return "interleaved" if run.arch.startswith("InternLM2") else "plain"
@@ -191,7 +200,9 @@ def split_gate(tensor: LazyTensor, layout: str) -> list[LazyTensor]:
     return [pick_rows(tensor, 2 * count, part * count, count) for part in range(2)]
 
 
-def finish(run: RunConfig, tensors: Tensors, shapes: Shapes, config: dict[str, Any], head: str, embedding: str) -> Model:
+def finish(
+    run: RunConfig, tensors: Tensors, shapes: Shapes, config: dict[str, Any], head: str, embedding: str
+) -> Model:
     """Checks the tensors against `shapes`, in whose order they are written, and ties an output head that is shared.
 
     Args:

@@ -119,7 +119,7 @@ def _without_crc(source: ProtobufFile) -> tuple[int, tuple[str, ...]]:
 
 
 def _values(source: ProtobufFile, end: int) -> list[Value]:
-    values = []
+    values: list[Value] = []
     for outer in source.fields(0, end):
         if outer.number != 1 or outer.wire != BYTES or len(values) == VALUE_LIMIT:
             source.refuse(f"has something else than a tensor at byte {outer.start}")

@@ -57,12 +57,8 @@ class Layout:
     def place(self, rank: int) -> tuple[int, ...]:
         """Which part of each axis a rank holds, the optimizer's division of axis 0 included."""
         if self.size:
-            counts, place, rest = self.parts(), [], rank % self.step
-            for count in reversed(counts):
-                rest, part = divmod(rest, count)
-                place.insert(0, part)
-            place[0] = place[0] * self.size + rank // self.step % self.size
-            return tuple(place)
+            first, *others = self._within(rank % self.step)
+            return (first * self.size + rank // self.step % self.size, *others)
         coordinates = []
         for count in reversed(self.devices):
             rank, part = divmod(rank, count)
@@ -74,6 +70,14 @@ class Layout:
                 part = part * self.devices[-1 - k] + coordinates[k]
             place.append(part)
         return tuple(place)
+
+    def _within(self, rank: int) -> list[int]:
+        """The parts of a rank among those of the model, counted row by row."""
+        place: list[int] = []
+        for count in reversed(self.parts()):
+            rank, part = divmod(rank, count)
+            place.insert(0, part)
+        return place
 
     def grid(self) -> tuple[int, ...]:
         """Into how many parts each axis is divided in all."""
@@ -155,9 +159,7 @@ def _layout(source: ProtobufFile, message: Field) -> Layout:
 
 
 def _dims(source: ProtobufFile, field: Field) -> list[int]:
-    return [
-        value for dim in source.fields(field.start, field.stop) if dim.number == 1 for value in source.numbers(dim)
-    ]
+    return [value for dim in source.fields(field.start, field.stop) if dim.number == 1 for value in source.numbers(dim)]
 
 
 def _read_json(path: Path) -> dict[str, Layout]:

@@ -88,7 +88,7 @@ class ProtobufFile:
             value |= (byte & 0x7F) << 7 * count
             if byte < 0x80 and value < 1 << 64:
                 return value, start + count + 1
-        self.refuse(f"has no number at byte {start}, where one should be")
+        return self.refuse(f"has no number at byte {start}, where one should be")
 
     def fields(self, start: int, stop: int) -> Iterator[Field]:
         """The fields of the message that lies from `start` to `stop`, in file order.
@@ -110,7 +110,9 @@ class ProtobufFile:
             else:
                 self.refuse(f"has a field of wire type {wire} at byte {start}")
             if end > stop:
-                self.refuse(f"has a field at byte {start} that claims {end - start} bytes where {stop - start} are left")
+                self.refuse(
+                    f"has a field at byte {start} that claims {end - start} bytes where {stop - start} are left"
+                )
             yield Field(number, wire, value, start, end)
             start = end
 

@@ -82,7 +82,7 @@ class RunConfig:
     def tokens(self, **defaults: int | None) -> dict[str, Any]:
         """The special token ids, such as `bos_token_id`, where they are set or have a default."""
         found = {name: self.fields.get(name, default) for name, default in defaults.items()}
-        return {name: value for name, value in found.items() if type(value) is int and value >= 0}
+        return {name: value for name, value in found.items() if _is_token(value)}
 
     def _wrong(self, name: str, value: Any) -> MalformedInput:
         return MalformedInput(
@@ -104,10 +104,17 @@ def read_run_config(path: Path, given: Mapping[str, Any]) -> RunConfig:
     if not model or not sections:
         fields |= {name: value for name, value in run.items() if name != "model"}
     fields |= {name: run[name] for name in OPTIONS if name in run}
-    arch = str(_section(model, "arch").get("type") or next(iter(run.get("architectures") or ()), ""))
+    classes = run.get("architectures")
+    arch = str(_section(model, "arch").get("type") or (classes[0] if isinstance(classes, list) and classes else ""))
     lora = {**_section(model, "pet_config"), **_section(fields, "pet_config")}
     lora |= {name: run[name] for name in ("lora_alpha", "lora_rank") if name in run}
     return RunConfig(path.name, fields, arch, lora)
+
+
+def _is_token(value: Any) -> bool:
+    """Whether it is a token id, or a list of them."""
+    values = value if isinstance(value, list) and value else [value]
+    return all(type(one) is int and one >= 0 for one in values)
 
 
 def _section(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         format: name of the training format; detected by content when None.
         config: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones winning.
         tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
-        qkv_layout: order of fused matrices that a MindFormers file does not tell: `plain` up to 1.4, `interleaved` since.
+        qkv_layout: order of fused matrices in a MindFormers file does not tell: `plain` up to 1.4, `interleaved` since 1.5.
         dtype: `keep`, `float32`, `float16` or `bfloat16`.
         max_shard_size: largest safetensors file, in bytes or as `5GB`.
         overwrite: replace an existing model folder.

@@ -14,7 +14,9 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import with_architecture
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import listing
-from llmconv.convert.mindformers_llama import build_llama, build_qwen
+from llmconv.convert.mindformers_glm import build_glm
+from llmconv.convert.mindformers_gpt import build_bloom, build_gpt2
+from llmconv.convert.mindformers_llama import build_core, build_llama, build_qwen
 from llmconv.convert.mindformers_parts import Family, merge_lora
 from llmconv.convert.mindspore_files import is_mindspore, open_parameters
 from llmconv.convert.run_config import OPTIONS, read_run_config
@@ -25,6 +27,10 @@ from llmconv.tensors import LazyTensor
 FAMILIES = (
     Family(re.compile(r"model\.(?:layers\.\d+\.attention|tok_embeddings)\."), build_llama),
     Family(re.compile(r"transformer\.(?:layers\.\d+\.attention\.w[qkvo_]|wte\.)"), build_qwen),
+    Family(re.compile(r"^decoder\.layers\."), build_core),
+    Family(re.compile(r"^backbone\."), build_gpt2),
+    Family(re.compile(r"^(?:transformer\.)?blocks\.\d+\.attention\.dense1\."), build_bloom),
+    Family(re.compile(r"^transformer\.encoder\."), build_glm),
 )
 
 
@@ -38,9 +44,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     side_files = read_tokenizer(tokenizer) if tokenizer else {}
     if not side_files:
         warnings.append("a MindSpore checkpoint holds no tokenizer; give one with `--tokenizer` if you need it")
-    return Checkpoint(
-        path, FORMAT.name, model.tensors, with_architecture(model.config), side_files, tuple(warnings)
-    )
+    return Checkpoint(path, FORMAT.name, model.tensors, with_architecture(model.config), side_files, tuple(warnings))
 
 
 def _family(path: Path, tensors: Mapping[str, LazyTensor]) -> Family:
