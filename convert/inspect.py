@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import open_checkpoint, read_json
-from llmconv.convert.formats import detect
+from llmconv.convert.formats import Format, detect
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import InputRefused
 from llmconv.pickle_data import TensorRef
@@ -56,8 +56,8 @@ class Inspection:
     @property
     def file_bytes(self) -> int:
         """Bytes on disk of the file, or of the files of the folder."""
-        files = [self.path] if self.path.is_file() else [entry for entry in self.path.iterdir() if entry.is_file()]
-        return sum(file.stat().st_size for file in files)
+        entries = [self.path] if self.path.is_file() else [*self.path.iterdir(), *self.path.glob("rank_*/*")]
+        return sum(entry.stat().st_size for entry in entries if entry.is_file())
 
     @property
     def dtypes(self) -> dict[str, int]:
@@ -90,10 +90,7 @@ def inspect(path: str | Path) -> Inspection:
     place = local_path(path)
     found = detect(place)
     if found:
-        opened = found.open(place, {}, None)
-        return Inspection(
-            place, found.name, opened.config, opened.tensors, tuple(sorted(opened.side_files)), opened.warnings
-        )
+        return _inspect_training(place, found)
     if place.is_dir() and (place / ADAPTER_CONFIG).is_file():
         return _inspect_adapter(place)
     if place.is_dir() and (place / "config.json").is_file():
@@ -104,6 +101,19 @@ def inspect(path: str | Path) -> Inspection:
     if is_torch_file(place):
         return Inspection(place, "torch", {}, torch_tensors(place))
     raise explain(place)
+
+
+def _inspect_training(path: Path, found: Format) -> Inspection:
+    """What a conversion would give; where it needs to be told more, what lies in the file, and what is missing."""
+    try:
+        opened = found.open(path, {}, None)
+    except InputRefused as problem:
+        if found.peek is None:
+            raise
+        return Inspection(path, found.name, {}, found.peek(path), warnings=(f"not to be converted yet: {problem}",))
+    return Inspection(
+        path, found.name, opened.config, opened.tensors, tuple(sorted(opened.side_files)), opened.warnings
+    )
 
 
 def _inspect_adapter(folder: Path) -> Inspection:

@@ -43,7 +43,7 @@ def is_mindspore(path: Path) -> bool:
     """Whether `path` is a file of MindSpore's, or a folder of them (rank folders included)."""
     if path.is_file():
         return _is_file(path)
-    if not path.is_dir():
+    if not path.is_dir() or (path / "config.json").is_file():
         return False
     return bool(_rank_files(path)) or any(_is_file(entry) for entry in _candidates(path))
 

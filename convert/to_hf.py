@@ -40,7 +40,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         format: name of the training format; detected by content when None.
         config: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones winning.
         tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
-        qkv_layout: order of fused matrices in a MindFormers file does not tell: `plain` up to 1.4, `interleaved` since 1.5.
+        qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
         dtype: `keep`, `float32`, `float16` or `bfloat16`.
         max_shard_size: largest safetensors file, in bytes or as `5GB`.
         overwrite: replace an existing model folder.
@@ -113,4 +113,6 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.is_file())
+    """The files whose size and time guard `--resume`, those of rank folders included."""
+    entries = [path] if path.is_file() else [*path.iterdir(), *path.glob("rank_*/*")]
+    return sorted(entry for entry in entries if entry.is_file())

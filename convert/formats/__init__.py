@@ -12,6 +12,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UsageProblem
+from llmconv.tensors import LazyTensor
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Format:
         open: `open(path, config, tokenizer)` gives the Checkpoint in Hugging Face names; `config` are fields that the
             user adds or overrides, `tokenizer` a file or folder to use instead of the checkpoint's own.
         options: those of `to-hf` that only some formats have; they come as fields of `config`.
+        peek: the tensors under their own names, for `inspect` where `open` needs to be told more than is in the file.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Format:
     detect: Callable[[Path], bool]
     open: Callable[[Path, Mapping[str, Any], Path | None], Checkpoint]
     options: tuple[str, ...] = ()
+    peek: Callable[[Path], Mapping[str, LazyTensor]] | None = None
 
 
 @lru_cache(maxsize=1)

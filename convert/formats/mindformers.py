@@ -68,4 +68,5 @@ FORMAT = Format(
     detect=is_mindspore,
     open=_open,
     options=OPTIONS,
+    peek=lambda path: open_parameters(path).tensors,
 )
