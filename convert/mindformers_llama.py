@@ -6,6 +6,7 @@ Source: mindformers `models/llama/{llama,llama_config,convert_reversed}.py`, `mo
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -21,6 +22,12 @@ LAYERS = re.compile(r"model\.layers\.(\d+)\.")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BAICHUAN2_VOCABULARY = 125696
 NORM_HEAD_EPS = 1e-5
+
+SCALING = {
+    "LLAMA3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "YARN": ("factor", "beta_fast", "beta_slow"),
+}
+"""Settings of rotary methods, by `extend_method`."""
 
 
 def _names(root: str, embedding: str, norm: str, gate: str, up: str) -> dict[str, str | None]:
@@ -170,13 +177,24 @@ def rope_settings(run: RunConfig) -> dict[str, Any]:
     if method == "PI":
         factor = run.number("scaling_factor", default=1.0)
         return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
-    if method == "LLAMA3" and isinstance(factor, dict):
-        numbers = RunConfig(run.source, factor, "", {})
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        scaling: dict[str, Any] = {name: numbers.number(name) for name in names}
-        scaling["original_max_position_embeddings"] = numbers.integer("original_max_position_embeddings")
-        return {"rope_theta": theta, "rope_scaling": {"rope_type": "llama3", **scaling}}
+    if method in SCALING and isinstance(factor, dict):
+        return {"rope_theta": theta, "rope_scaling": _scaling(RunConfig(run.source, factor, "", {}), method)}
     raise refuse_model(run, f"a model with `extend_method` {method[:40]}", "its rotary formula is another one")
+
+
+def _scaling(numbers: RunConfig, method: str) -> dict[str, Any]:
+    """transformers' `rope_scaling` for the two methods that have settings of their own."""
+    old = {"original_max_position_embeddings": numbers.integer("original_max_position_embeddings")}
+    found: dict[str, Any] = {name: numbers.number(name) for name in SCALING[method]}
+    found = {"rope_type": method.lower(), **found, **old}
+    if method == "YARN":  # FreqsMgr scales the rotary table by this quotient
+        whole, part = (_mscale(found["factor"], numbers.number(name)) for name in ("mscale", "mscale_all_dim"))
+        found["attention_factor"] = whole / part
+    return found
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> Shapes:

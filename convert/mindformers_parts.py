@@ -158,19 +158,18 @@ def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> T
 
 
 def layout_of(run: RunConfig, name: str) -> str:
-    """`plain` or `interleaved`: what the user says, or what the class of the model leaves no doubt of.
+    """`plain` or `interleaved`: what the names and the class of the model leave no doubt of, or what the user says.
 
     Raises:
         InputRefused: neither.
     """
+    if ".linear_" in name:  # Megatron's names exist since 1.6 only
+        return "interleaved"
+    if ".attention.w." in name and run.arch:  # Llama's in 1.0 only; InternLM2 has its own order, which never changed
+        return "interleaved" if run.arch.startswith("InternLM2") else "plain"
     asked = run.fields.get("qkv_layout")
     if asked in LAYOUTS:
         return str(asked)
-    if ".linear_" in name:  # Megatron's names exist since 1.6 only
-        return "interleaved"
-    if ".attention.w." in name and run.arch:
-        # InternLM2 keeps its own order, which is the interleaved one; `w` is Llama's in release 1.0 only
-        return "interleaved" if run.arch.startswith("InternLM2") else "plain"
     raise InputRefused(
         f"`{run.source}` holds fused matrices (`{name}`), whose order the file does not tell",
         hint="give `--qkv-layout plain` if MindFormers up to 1.4 wrote it, `--qkv-layout interleaved` since 1.5",

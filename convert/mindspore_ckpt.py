@@ -142,11 +142,13 @@ def _value(source: ProtobufFile, outer: Field) -> Value:
     for field in source.fields(parts[2].start, parts[2].stop):
         if field.number == 1:
             dims += source.numbers(field)
+            if len(dims) > RANK_LIMIT:
+                source.refuse(f"gives tensor `{tag}` more than {RANK_LIMIT} axes")
         elif field.number == 2:
             kind = source.text(field, NAME_LIMIT)
         elif field.number == 3 and field.wire == BYTES:
             content = field
-    if content is None or len(dims) > RANK_LIMIT or not all(0 <= size < 1 << 62 for size in dims):
+    if content is None or not all(0 <= size < 1 << 62 for size in dims):
         source.refuse(f"describes tensor `{tag}` without content, or with an impossible shape")
     # older writers store a scalar with the dims [0]; an empty tensor is not written at all
     shape = () if dims == [0] and kind != TEXT else tuple(dims)

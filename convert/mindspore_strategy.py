@@ -208,41 +208,49 @@ def merge_ranks(
             hint="give the strategy files of all stages of this run",
         )
     return {
-        name: _merge(folder, name, [shards[rank][name] for rank in ranks], layouts[name])
+        name: _merge(folder, name, {rank: shards[rank][name] for rank in ranks}, layouts[name], len(shards))
         for name, ranks in holders.items()
     }
 
 
-def _merge(folder: Path, name: str, parts: Sequence[LazyTensor], layout: Layout) -> LazyTensor:
-    """One tensor from the parts of the ranks of its pipeline stage (a shared one is the first stage's)."""
+def _merge(folder: Path, name: str, parts: Mapping[int, LazyTensor], layout: Layout, ranks: int) -> LazyTensor:
+    """One tensor from the ranks that hold it, which need not be all (`remove_redundancy` keeps one copy of each part).
+
+    Args:
+        folder: for error messages.
+        name: of the tensor.
+        parts: rank to its part; a tensor of several pipeline stages is the first one's.
+        layout: of the tensor.
+        ranks: how many there are in all.
+    """
     if layout.uneven:
-        raise UnsupportedInput(
-            f"`{name}` of `{folder.name}` is divided unevenly or in nested parts",
-            hint="merge it first with MindSpore's `transform_checkpoints(src, dst, prefix, src_strategy, None)`",
-        )
-    if len(parts) % layout.ranks:
+        raise _unread(folder, name, "unevenly or in nested parts")
+    if ranks % layout.ranks:
         raise MalformedInput(
-            f"`{name}` of `{folder.name}` is held by {len(parts)} ranks, its strategy says {layout.ranks}",
+            f"`{folder.name}` has {ranks} ranks, but its strategy divides `{name}` over {layout.ranks}",
             hint="a rank folder is missing, or the strategy is of another run",
         )
-    if len(layout.axes) > len(parts[0].shape):
+    pieces = {layout.place(rank % layout.ranks): parts[rank] for rank in sorted(parts, reverse=True)}
+    if any(len(layout.axes) > len(part.shape) for part in pieces.values()) or len(pieces) != prod(layout.grid()):
         raise MalformedInput(
-            f"`{name}` of `{folder.name}` has fewer axes than its strategy says", hint="the strategy is of another run"
+            f"`{name}` of `{folder.name}` is there in {len(pieces)} of {prod(layout.grid())} parts, or has other axes",
+            hint="a rank folder is incomplete, or the strategy is of another run",
         )
-    pieces: dict[tuple[int, ...], LazyTensor] = {}
-    for rank in reversed(range(layout.ranks)):
-        pieces[layout.place(rank)] = parts[rank]
     return _assemble(folder, name, pieces, layout.grid())
+
+
+def _unread(folder: Path, name: str, how: str) -> UnsupportedInput:
+    return UnsupportedInput(
+        f"`{name}` of `{folder.name}` is divided {how}, which is not read here",
+        hint="merge it first with MindSpore's `transform_checkpoints(src, dst, prefix, src_strategy, None)`",
+    )
 
 
 def _assemble(
     folder: Path, name: str, pieces: Mapping[tuple[int, ...], LazyTensor], grid: tuple[int, ...]
 ) -> LazyTensor:
-    if any(count > 1 for count in grid[2:]) or prod(grid) != len(pieces):
-        raise UnsupportedInput(
-            f"`{name}` of `{folder.name}` is divided {list(grid)}, which is not read here",
-            hint="merge it first with MindSpore's `transform_checkpoints(src, dst, prefix, src_strategy, None)`",
-        )
+    if any(count > 1 for count in grid[2:]):
+        raise _unread(folder, name, f"along {len(grid)} axes")
     rows, columns = (*grid[:2], 1, 1)[:2] if grid else (1, 1)
     rest = (0,) * max(0, len(grid) - 2)
     try:

@@ -17,6 +17,7 @@ from llmconv.errors import MalformedInput
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 VARINT_BYTES = 10
+PACKED_BYTES = 64 * VARINT_BYTES
 WINDOW = 1024
 """Bytes read at once: a few fields with their names, and little of the payload that is skipped."""
 
@@ -120,6 +121,8 @@ class ProtobufFile:
         """The values of one field that is `repeated int32` or `int64`: one of them, or all of them packed."""
         if field.wire == VARINT:
             return [field.signed]
+        if field.stop - field.start > PACKED_BYTES:
+            self.refuse(f"has a list of {field.stop - field.start} bytes at byte {field.start}, where sizes should be")
         values, start = [], field.start
         while start < field.stop:
             value, start = self.varint(start, field.stop)

@@ -128,7 +128,10 @@ def _beside(path: Path) -> dict[str, Any]:
     folder = path if path.is_dir() else path.parent
     runs = []
     for file in sorted(entry for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml")):
-        content = read_config_file(file)
+        try:
+            content = read_config_file(file)
+        except MalformedInput:  # whoever put it there, it is not what the user named
+            continue
         if _section(_section(content, "model"), "model_config"):
             runs.append(content)
     return runs[0] if len(runs) == 1 else {}

@@ -310,6 +310,13 @@ def test_a_shared_head_is_written_once(tmp_path: Path, save_ckpt: Save) -> None:
     assert set(both) == set(one) == set(weights)
 
 
+YARN = {
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32768,
+}
+
 ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none": ({"theta": 1e6, "extend_method": "None"}, {"rope_theta": 1e6}),
     "yaml 1.1 reads 5e5 as text": ({"theta": "5e5"}, {"rope_theta": 5e5}),
@@ -317,6 +324,13 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pi": (
         {"extend_method": "PI", "scaling_factor": 2.0},
         {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    "yarn": (
+        {"extend_method": "YARN", "scaling_factor": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.0}},
+        {
+            "rope_theta": 10000.0,
+            "rope_scaling": {"rope_type": "yarn", **YARN, "attention_factor": 1.138629436111989},
+        },
     ),
     "llama 3": (
         {
@@ -352,7 +366,11 @@ def test_rotary_settings_are_carried_over(tmp_path: Path, save_ckpt: Save, field
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "baichuan 13b": ("Baichuan13BV2ForCausalLM", {}, "ALiBi"),
     "alibi": ("LlamaForCausalLM", {"use_alibi": True}, "ALiBi"),
-    "another rotary method": ("LlamaForCausalLM", {"extend_method": "YARN", "scaling_factor": {}}, "rotary formula"),
+    "another rotary method": (
+        "LlamaForCausalLM",
+        {"extend_method": "DYNAMIC_NTK", "scaling_factor": 2.0},
+        "rotary formula",
+    ),
     "another activation": ("LlamaForCausalLM", {"hidden_act": "gelu"}, "SwiGLU"),
     "heads that do not divide": ("", {"num_heads": 5}, "do not fit the hidden size"),
     "key heads of another model": ("", {"n_kv_heads": 4}, "do not fit its configuration"),

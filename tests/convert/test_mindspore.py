@@ -140,6 +140,8 @@ HOSTILE = {
     "a name of control characters": b"\x0a\x05\x0a\x01\x1b\x12\x00",
     "no name": b"\x0a\x02\x12\x00",
     "no content": b"\x0a\x07\x0a\x01a\x12\x02\x08\x02",
+    "too many axes": b"\x0a\x2b\x0a\x01a\x12\x26" + b"\x08\x01" * 17 + b"\x12\x00\x1a\x00",
+    "a list that is too long": b"\x0a\xef\x05\x0a\x01a\x12\xe9\x05\x0a\xe6\x05" + b"\x01" * 742,
     "another field": b"\x12\x02\x0a\x00",
     "an overlong name": b"\x0a\x88\x10\x0a\x81\x10" + b"a" * 2049 + b"\x12\x00\x00\x00",
     "a negative size": b"\x0a\x1a\x0a\x01a\x12\x15\x08" + b"\xff" * 9 + b"\x01\x12\x05Int64\x1a\x01\x00",
@@ -209,7 +211,7 @@ def test_ranks_that_the_strategy_does_not_know_are_refused(mindspore: Path, tmp_
     folder = shutil.copytree(mindspore / "sh", tmp_path / "run" / "checkpoint")
     shutil.copytree(folder / "rank_1", folder / "rank_2")
     shutil.copytree(mindspore, tmp_path / "run" / "strategy", ignore=lambda _, names: {*names} - {"src_strategy.ckpt"})
-    with pytest.raises(MalformedInput, match="held by 3 ranks, its strategy says 2"):
+    with pytest.raises(MalformedInput, match="has 3 ranks, but its strategy divides"):
         open_parameters(folder)
 
 
@@ -308,3 +310,46 @@ def test_a_strategy_in_json_is_read(tmp_path: Path) -> None:
     item = '{"dev_matrix": [2, 2], "tensor_map": [0, -1], "param_split_shape": [], "indices_offset": []}'
     (tmp_path / "strategy.json").write_text(f'{{"parallel_layout_item": {{"a.weight": {item}}}}}')
     assert read_strategy(tmp_path / "strategy.json") == {"a.weight": Layout((2, 2), ((0,), ()))}
+
+
+def test_ranks_that_keep_one_copy_of_each_part_are_joined(
+    tmp_path: Path, save_ckpt: Save, encode_field: Encode
+) -> None:
+    # `remove_redundancy=True`: of the four ranks, 1 and 2 hold nothing of this tensor
+    whole = np.arange(16, dtype=np.float32).reshape(4, 4)
+    for rank in range(4):
+        (tmp_path / "c" / f"rank_{rank}").mkdir(parents=True)
+        held = {0: {"a.weight": whole[:2]}, 3: {"a.weight": whole[2:]}}.get(rank, {"b.weight": whole})
+        save_ckpt(tmp_path / "c" / f"rank_{rank}" / "x.ckpt", held)
+    for name, axes in (("a", ((0,), ())), ("b", ((), ()))):
+        place = tmp_path / "c" / f"{name}_strategy.ckpt"
+        write_strategy(place, encode_field, (2, 2), axes, name=f"{name}.weight".encode())
+    found = open_parameters(tmp_path / "c").tensors
+    assert np.array_equal(found["a.weight"].read(), whole) and np.array_equal(found["b.weight"].read(), whole)
+
+
+def test_a_part_that_no_rank_holds_is_refused(tmp_path: Path, save_ckpt: Save, encode_field: Encode) -> None:
+    for rank, name in enumerate(["a.weight", "b.weight"]):
+        (tmp_path / "c" / f"rank_{rank}").mkdir(parents=True)
+        save_ckpt(tmp_path / "c" / f"rank_{rank}" / "x.ckpt", {name: np.zeros((2, 4))})
+        place = tmp_path / "c" / f"strategy_{rank}.ckpt"
+        write_strategy(place, encode_field, (2,), ((0,), ()), name=name.encode())
+    with pytest.raises(MalformedInput, match="in 1 of 2 parts"):
+        open_parameters(tmp_path / "c")
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(st.tuples(st.integers(0, 1491), st.integers(0, 255)), min_size=1, max_size=4))
+def test_flipped_bytes_of_a_strategy_are_refused_or_give_whole_tensors(
+    mindspore: Path, tmp_path: Path, changes: list[tuple[int, int]]
+) -> None:
+    content = bytearray((mindspore / "src_strategy.ckpt").read_bytes())
+    for position, value in changes:
+        content[position] = value
+    folder = shutil.copytree(mindspore / "sh", tmp_path / "run" / "checkpoint", dirs_exist_ok=True)
+    (tmp_path / "run" / "src_strategy.ckpt").write_bytes(content)
+    try:
+        found = open_parameters(folder).tensors
+    except LlmconvError:
+        return
+    assert all(tensor.read().shape == tensor.shape for tensor in found.values())
