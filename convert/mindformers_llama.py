@@ -29,6 +29,8 @@ SCALING = {
 }
 """Settings of rotary methods, by `extend_method`."""
 
+WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
+
 
 def _names(root: str, embedding: str, norm: str, gate: str, up: str) -> dict[str, str | None]:
     """MindFormers' names to Hugging Face's; the models differ in a few words."""
@@ -98,7 +100,13 @@ def build_qwen(run: RunConfig, tensors: Tensors) -> Model:
 
 
 def build_core(run: RunConfig, tensors: Tensors) -> Model:
-    """A model under Megatron's names: `qwen3` where queries and keys are normalised, otherwise by its biases."""
+    """A model under Megatron's names: `qwen3` where queries and keys are normalised, otherwise by its biases.
+
+    Raises:
+        InputRefused: the configuration is the run's YAML alone, whose sizes are in a `config.json` elsewhere.
+    """
+    run.number("rms_norm_eps")
+    rope_settings(run, usual=None)
     normalised = any(".q_layernorm." in name for name in tensors)
     return _build(run, tensors, CORE, "qwen3" if normalised else "llama")
 
@@ -139,7 +147,6 @@ def _config(run: RunConfig, embedding: tuple[int, ...], intermediate: int, heads
                 f"`{name}` {run.integer(name)}",
                 hint="the configuration is of another model, or these are the shards of one rank",
             )
-    rope = rope_settings(run)
     return {
         "model_type": kind,
         **said,
@@ -153,23 +160,25 @@ def _config(run: RunConfig, embedding: tuple[int, ...], intermediate: int, heads
             "max_position_embedding", "max_position_embeddings", "seq_length", default=2048
         ),
         "rms_norm_eps": run.number("rms_norm_eps", "layernorm_epsilon", default=1e-5),
-        **rope,
+        **rope_settings(run),
+        **{name: run.fields[name] for name in WINDOW if name in run.fields and run.flag("use_sliding_window")},
         **run.tokens(bos_token_id=1, eos_token_id=2),
     }
 
 
-def rope_settings(run: RunConfig) -> dict[str, Any]:
+def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, from `theta`, `extend_method` and `scaling_factor` (`FreqsMgr`).
 
     Raises:
         UnsupportedInput: a method whose formula differs from transformers'.
     """
-    theta = run.number("theta", "rope_theta", "rotary_emb_base", default=10000.0)
     method = str(run.fields.get("extend_method") or "None").upper()
     factor = run.fields.get("scaling_factor", 1.0)
     ready = run.fields.get("rope_parameters") or run.fields.get("rope_scaling")
     if isinstance(ready, dict):  # a configuration in transformers' words
-        return {"rope_theta": theta, "rope_scaling": {"rope_theta": theta, **ready}}
+        said = RunConfig(run.source, {**run.fields, **ready}, "", {})
+        return {"rope_theta": said.number("rope_theta", "theta", default=usual), "rope_scaling": dict(ready)}
+    theta = run.number("theta", "rope_theta", "rotary_emb_base", default=usual)
     if method == "NONE":
         return {"rope_theta": theta}
     if method == "NTK":

@@ -57,7 +57,7 @@ class RunConfig:
             if default is None:
                 raise InputRefused(
                     f"the configuration of `{self.source}` has no `{names[0]}`",
-                    hint="give the YAML file of the run with `--config run.yaml`",
+                    hint="give the run's YAML with `--config run.yaml`, and its `pretrained_model_dir` if it has one",
                 )
             return default
         try:
@@ -99,11 +99,8 @@ def read_run_config(path: Path, given: Mapping[str, Any]) -> RunConfig:
     """
     run = given if {*given} - {*OPTIONS} else {**_beside(path), **given}
     model = _section(run, "model")
-    fields = {**(_section(model, "model_config") if model else {})}
-    sections = {*run} & {"trainer", "runner_config", "parallel_config", "optimizer", "lr_schedule", "processor"}
-    if not model or not sections:
-        fields |= {name: value for name, value in run.items() if name != "model"}
-    fields |= {name: run[name] for name in OPTIONS if name in run}
+    # what stands beside `model` is from other files: fields that the user adds, or a `config.json`
+    fields = {**_section(model, "model_config"), **{name: value for name, value in run.items() if name != "model"}}
     classes = run.get("architectures")
     arch = str(_section(model, "arch").get("type") or (classes[0] if isinstance(classes, list) and classes else ""))
     lora = {**_section(model, "pet_config"), **_section(fields, "pet_config")}
