@@ -26,12 +26,14 @@ class RunConfig:
         fields: `model_config`, with the fields that the user adds.
         arch: class of the model, such as `LlamaForCausalLM`; empty where it is not said.
         lora: `pet_config`, the LoRA settings of the run.
+        beside: name of the file beside the checkpoint that it comes from; empty where the user gives one.
     """
 
     source: str
     fields: Mapping[str, Any]
     arch: str
     lora: Mapping[str, Any]
+    beside: str = ""
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """The first of `names` that is set, a positive whole number.
@@ -97,7 +99,8 @@ def read_run_config(path: Path, given: Mapping[str, Any]) -> RunConfig:
     Raises:
         MalformedInput: not of the form of a run configuration.
     """
-    run = given if {*given} - {*OPTIONS} else {**_beside(path), **given}
+    beside, run = ("", given) if {*given} - {*OPTIONS} else _beside(path)
+    run = {**run, **given}
     model = _section(run, "model")
     # what stands beside `model` is from other files: fields that the user adds, or a `config.json`
     fields = {**_section(model, "model_config"), **{name: value for name, value in run.items() if name != "model"}}
@@ -105,7 +108,7 @@ def read_run_config(path: Path, given: Mapping[str, Any]) -> RunConfig:
     arch = str(_section(model, "arch").get("type") or (classes[0] if isinstance(classes, list) and classes else ""))
     lora = {**_section(model, "pet_config"), **_section(fields, "pet_config")}
     lora |= {name: run[name] for name in ("lora_alpha", "lora_rank") if name in run}
-    return RunConfig(path.name, fields, arch, lora)
+    return RunConfig(path.name, fields, arch, lora, beside)
 
 
 def _is_token(value: Any) -> bool:
@@ -120,8 +123,8 @@ def _section(parent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _beside(path: Path) -> dict[str, Any]:
-    """The YAML file of the run, where exactly one lies in the folder (or beside the file)."""
+def _beside(path: Path) -> tuple[str, dict[str, Any]]:
+    """Name and content of the YAML file of the run, where exactly one lies in the folder (or beside the file)."""
     folder = path if path.is_dir() else path.parent
     runs = []
     for file in sorted(entry for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml")):
@@ -130,5 +133,5 @@ def _beside(path: Path) -> dict[str, Any]:
         except MalformedInput:  # whoever put it there, it is not what the user named
             continue
         if _section(_section(content, "model"), "model_config"):
-            runs.append(content)
-    return runs[0] if len(runs) == 1 else {}
+            runs.append((file.name, content))
+    return runs[0] if len(runs) == 1 else ("", {})

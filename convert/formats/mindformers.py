@@ -41,6 +41,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     tensors, merged = merge_lora(run, found.tensors)
     model = family.build(run, tensors)
     warnings = [*found.warnings, *merged, *model.warnings]
+    if run.beside:
+        warnings.append(f"the configuration is that of `{run.beside}`, which lies beside the checkpoint")
     side_files = read_tokenizer(tokenizer) if tokenizer else {}
     if not side_files:
         warnings.append("a MindSpore checkpoint holds no tokenizer; give one with `--tokenizer` if you need it")

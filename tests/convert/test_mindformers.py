@@ -69,8 +69,19 @@ def test_lora_is_merged_as_upstream_computes(
 
 @pytest.mark.parametrize(("case", "model_type"), CONFIGS.items())
 def test_the_only_run_configuration_beside_the_file_is_used(mindformers: Path, case: str, model_type: str) -> None:
-    config = open_training(mindformers / case / "model.ckpt").config
-    assert config["model_type"] == model_type and config["architectures"][0].lower().startswith(model_type)
+    checkpoint = open_training(mindformers / case / "model.ckpt")
+    assert checkpoint.config["model_type"] == model_type
+    assert checkpoint.config["architectures"][0].lower().startswith(model_type)
+    assert any("that of `run.yaml`" in warning for warning in checkpoint.warnings)
+
+
+def test_two_run_configurations_beside_the_file_are_not_chosen_from(mindformers: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(mindformers / "mf102_llama_gqa", tmp_path / "x")
+    (folder / "broken.yaml").write_text("x: [")
+    assert open_training(folder / "model.ckpt").config["model_type"] == "llama"
+    shutil.copy(folder / "run.yaml", folder / "other.yaml")
+    with pytest.raises(InputRefused, match="no `num_heads`"):
+        open_training(folder / "model.ckpt")
 
 
 def test_the_layout_of_fused_matrices_is_asked_for_by_name(mindformers: Path) -> None:
