@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from llmconv.checkpoint import read_json
 from llmconv.convert.architectures import causal_lm_classes
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
 CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines", "_attn_implementation_internal")
@@ -18,21 +20,58 @@ CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines", "_attn_imple
 TRACE_FIELDS = ("_name_or_path", "_commit_hash", "_attn_implementation_autoset", "_attn_implementation")
 """Traces of the training machine."""
 
+YAML_LIMIT = 1 << 20
+YAML_NODES = 100_000
+
 
 def merged_configs(paths: tuple[Path, ...]) -> dict[str, Any]:
-    """The JSON objects of `paths`, later ones over earlier ones.
+    """The JSON or YAML objects of `paths`, later ones over earlier ones.
 
     Raises:
         InputRefused: a file is not there.
-        MalformedInput: a file is not a JSON object.
+        MalformedInput: a file is no such object.
     """
     merged: dict[str, Any] = {}
     for path in paths:
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
             raise InputRefused(f"there is no configuration at `{path}`", hint="give a JSON file, or a folder with one")
-        merged |= read_json(file)
+        merged |= read_config_file(file)
     return merged
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or in a YAML file (told by its name); tags that would build other objects are refused.
+
+    Raises:
+        MalformedInput: not such an object, or far larger than a configuration.
+    """
+    if path.suffix not in (".yaml", ".yml"):
+        return read_json(path)
+    if path.stat().st_size > YAML_LIMIT:
+        raise MalformedInput(f"`{path.name}` is too large for a configuration", hint="give the YAML file of the run")
+    try:
+        text = path.read_text(encoding="utf-8")
+        _spend(yaml.compose(text, yaml.SafeLoader), [YAML_NODES])
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = str(getattr(error, "problem", None) or error or type(error).__name__).partition("\n")[0]
+        raise MalformedInput(
+            f"`{path.name}` is not valid YAML: {problem}", hint="repair or replace the file; plain values only"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise MalformedInput(f"`{path.name}` is not a YAML mapping of names", hint="give the YAML file of the run")
+    return content
+
+
+def _spend(node: Any, left: list[int]) -> None:
+    """Counts the nodes of a YAML document with every alias expanded, before anything is built from it."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise ValueError("aliases that expand without end")
+    for item in node.value if isinstance(node, yaml.CollectionNode) else ():
+        for part in item if isinstance(item, tuple) else (item,):
+            _spend(part, left)
 
 
 def without_code(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -15,7 +15,7 @@ from llmconv.errors import UsageProblem
 from llmconv.manifest import step
 from llmconv.progress import warn
 from llmconv.storage import local_path
-from llmconv.tensors import BY_NAME, cast
+from llmconv.tensors import BY_NAME, FLOATS, cast
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
 
 
@@ -28,6 +28,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     tokenizer: str | Path | None = None,
     base: str | Path | None = None,
     drop: bool = False,
+    qkv_layout: str | None = None,
     dtype: str = "keep",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -40,42 +41,35 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         source: a checkpoint file or folder, or its URI or hub id.
         output: the folder to make.
         format: name of the training format; detected by content when None.
-        config: JSON files whose fields are added to the checkpoint's own configuration, later ones winning.
+        config: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones winning.
         tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
         base: the model that training started from, where the checkpoint holds only what was trained.
         drop: leave out parts of the model that no model of transformers can hold, instead of refusing it.
+        qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
         dtype: `keep`, `float32`, `float16` or `bfloat16`.
         max_shard_size: largest safetensors file, in bytes or as `5GB`.
-        overwrite: replace an existing model folder.
-        resume: continue an interrupted run.
-        dry_run: write nothing.
+        overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; write nothing.
 
     Raises:
         UsageProblem: an option has an impossible value.
         InputRefused: the checkpoint is malformed, hostile, incomplete or of an unknown kind, or `output` exists.
         OutputFailed: writing failed.
     """
-    if dtype != "keep" and dtype not in BY_NAME:
+    if dtype not in ("keep", *FLOATS):
         raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
     configs = tuple(Path(path) for path in config)
-    options: dict[str, Any] = ({"base": str(local_path(base))} if base else {}) | ({"drop": True} if drop else {})
-    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, options)
+    base = local_path(base) if base else None
+    options = {"base": str(base) if base else None, "drop": drop or None, "qkv_layout": qkv_layout}
+    given = {name: value for name, value in options.items() if value}
+    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, given)
     for warning in checkpoint.warnings:
         warn(warning)
     plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
     if not dry_run:
-        done = step(
-            "to-hf",
-            checkpoint.path,
-            format=checkpoint.format,
-            dtype=None if dtype == "keep" else dtype,
-            max_shard_size=str(max_shard_size),
-            config=[path.name for path in configs] or None,
-            tokenizer=Path(tokenizer).name if tokenizer else None,
-            base=Path(options["base"]).name if base else None,
-            drop=drop or None,
-        )
-        sources = _files(checkpoint.path) + (_files(Path(options["base"])) if base else [])
+        named = {"tokenizer": Path(tokenizer).name if tokenizer else None, "base": base.name if base else None}
+        recorded = options | named | {"config": [path.name for path in configs] or None, "dtype": dtype}
+        done = step("to-hf", checkpoint.path, format=checkpoint.format, **recorded)
+        sources = [file for path in (checkpoint.path, base) if path for file in _files(path)]
         write_checkpoint(plan, Path(output), steps=[done], sources=sources, overwrite=overwrite, resume=resume)
     return plan
 
@@ -117,4 +111,6 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else sorted(entry for entry in path.iterdir() if entry.is_file())
+    """The files whose size and time guard `--resume`, those of rank folders included."""
+    entries = [path] if path.is_file() else [*path.iterdir(), *path.glob("rank_*/*")]
+    return sorted(entry for entry in entries if entry.is_file())

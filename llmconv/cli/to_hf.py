@@ -18,13 +18,17 @@ from llmconv.cli import options
     "--config",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="JSON file with configuration fields to add; may be repeated, later ones win.",
+    help="JSON or YAML file with configuration fields to add; may be repeated, later ones win.",
 )
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Tokenizer file or folder to use instead.")
 @click.option(
     "--base", metavar="PATH", help="Model that training started from, where SOURCE holds only what was trained."
 )
 @click.option("--drop", is_flag=True, help="Leave out parts that no model of transformers can hold.")
+    "--qkv-layout",
+    type=click.Choice(["plain", "interleaved"]),
+    help="Order of fused matrices in a MindFormers file: plain up to 1.4, interleaved since 1.5.",
+)
 def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Convert the training checkpoint SOURCE into the Hugging Face folder OUT.
 
@@ -34,6 +38,7 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
     llmconv to-hf ep0-ba2-rank0.pt -o base          a Composer checkpoint
     llmconv to-hf llama-2-13b -o base --dry-run     a folder of consolidated.NN.pth
     llmconv to-hf epoch3 -o tuned --base llama-2    what LLaMA2-Accessory trained
+    llmconv to-hf llama.ckpt -o base --config run.yaml     a MindFormers checkpoint
     """
     from llmconv.convert.to_hf import to_hf
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,55 @@ def composer() -> Path:
 def meta() -> Path:
     """The folder of genuine Meta checkpoints."""
     return FIXTURES / "meta"
+
+
+@pytest.fixture(scope="session")
+def mindspore() -> Path:
+    """The folder of genuine MindSpore files."""
+    return FIXTURES / "mindspore"
+
+
+@pytest.fixture(scope="session")
+def mindformers() -> Path:
+    """The folder of genuine MindFormers checkpoints."""
+    return FIXTURES / "mindformers"
+
+
+def field(number: int, value: int | bytes) -> bytes:
+    """One field of a protobuf message: a number, or bytes."""
+    if isinstance(value, bytes):
+        return bytes([number << 3 | 2]) + varint(len(value)) + value
+    return bytes([number << 3]) + varint(value)
+
+
+def varint(value: int) -> bytes:
+    value &= (1 << 64) - 1
+    low = bytes([value & 0x7F | (0x80 if value > 0x7F else 0)])
+    return low + (varint(value >> 7) if value > 0x7F else b"")
+
+
+@pytest.fixture(scope="session")
+def encode_field() -> Callable[[int, int | bytes], bytes]:
+    """`encode_field(number, value)` is one field of a protobuf message."""
+    return field
+
+
+@pytest.fixture
+def save_ckpt() -> Callable[..., Path]:
+    """`save_ckpt(path, {name: array}, chunk=bytes)` writes as MindSpore's `save_checkpoint` does."""
+
+    def save(path: Path, tensors: Mapping[str, Any], chunk: int = 512 << 20) -> Path:
+        with open(path, "wb") as file:
+            for name, array in tensors.items():
+                kind = array.dtype.name.title().replace("Uint", "UInt").replace("Bfloat", "BFloat")
+                head = b"".join(field(1, size) for size in array.shape) + field(2, kind.encode())
+                content = array.tobytes()
+                for start in range(0, len(content), chunk):
+                    tensor = head + field(3, content[start : start + chunk])
+                    file.write(field(1, field(1, name.encode()) + field(2, tensor)))
+        return path
+
+    return save
 
 
 @pytest.fixture

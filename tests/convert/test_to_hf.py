@@ -20,6 +20,10 @@ from llmconv.convert.formats import formats
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 COMPOSER = sorted((FIXTURES / "composer").glob("*/ep0-ba2-rank0.pt"))
+MINDFORMERS = sorted((FIXTURES / "mindformers").glob("*/*.ckpt")) + [
+    FIXTURES / "mindspore" / name
+    for name in ("tiny.ckpt", "tiny_crc.ckpt", "tiny_cbc.ckpt", "tiny.safetensors", "sh", "full", "one_bf.ckpt")
+]
 META = sorted({shard.parent for shard in (FIXTURES / "meta").rglob("consolidated.*.pth")})
 ACCESSORY = sorted({shard.parent for shard in (FIXTURES / "accessory").rglob("consolidated.*-of-*.model*.pth")})
 LLAMA = FIXTURES / "composer" / "weights_only" / "ep0-ba2-rank0.pt"
@@ -30,19 +34,19 @@ def llmconv(*args: object) -> Result:
 
 
 CLAIMS = [
-    *((path, "accessory") for path in ACCESSORY),
-    *((path, "composer") for path in COMPOSER),
-    *((path, "meta") for path in META),
+    (path, name)
+    for name, paths in (("accessory", ACCESSORY), ("composer", COMPOSER), ("meta", META), ("mindformers", MINDFORMERS))
+    for path in paths
 ]
 
 
-@pytest.mark.parametrize(("path", "format"), CLAIMS, ids=lambda value: str(getattr(value, "name", value)))
-def test_exactly_one_format_claims_each_checkpoint(path: Path, format: str) -> None:
-    assert [name for name, found in formats().items() if found.detect(path)] == [format]
+@pytest.mark.parametrize(("path", "name"), CLAIMS, ids=[f"{path.parent.name}/{path.name}" for path, _ in CLAIMS])
+def test_exactly_one_format_claims_each_checkpoint(path: Path, name: str) -> None:
+    assert [claim for claim, found in formats().items() if found.detect(path)] == [name]
 
 
 def test_every_format_is_named_after_its_file() -> None:
-    assert [found.name for found in formats().values()] == list(formats()) == ["accessory", "composer", "meta"]
+    assert [found.name for found in formats().values()] == list(formats())
 
 
 def test_converting_needs_no_torch(tmp_path: Path) -> None:
@@ -159,9 +163,9 @@ def test_what_no_format_claims_is_refused_with_a_hint(tmp_path: Path, make: Any,
     assert not (tmp_path / "hf").exists()
 
 
-def test_formats_lists_all(tmp_path: Path) -> None:
+def test_formats_lists_them_all() -> None:
     assert [line.split()[0] for line in llmconv("formats").stdout.splitlines()] == list(formats())
-    assert set(json.loads(llmconv("formats", "--json").stdout)) == set(formats())
+    assert list(json.loads(llmconv("formats", "--json").stdout)) == list(formats())
 
 
 # inspect

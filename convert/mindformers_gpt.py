@@ -1,0 +1,218 @@
+"""MindFormers' gpt2 and bloom: three dense matrices per attention, feed-forward and output weights stored in×out.
+
+Source: mindformers `models/{gpt2,bloom}/{convert_weight,*_config}.py`, `modules/transformer` (`MultiHeadAttention`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from llmconv.convert.mapping import concat, rename
+from llmconv.convert.mindformers_parts import Model, Shapes, Tensors, finish, refuse_model
+from llmconv.convert.regroup import interleave_rows, transpose
+from llmconv.convert.run_config import RunConfig
+from llmconv.errors import MalformedInput
+from llmconv.tensors import LazyTensor
+
+PARTS = ("dense1", "dense2", "dense3")
+"""Queries, keys and values."""
+
+
+def _names(root: str, parts: dict[str, str]) -> dict[str, str | None]:
+    """A table for tensors with a weight and a bias (`gamma` and `beta` for norms), from module to module."""
+    names: dict[str, str | None] = {}
+    for source, target in parts.items():
+        pairs = (("gamma", "weight"), ("beta", "bias")) if "norm" in source or "ln_f" in source else ()
+        for old, new in pairs or (("weight", "weight"), ("bias", "bias")):
+            names[f"{root}{source}.{old}"] = f"{target}.{new}"
+    return names
+
+
+GPT2 = _names(
+    "backbone.",
+    {
+        "blocks.{}.layernorm1": "transformer.h.{}.ln_1",
+        "blocks.{}.layernorm2": "transformer.h.{}.ln_2",
+        **{f"blocks.{{}}.attention.{part}": f"transformer.h.{{}}.attn.{part}" for part in PARTS},
+        "blocks.{}.attention.projection": "transformer.h.{}.attn.c_proj",
+        "blocks.{}.output.mapping": "transformer.h.{}.mlp.c_fc",
+        "blocks.{}.output.projection": "transformer.h.{}.mlp.c_proj",
+        "layernorm": "transformer.ln_f",
+    },
+) | {
+    "backbone.embedding.word_embedding.embedding_table": "transformer.wte.weight",
+    "backbone.embedding.position_embedding.embedding_table": "transformer.wpe.weight",
+}
+
+BLOOM = _names(
+    "",
+    {
+        "embedding.norm": "transformer.word_embeddings_layernorm",
+        "blocks.{}.layernorm1": "transformer.h.{}.input_layernorm",
+        "blocks.{}.layernorm2": "transformer.h.{}.post_attention_layernorm",
+        **{f"blocks.{{}}.attention.{part}": f"transformer.h.{{}}.self_attention.{part}" for part in PARTS},
+        "blocks.{}.attention.projection": "transformer.h.{}.self_attention.dense",
+        "blocks.{}.output.mapping": "transformer.h.{}.mlp.dense_h_to_4h",
+        "blocks.{}.output.projection": "transformer.h.{}.mlp.dense_4h_to_h",
+        "ln_f": "transformer.ln_f",
+    },
+) | {"embedding.word_embedding.embedding_table": "transformer.word_embeddings.weight"}
+BLOOM_IN_OUT = re.compile(r"\.(?:dense|dense_h_to_4h|dense_4h_to_h)\.weight$")
+
+
+def build_gpt2(run: RunConfig, tensors: Tensors) -> Model:
+    """GPT-2; its `c_attn` is the three matrices side by side, in×out.
+
+    Raises:
+        UnsupportedInput: an activation or a norm order that GPT-2 does not have.
+    """
+    _require_gelu(run, "GPT-2")
+    renamed = {target: tensors[source] for target, source in rename(tensors, GPT2, run.source).items()}
+    embedding, positions = _embedding(run, renamed, "transformer.wte.weight"), renamed.get("transformer.wpe.weight")
+    hidden, heads, inner = embedding.shape[1], run.integer("num_heads"), _inner(run, embedding.shape[1])
+    joined = _with_attention(
+        run,
+        renamed,
+        "attn",
+        "c_attn",
+        lambda parts: concat(parts, 0) if len(parts[0].shape) == 1 else transpose(concat(parts, 0)),
+    )
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": embedding.num_rows,
+        "n_positions": positions.num_rows if positions else 0,
+        "n_embd": hidden,
+        "n_layer": run.integer("num_layers"),
+        "n_head": heads,
+        "n_inner": inner,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        **run.tokens(bos_token_id=50256, eos_token_id=50256),
+    }
+    shapes: Shapes = {
+        "transformer.wte.weight": embedding.shape,
+        "transformer.wpe.weight": (config["n_positions"], hidden),
+    }
+    for layer in (f"transformer.h.{number}" for number in range(config["n_layer"])):
+        shapes |= _linear(f"{layer}.attn.c_attn", hidden, 3 * hidden) | _linear(f"{layer}.attn.c_proj", hidden, hidden)
+        shapes |= _linear(f"{layer}.mlp.c_fc", hidden, inner) | _linear(f"{layer}.mlp.c_proj", inner, hidden)
+        shapes |= _norm(f"{layer}.ln_1", hidden) | _norm(f"{layer}.ln_2", hidden)
+    return _finish(run, joined, shapes | _norm("transformer.ln_f", hidden), config, heads)
+
+
+def build_bloom(run: RunConfig, tensors: Tensors) -> Model:
+    """BLOOM; its `query_key_value` alternates the heads of the three matrices.
+
+    Raises:
+        UnsupportedInput: an activation or a norm order that BLOOM does not have.
+    """
+    _require_gelu(run, "BLOOM")
+    plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    renamed = {target: plain[source] for target, source in rename(plain, BLOOM, run.source).items()}
+    embedding = _embedding(run, renamed, "transformer.word_embeddings.weight")
+    hidden, heads, inner = embedding.shape[1], run.integer("num_heads", default=8), _inner(run, embedding.shape[1])
+    counts = [max(1, hidden // heads)] * 3
+    joined = _with_attention(
+        run, renamed, "self_attention", "query_key_value", lambda parts: interleave_rows(parts, counts)
+    )
+    flipped = {
+        name: transpose(tensor) if BLOOM_IN_OUT.search(name) and len(tensor.shape) == 2 else tensor
+        for name, tensor in joined.items()
+    }
+    config = {
+        "model_type": "bloom",
+        "vocab_size": embedding.num_rows,
+        "hidden_size": hidden,
+        "n_layer": run.integer("num_layers", default=2),
+        "n_head": heads,
+        "layer_norm_epsilon": 1e-5,
+        **run.tokens(bos_token_id=1, eos_token_id=2, pad_token_id=3),
+    }
+    shapes: Shapes = {"transformer.word_embeddings.weight": embedding.shape}
+    shapes |= _norm("transformer.word_embeddings_layernorm", hidden)
+    for layer in (f"transformer.h.{number}" for number in range(config["n_layer"])):
+        shapes |= _norm(f"{layer}.input_layernorm", hidden)
+        shapes |= _linear(f"{layer}.self_attention.query_key_value", 3 * hidden, hidden, rows=True)
+        shapes |= _linear(f"{layer}.self_attention.dense", hidden, hidden, rows=True)
+        shapes |= _norm(f"{layer}.post_attention_layernorm", hidden)
+        shapes |= _linear(f"{layer}.mlp.dense_h_to_4h", inner, hidden, rows=True)
+        shapes |= _linear(f"{layer}.mlp.dense_4h_to_h", hidden, inner, rows=True)
+    if inner != 4 * hidden:
+        raise refuse_model(run, f"a BLOOM with `expand_ratio` {inner // hidden}", "it always expands four times")
+    return _finish(run, flipped, shapes | _norm("transformer.ln_f", hidden), config, heads)
+
+
+def _require_gelu(run: RunConfig, what: str) -> None:
+    activation = run.fields.get("hidden_act") or "gelu"
+    if activation != "gelu" or run.flag("post_layernorm_residual"):
+        raise refuse_model(
+            run,
+            f"a {what} with `hidden_act` {str(activation)[:40]} or norms behind",
+            "it has the tanh GELU, and norms in front",
+        )
+
+
+def _embedding(run: RunConfig, renamed: Tensors, name: str) -> LazyTensor:
+    """The word embedding, whose sizes are those of the configuration.
+
+    Raises:
+        MalformedInput: there is none, or it has other sizes.
+    """
+    embedding = renamed.get(name)
+    if embedding is None or len(embedding.shape) != 2:
+        raise MalformedInput(
+            f"`{run.source}` has no embedding", hint="the checkpoint is of one pipeline stage, or partial"
+        )
+    sizes = {"vocab_size": embedding.shape[0], "hidden_size": embedding.shape[1]}
+    for field, size in sizes.items():
+        if run.integer(field, default=size) != size:
+            raise MalformedInput(
+                f"the embedding of `{run.source}` is {list(embedding.shape)}, its configuration says "
+                f"`{field}` {run.integer(field)}",
+                hint="the configuration is of another model, or these are the shards of one rank",
+            )
+    return embedding
+
+
+def _inner(run: RunConfig, hidden: int) -> int:
+    return run.integer("expand_ratio", default=4) * hidden
+
+
+def _with_attention(run: RunConfig, renamed: Tensors, module: str, name: str, join: Any) -> Tensors:
+    """The tensors with `dense1`, `dense2`, `dense3` of each layer joined under `name`."""
+    first = re.compile(rf"(.+\.{module})\.dense1\.(weight|bias)")
+    result = {key: tensor for key, tensor in renamed.items() if not re.search(rf"\.{module}\.dense[123]\.", key)}
+    for key in renamed:
+        if match := first.fullmatch(key):
+            parts = [renamed.get(f"{match[1]}.{part}.{match[2]}") for part in PARTS]
+            try:
+                if None in parts:
+                    raise ValueError("one of the three is missing")
+                result[f"{match[1]}.{name}.{match[2]}"] = join(parts)
+            except ValueError as error:
+                raise MalformedInput(
+                    f"`{key}` of `{run.source}` does not join: {error}", hint="the configuration is of another model"
+                ) from error
+    return result
+
+
+def _linear(name: str, first: int, second: int, *, rows: bool = False) -> Shapes:
+    """A weight of `first`×`second` with its bias, which is as long as the outputs (`rows`: out×in)."""
+    return {f"{name}.weight": (first, second), f"{name}.bias": (first if rows else second,)}
+
+
+def _norm(name: str, size: int) -> Shapes:
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+
+
+def _finish(run: RunConfig, tensors: Tensors, shapes: Shapes, config: dict[str, Any], heads: int) -> Model:
+    """Checks all; the head of both is the embedding (`GPTHead`, `BloomHead`), so there is none to write."""
+    hidden = shapes[next(iter(shapes))][1]
+    if hidden % heads:
+        raise MalformedInput(
+            f"{heads} heads do not divide the hidden size {hidden} of `{run.source}`",
+            hint="the configuration is of another model",
+        )
+    tied = RunConfig(run.source, {**run.fields, "tie_word_embeddings": True}, run.arch, run.lora)
+    return finish(tied, tensors, shapes, config, "lm_head.weight", next(iter(shapes)))
