@@ -27,9 +27,9 @@ def to_config(config: Config, source: str, warnings: Warnings) -> dict[str, Any]
         MalformedInput: a field is missing or is no positive number.
     """
     kind = config.get("model_type")
-    if kind not in CONVERTERS:
+    if not isinstance(kind, str) or kind not in CONVERTERS:
         raise UnsupportedInput(
-            f"`{source}` is a PaddleNLP model of type `{kind}`",
+            f"`{source}` is a PaddleNLP model of type `{str(kind)[:80]}`, which this format does not know",
             hint=f"known are {', '.join(CONVERTERS)}; give the `config.json` with `--config` if it is one of them",
         )
     _refuse(source, config, {"use_long_sequence_strategies": False})
@@ -52,6 +52,30 @@ def number(config: Config, name: str, source: str, default: int | None = None) -
     return value
 
 
+def real(config: Config, name: str, source: str, default: float) -> float:
+    """A field that is a positive number.
+
+    Raises:
+        MalformedInput: it is something else.
+    """
+    value = default if config.get(name) is None else config[name]
+    if type(value) not in (int, float) or not 0 < value < 1e12:
+        raise MalformedInput(
+            f"the configuration of `{source}` has no usable `{name}`: {value!r}"[:200],
+            hint="give the run's own `config.json` with `--config`",
+        )
+    return float(value)
+
+
+def _divides(source: str, small: int, large: int, what: str) -> int:
+    """How often `small` fits into `large`, which must be exact."""
+    if large % small:
+        raise MalformedInput(
+            f"the configuration of `{source}` has {large} {what} {small}", hint="the first must be a multiple of it"
+        )
+    return large // small
+
+
 def _refuse(source: str, config: Config, needed: Mapping[str, Any]) -> None:
     """Refuses a config that sets an option of `needed` to another value than the one there."""
     for name, value in needed.items():
@@ -66,29 +90,38 @@ def _refuse(source: str, config: Config, needed: Mapping[str, Any]) -> None:
 
 def _decoder(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     """Llama and its kin."""
-    heads = number(config, "num_attention_heads", source)
+    hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
+    kv_heads = number(config, "num_key_value_heads", source, heads)
     length = number(config, "max_position_embeddings", source, number(config, "seq_length", source, 2048))
-    _refuse(source, config, {"alibi": False})
-    head_dim = {"head_dim": number(config, "head_dim", source)} if config.get("head_dim") else {}
+    if config.get("alibi"):
+        raise UnsupportedInput(
+            f"`{source}` is a Llama with ALiBi (as Baichuan-13B is), which transformers does not have",
+            hint="models with rotary positions can be converted",
+        )
+    _divides(source, kv_heads, heads, "query heads for key/value heads")
+    given = config.get("head_dim")
+    head_dim = (
+        number(config, "head_dim", source) if given else _divides(source, heads, hidden, "hidden sizes for heads")
+    )
     return {
         "model_type": config["model_type"],
         "vocab_size": number(config, "vocab_size", source),
-        "hidden_size": number(config, "hidden_size", source),
+        "hidden_size": hidden,
         "intermediate_size": number(config, "intermediate_size", source),
         "num_hidden_layers": number(config, "num_hidden_layers", source),
         "num_attention_heads": heads,
-        "num_key_value_heads": number(config, "num_key_value_heads", source, heads),
-        **head_dim,
+        "num_key_value_heads": kv_heads,
+        **({"head_dim": head_dim} if given else {}),
         "hidden_act": "silu",
         "max_position_embeddings": length,
-        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
-        **_rope(config, source, head_dim.get("head_dim", number(config, "hidden_size", source) // heads)),
+        "rms_norm_eps": real(config, "rms_norm_eps", source, 1e-6),
+        **_rope(config, source, head_dim),
     }
 
 
 def _rope(config: Config, source: str, head_dim: int) -> dict[str, Any]:
     """Rotary options of PaddleNLP's `llama/modeling.py` (`_init_rope`) in transformers' words."""
-    theta, factor = float(config.get("rope_theta", 10000.0)), float(config.get("rope_scaling_factor", 1.0))
+    theta, factor = real(config, "rope_theta", source, 10000.0), real(config, "rope_scaling_factor", source, 1.0)
     if isinstance(config.get("rope_scaling"), Mapping):
         return {"rope_theta": theta, "rope_scaling": dict(config["rope_scaling"])}
     match config.get("rope_scaling_type"):
@@ -97,7 +130,7 @@ def _rope(config: Config, source: str, head_dim: int) -> dict[str, Any]:
         case "linear":
             return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
         case "ntk":
-            return {"rope_theta": theta * factor ** (head_dim / (head_dim - 2))}
+            return {"rope_theta": theta * factor ** (head_dim / max(1, head_dim - 2))}
         case "dynamic_ntk":
             return {"rope_theta": theta, "rope_scaling": {"rope_type": "dynamic", "factor": factor}}
         case other:
@@ -122,8 +155,11 @@ def _mistral(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
 def _qwen(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     """Qwen 1 is Qwen 2 without grouped queries; its two tricks for long inputs do nothing up to `seq_length`."""
     hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
-    length = number(config, "seq_length", source, 2048)
-    _refuse(source, config, {"rotary_pct": 1.0, "no_bias": True, "kv_channels": hidden // heads})
+    length, head_dim = (
+        number(config, "seq_length", source, 2048),
+        _divides(source, heads, hidden, "hidden sizes for heads"),
+    )
+    _refuse(source, config, {"rotary_pct": 1.0, "no_bias": True, "kv_channels": head_dim})
     tricks = [name for name in ("use_dynamic_ntk", "use_logn_attn") if config.get(name, True)]
     if tricks:
         warnings.append(f"Qwen 2 has no {' and '.join(tricks)}: beyond {length} tokens the results differ")
@@ -137,8 +173,8 @@ def _qwen(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
         "num_key_value_heads": heads,
         "hidden_act": "silu",
         "max_position_embeddings": length,
-        "rms_norm_eps": config.get("layer_norm_epsilon", 1e-6),
-        "rope_theta": float(config.get("rotary_emb_base", 10000)),
+        "rms_norm_eps": real(config, "layer_norm_epsilon", source, 1e-6),
+        "rope_theta": real(config, "rotary_emb_base", source, 10000.0),
         "use_sliding_window": False,
     }
 
@@ -151,7 +187,7 @@ def _bloom(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
         "hidden_size": number(config, "hidden_size", source),
         "n_layer": number(config, "n_layer", source, layers),
         "n_head": number(config, "n_head", source, config.get("num_attention_heads")),
-        "layer_norm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "layer_norm_epsilon": real(config, "layer_norm_epsilon", source, 1e-5),
         "apply_residual_connection_post_layernorm": config.get("apply_residual_connection_post_layernorm", False),
         "tie_word_embeddings": True,
     }
@@ -163,7 +199,7 @@ ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "gelu_new": "gelu_new"}
 
 def _gpt(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     _refuse(source, config, {"normalize_before": True})
-    activation = config.get("hidden_activation", "gelu")
+    activation = str(config.get("hidden_activation", "gelu"))
     if activation not in ACTIVATIONS:
         _refuse(source, config, {"hidden_activation": "gelu"})
     hidden = number(config, "hidden_size", source)
@@ -176,7 +212,7 @@ def _gpt(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
         "n_inner": number(config, "intermediate_size", source, 4 * hidden),
         "n_positions": number(config, "max_position_embeddings", source, 1024),
         "activation_function": ACTIVATIONS[activation],
-        "layer_norm_epsilon": config.get("layer_norm_eps", 1e-5),
+        "layer_norm_epsilon": real(config, "layer_norm_eps", source, 1e-5),
         "tie_word_embeddings": True,
     }
 
@@ -204,8 +240,8 @@ def _chatglm(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
         "head_dim": number(config, "kv_channels", source, hidden // heads),
         "hidden_act": "silu",
         "max_position_embeddings": number(config, "max_sequence_length", source, config.get("seq_length", 2048)),
-        "rms_norm_eps": config.get("layernorm_epsilon", 1e-5),
-        "rope_theta": 10000.0 * float(config.get("rope_ratio", 1.0)),
+        "rms_norm_eps": real(config, "layernorm_epsilon", source, 1e-5),
+        "rope_theta": 10000.0 * real(config, "rope_ratio", source, 1.0),
         "partial_rotary_factor": 0.5,
         "attention_bias": bool(config.get("add_qkv_bias", True)),
         "tie_word_embeddings": False,

@@ -205,8 +205,8 @@ def _gpt(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
     for part, shape, split in (("weight", (hidden,), 1), ("bias", (), 0)):
         target = (f"{new}attn.c_attn.{part}",)
         if _has(shapes, f"{old}self_attn.qkv_proj.{part}"):
-            pieces, source = (hidden // heads,) * 3, (f"{old}self_attn.qkv_proj.{part}",)
-            rows.append(Row(source, target, (*shape, 3 * hidden), split, pieces=pieces, groups=heads))
+            fused, pieces = f"{old}self_attn.qkv_proj.{part}", (hidden // heads,) * 3
+            rows.append(Row((fused,), target, (*shape, 3 * hidden), split, pieces=pieces, groups=heads))
         else:
             sources = tuple(f"{old}self_attn.{name}_proj.{part}" for name in "qkv")
             rows.append(Row(sources, target, (*shape, hidden), split))

@@ -18,10 +18,10 @@ import numpy as np
 from llmconv.convert.mapping import concat
 from llmconv.convert.utf8_bytes import Utf8Bytes
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.pickle_data import HOOKS, Global, interpret
+from llmconv.pickle_data import HOOKS, RANK_LIMIT, Global, interpret
 from llmconv.pickle_machine import STRING_LIMIT, Hooks, Machine, Refused, Stub, text
 from llmconv.safetensors_io import FileTensor
-from llmconv.tensors import BY_NAME, DType, LazyTensor, in_memory
+from llmconv.tensors import BY_NAME, DType, LazyTensor
 
 KEPT_BYTES = 1024
 """Longer values are not read, only their place is kept."""
@@ -95,11 +95,12 @@ def open_pdparams(path: Path) -> PaddleFile:
     tensors: dict[str, LazyTensor] = {}
     others: list[str] = []
     for key, value in content.items():
+        name = key if isinstance(key, str) else f"({type(key).__name__})"
         array = _named_array(value)
         if array is not None:
-            tensors[str(key)] = _tensor(path, str(key), array)
-        elif key not in (PARAMETER_NAMES, SPLIT_ARRAYS):
-            others.append(str(key)[:KEPT_BYTES])
+            tensors[name] = _tensor(path, name, array)
+        elif name not in (PARAMETER_NAMES, SPLIT_ARRAYS):
+            others.append(name)
     return PaddleFile(_joined(path, tensors, content.get(SPLIT_ARRAYS, {})), tuple(others))
 
 
@@ -134,12 +135,16 @@ def _named_array(value: Any) -> Stub | None:
     """The array of a value that is one, or that is (name, array) as in nested objects."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         value = value[1]
-    known = isinstance(value, Stub) and str(value.function) in (*RECONSTRUCT, *FROM_BUFFER)
-    return value if known else None
+    return value if _made_by(value) in (*RECONSTRUCT, *FROM_BUFFER) else None
+
+
+def _made_by(value: Any) -> str:
+    """The global that a Stub would have called; empty for anything else."""
+    return str(value.function) if isinstance(value, Stub) and isinstance(value.function, Global) else ""
 
 
 def _tensor(path: Path, name: str, array: Stub) -> LazyTensor:
-    if str(array.function) in FROM_BUFFER:
+    if _made_by(array) in FROM_BUFFER:
         state = (*array.args, None, None, None)
         data, kind, shape, column_major = state[0], state[1], state[2], state[3] == "F"
     else:
@@ -149,7 +154,7 @@ def _tensor(path: Path, name: str, array: Stub) -> LazyTensor:
             case _:
                 _refuse(path, f"holds no data for `{name}`")
     dtype = _dtype(path, name, kind)
-    if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 1 << 48 for size in shape):
+    if not isinstance(shape, tuple) or not _naturals(shape):
         _refuse(path, f"gives `{name}` an impossible shape")
     if column_major and len(shape) > 1:
         raise UnsupportedInput(
@@ -158,12 +163,19 @@ def _tensor(path: Path, name: str, array: Stub) -> LazyTensor:
     return _placed(path, name, data, dtype, shape)
 
 
+def _naturals(values: Any) -> bool:
+    return len(values) <= RANK_LIMIT and all(type(value) is int and 0 <= value < 1 << 48 for value in values)
+
+
 def _dtype(path: Path, name: str, kind: Any) -> DType:
-    code = kind.args[0] if isinstance(kind, Stub) and str(kind.function) == "numpy.dtype" and kind.args else None
-    order = kind.state[1] if isinstance(kind, Stub) and isinstance(kind.state, tuple) and len(kind.state) > 1 else "|"
-    if code not in NUMPY_CODES or order not in ("<", "|"):
+    code, order = None, "|"
+    if _made_by(kind) == "numpy.dtype" and kind.args:
+        code = kind.args[0]
+        order = kind.state[1] if isinstance(kind.state, tuple) and len(kind.state) > 1 else order
+    if not isinstance(code, str) or code not in NUMPY_CODES or order not in ("<", "|"):
+        shown = f"`{order}{code}`" if isinstance(code, str) and isinstance(order, str) else "a compound type"
         raise UnsupportedInput(
-            f"`{name}` in `{path.name}` is stored as `{order}{code}`",
+            f"`{name}` in `{path.name}` is stored as {shown[:40]}",
             hint="only little-endian floats, integers and bools can be converted",
         )
     return NUMPY_CODES[code]
@@ -182,7 +194,8 @@ def _placed(path: Path, name: str, data: Any, dtype: DType, shape: tuple[int, ..
         _refuse(path, f"has {size} bytes for `{name}`, its shape needs {wanted}")
     if isinstance(data, BytesAt):
         return FileTensor(path, data.position, dtype, shape)
-    return in_memory(np.frombuffer(data, dtype.numpy).reshape(shape), dtype)
+    rows = np.frombuffer(data, dtype.numpy).reshape(shape or (1,))
+    return LazyTensor(dtype, shape, lambda start, stop: rows[start:stop])
 
 
 def _joined(path: Path, tensors: dict[str, LazyTensor], table: Any) -> dict[str, LazyTensor]:
@@ -190,8 +203,10 @@ def _joined(path: Path, tensors: dict[str, LazyTensor], table: Any) -> dict[str,
     joined = dict(tensors)
     for name, entry in table.items() if isinstance(table, dict) else ():
         match entry:
-            case {"OriginShape": (tuple() | list()) as sizes, "slices": (tuple() | list()) as pieces}:
-                parts = [joined.pop(str(piece), None) for piece in pieces]
+            case {"OriginShape": (tuple() | list()) as sizes, "slices": (tuple() | list()) as pieces} if _naturals(
+                sizes
+            ):
+                parts = [joined.pop(piece, None) for piece in pieces if isinstance(piece, str)]
                 joined[str(name)] = _reshaped(path, str(name), parts, tuple(sizes))
             case _:
                 _refuse(path, f"does not say how `{name}` was cut")

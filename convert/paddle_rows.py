@@ -28,7 +28,7 @@ def place(rows: Sequence[Row], ranks: Sequence[Rank], layers: int, source: str) 
     Raises:
         MalformedInput: tensors are missing, left over, or of another shape than the configuration says.
     """
-    steps = _unrolled(rows, layers)
+    steps = _unrolled(rows, min(layers, len(ranks[0])))
     used = {name for row in steps for name in row.sources}
     missing = [name for row in steps for name in row.sources if name not in ranks[0]]
     if missing:

@@ -20,7 +20,7 @@ from llmconv.tensors import LazyTensor
 
 WHOLE = "model_state.pdparams"
 PADDLE_INDEX = "model_state.pdparams.index.json"
-RANK = re.compile(r"model_state\.(?:tp(\d+))?_?(?:pp(\d+))?\.pdparams")
+RANK = re.compile(r"model_state\.(?:tp(\d{2,3}))?_?(?:pp(\d{2,3}))?\.pdparams")
 SHARD = re.compile(r"model_state-\d+-of-\d+\.pdparams")
 ADAPTER = re.compile(r"(lora|prefix)_model_state(?:\.tp\d+)?\.pdparams|peft_model(?:-\d+-of-\d+)?\.safetensors")
 
@@ -136,7 +136,7 @@ def _sharded(folder: Path) -> Tensors:
 def _parallel(folder: Path, files: Mapping[tuple[int, int], Path], config: Mapping[str, Any]) -> list[Tensors]:
     """Every rank of the grid; the names of one are those of all its neighbours."""
     degree = config.get("tensor_parallel_degree")
-    count = max(max(tp for tp, _ in files) + 1, degree if type(degree) is int else 1)
+    count = max(max(tp for tp, _ in files) + 1, min(degree, 1000) if type(degree) is int else 1)
     stages = max(pp for _, pp in files) + 1
     missing = [(tp, pp) for tp in range(count) for pp in range(stages) if (tp, pp) not in files]
     if missing:

@@ -49,8 +49,10 @@ class Utf8Bytes:
 
     def _range(self, start: int, stop: int) -> bytes:
         """Bytes `start:stop` of what the text stands for."""
+        if start == stop:
+            return b""
         first = bisect_right(self._counts, start) - 1
-        last = bisect_right(self._counts, max(start, stop - 1))
+        last = bisect_right(self._counts, stop - 1)
         raw = self._chunk(first * CHUNK_BYTES, last * CHUNK_BYTES + 1)
         whole = raw[int(_continues(raw[:1])) : len(raw) - (last * CHUNK_BYTES < self.size and not _continues(raw[-1:]))]
         try:

@@ -27,7 +27,7 @@ from llmconv.tensors import LazyTensor
 
 PREFIXES = tuple(family.prefix for family in FAMILIES.values())
 HEAD = "lm_head.weight"
-GENERATION = ("max_length", "max_new_tokens", "min_length", "temperature", "top_k", "top_p", "repetition_penalty")
+GENERATION = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
