@@ -10,6 +10,13 @@ from llmconv.errors import MalformedInput, UnsupportedInput
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 KEPT = (*TOKENS, "initializer_range", "tie_word_embeddings")
 
+WITHOUT_EQUAL = {
+    "chatglm": "ChatGLM-6B v1 has two rotary positions per token, which no model of transformers has",
+    "glm": "PaddleNLP's GLM fills blanks with two positions per token, which transformers' `glm` does not have",
+    "ernie": "transformers has ERNIE only as an encoder, not as a causal language model",
+}
+"""Families that are told by name, because no conversion can be exact."""
+
 Config = Mapping[str, Any]
 Warnings = list[str]
 
@@ -27,6 +34,8 @@ def to_config(config: Config, source: str, warnings: Warnings) -> dict[str, Any]
         MalformedInput: a field is missing or is no positive number.
     """
     kind = config.get("model_type")
+    if isinstance(kind, str) and kind in WITHOUT_EQUAL:
+        raise UnsupportedInput(f"`{source}` is a `{kind}`: {WITHOUT_EQUAL[kind]}", hint="only its own code computes it")
     if not isinstance(kind, str) or kind not in CONVERTERS:
         raise UnsupportedInput(
             f"`{source}` is a PaddleNLP model of type `{str(kind)[:80]}`, which this format does not know",

@@ -36,6 +36,7 @@ TORCH_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 NUMPY_CODES = {dtype.numpy.str[1:]: dtype for dtype in BY_NAME.values() if dtype.numpy.kind in "fiub"}
 NUMPY_CODES["u2"] = BY_NAME["bfloat16"]
 
+MARKS = (b"multiarray", b"_frombuffer")
 RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 FROM_BUFFER = ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")
 
@@ -77,7 +78,7 @@ def is_pdparams(path: Path) -> bool:
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
     is_pickle = head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
-    return is_pickle and not head.startswith(TORCH_MAGIC) and b"multiarray" in head
+    return is_pickle and not head.startswith(TORCH_MAGIC) and any(mark in head for mark in MARKS)
 
 
 def open_pdparams(path: Path) -> PaddleFile:

@@ -22,7 +22,9 @@ WHOLE = "model_state.pdparams"
 PADDLE_INDEX = "model_state.pdparams.index.json"
 RANK = re.compile(r"model_state\.(?:tp(\d{2,3}))?_?(?:pp(\d{2,3}))?\.pdparams")
 SHARD = re.compile(r"model_state-\d+-of-\d+\.pdparams")
-ADAPTER = re.compile(r"(lora|prefix)_model_state(?:\.tp\d+)?\.pdparams|peft_model(?:-\d+-of-\d+)?\.safetensors")
+ADAPTER = re.compile(
+    r"(lora|prefix)_model_state(?:\.[tp\d_]+|-\d+-of-\d+)?\.pdparams|peft_model(?:-\d+-of-\d+)?\.safetensors"
+)
 
 Tensors = Mapping[str, LazyTensor]
 

@@ -7,7 +7,7 @@ are (in, out). Its safetensors look like Hugging Face's, but have Paddle's names
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
 PREFIXES = tuple(family.prefix for family in FAMILIES.values())
+OTHERS = ("model.", "transformer.")
+QUANTIZED = (".quant_weight", ".quant_scale", ".weight_scale", ".activation_quanter")
 HEAD = "lm_head.weight"
 GENERATION = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -38,10 +40,15 @@ def _detect(path: Path) -> bool:
 
 
 def _has_paddle_safetensors(folder: Path) -> bool:
-    """Told by names such as `llama.layers…`, or by numpy's mark beside a config that PaddleNLP wrote."""
+    """Told by names such as `llama.layers…`, or by numpy's mark beside a config that PaddleNLP wrote.
+
+    PaddleFormers, its successor, writes Hugging Face's own names and layout, which are not claimed here.
+    """
     metadata, names = first_names(folder)
     if any(name.startswith(PREFIXES) for name in names):
         return True
+    if any(name.startswith(OTHERS) for name in names):
+        return False
     if metadata.get("format") != "np" or not (folder / "config.json").is_file():
         return False
     return b'"paddlenlp_version"' in (folder / "config.json").read_bytes()
@@ -65,11 +72,11 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             f"`{path.name}` is a {paddle['model_type']} split over {len(ranks)} tensor-parallel ranks",
             hint="join it with PaddleNLP's `merge_tp_and_pp_params.py` first",
         )
+    _refuse_quantized(path, ranks[0])
     shapes = {name: tensor.shape for name, tensor in ranks[0].items()}
     tensors = place(family.rows(settings, shapes), ranks, number(settings, family.layers, path.name), path.name)
     _tie(tensors, family.embedding, settings, path, warnings)
-    words = read_tokenizer(tokenizer) if tokenizer else read_paddle_tokenizer(folder, settings, warnings)
-    side_files = {**words, **_generation_config(folder)}
+    side_files = {**_tokenizer(tokenizer, folder, paddle["model_type"], warnings), **_generation_config(folder)}
     return Checkpoint(path, FORMAT.name, tensors, with_architecture(settings), side_files, tuple(warnings))
 
 
@@ -84,6 +91,15 @@ def _refuse_adapter(path: Path) -> None:
         raise UnsupportedInput(
             f"`{path.name}` is a LoRA adapter (`{found[0]}`), no model",
             hint="convert its base model with `to-hf`, then `llmconv merge-lora BASE ADAPTER -o OUT`",
+        )
+
+
+def _refuse_quantized(path: Path, names: Iterable[str]) -> None:
+    found = [name for name in names if name.endswith(QUANTIZED)]
+    if found:
+        raise UnsupportedInput(
+            f"`{path.name}` is quantized: it holds {listing(found)}",
+            hint="give the weights from before quantization; Paddle's packed ones are ordered for its GPU kernels",
         )
 
 
@@ -105,6 +121,13 @@ def _tie(
         if says:
             warnings.append("the configuration ties the output head to the embedding, but they differ; both are kept")
         settings["tie_word_embeddings"] = False
+
+
+def _tokenizer(given: Path | None, folder: Path, model_type: str, warnings: list[str]) -> dict[str, bytes]:
+    if given is None:
+        return read_paddle_tokenizer(folder, model_type, warnings)
+    files = read_paddle_tokenizer(given, model_type, warnings) if given.is_dir() else {}
+    return files or read_tokenizer(given)
 
 
 def _generation_config(folder: Path) -> dict[str, bytes]:

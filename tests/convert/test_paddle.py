@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -192,6 +193,37 @@ def test_fused_projections_give_the_same_tensors(tmp_path: Path, ranks: int) -> 
     )
 
 
+SPLITS: dict[str, tuple[str, dict[str, int]]] = {
+    "bloom": (
+        r"(word_embeddings|dense|4h_to_h)\.weight$",
+        {r"(query_key_value|h_to_4h)\.weight$": 1, r"(query_key_value|h_to_4h)\.bias$": 0},
+    ),
+    "gpt3": (
+        r"(word_embeddings|out_proj|linear2|lm_head)\.weight$",
+        {r"([qkv]_proj|linear1)\.weight$": 1, r"([qkv]_proj|linear1)\.bias$": 0},
+    ),
+    "qwen": (r"(wte|c_proj)\.weight$", {r"(c_attn|w1|w2|lm_head)\.weight$": 1, r"c_attn\.bias$": 0}),
+}
+"""Names that PaddleNLP splits along axis 0, and others with their axis, as its tensor-parallel mappings say."""
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_other_families_are_joined_as_their_mappings_split_them(tmp_path: Path, case: str) -> None:
+    rows, others = SPLITS[case]
+    state = pickle.loads((FIXTURES / case / "model_state.pdparams").read_bytes())
+    state.pop("StructuredToParameterName@@")
+    files: dict[str, Model] = {f"model_state.tp{rank:02}.pdparams": {} for rank in range(2)}
+    for name, array in state.items():
+        axis = next((axis for pattern, axis in {rows: 0, **others}.items() if re.search(pattern, name)), None)
+        thirds = np.split(array, 3, axis=-1) if "c_attn" in name else [array]
+        for rank, file in enumerate(files.values()):
+            cuts = thirds if axis is None else [np.split(part, 2, axis=axis)[rank] for part in thirds]
+            file[name] = np.concatenate(cuts, axis=-1)
+    folder = save(tmp_path / "x", files)
+    shutil.copy(FIXTURES / case / "config.json", folder)
+    assert contents(open_training(folder)) == contents(open_training(FIXTURES / case))
+
+
 def test_weights_are_transposed_and_embeddings_are_not(tmp_path: Path) -> None:
     model = whole_model()
     checkpoint = open_training(save_whole(tmp_path / "x", model))
@@ -355,7 +387,8 @@ def test_an_optimizer_is_named(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "an unknown architecture": ({"model_type": "ernie"}, "model of type `ernie`"),
+    "an unknown architecture": ({"model_type": "jamba"}, "model of type `jamba`, which this format does not know"),
+    "one without an equal": ({"model_type": "chatglm"}, "ChatGLM-6B v1 has two rotary positions per token"),
     "no architecture": ({"model_type": None}, "model of type `None`"),
     "a list for a name": ({"model_type": ["llama"]}, "which this format does not know"),
     "ALiBi": ({"alibi": True}, r"Llama with ALiBi \(as Baichuan-13B is\)"),
@@ -378,6 +411,37 @@ def test_a_config_of_another_model_is_refused(tmp_path: Path, change: dict[str, 
     folder = save_whole(tmp_path / "x", whole_model(), **change)
     with pytest.raises(InputRefused, match=reason):
         open_training(folder)
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
+    model = whole_model()
+    model["llama.layers.0.mlp.up_proj.quant_weight"] = model.pop("llama.layers.0.mlp.up_proj.weight").astype("i1")
+    with pytest.raises(UnsupportedInput, match="is quantized"):
+        open_training(save_whole(tmp_path / "x", model))
+
+
+def test_a_static_graph_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.pdiparams").write_bytes(b"weights")
+    with pytest.raises(UnsupportedInput, match="static graph of Paddle"):
+        open_training(tmp_path)
+
+
+def test_hugging_faces_names_in_paddles_safetensors_are_not_claimed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"paddlenlp_version": None}))
+    save_file({"model.norm.weight": np.ones(2, "f4")}, tmp_path / "model.safetensors", metadata={"format": "np"})
+    assert not formats()["paddle"].detect(tmp_path)
+
+
+def test_an_unknown_model_of_paddle_is_claimed_and_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "ernie", "paddlenlp_version": null}')
+    save_file({"ernie.norm.weight": np.ones(2, "f4")}, tmp_path / "model.safetensors", metadata={"format": "np"})
+    with pytest.raises(UnsupportedInput, match="transformers has ERNIE only as an encoder"):
+        open_training(tmp_path)
+
+
+def test_a_baichuan_7b_is_a_llama(tmp_path: Path) -> None:
+    checkpoint = open_training(save_whole(tmp_path / "x", whole_model(), model_type="baichuan"))
+    assert checkpoint.config["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_a_split_chatglm_is_refused(tmp_path: Path) -> None:

@@ -46,7 +46,9 @@ def write(path: Path, content: Any, protocol: int = 4) -> Path:
 def test_arrays_of_any_protocol_read_as_numpy_has_them(
     tmp_path_factory: pytest.TempPathFactory, arrays: dict[str, Any], protocol: int
 ) -> None:
-    tensors = open_pdparams(write(tmp_path_factory.mktemp("x") / "x", arrays, protocol)).tensors
+    path = write(tmp_path_factory.mktemp("x") / "x", arrays, protocol)
+    assert is_pdparams(path)
+    tensors = open_pdparams(path).tensors
     assert {name: (tensor.shape, tensor.read().tobytes()) for name, tensor in tensors.items()} == {
         name: (array.shape, array.tobytes()) for name, array in arrays.items()
     }
