@@ -207,8 +207,8 @@ ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "gelu_new": "gelu_new"}
 
 
 def _gpt(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
-    _refuse(source, config, {"normalize_before": True})
-    activation = str(config.get("hidden_activation", "gelu"))
+    _refuse(source, config, {"normalize_before": True, "scale_qk_coeff": 1.0})
+    activation = str(config.get("hidden_activation", config.get("hidden_act", "gelu")))
     if activation not in ACTIVATIONS:
         _refuse(source, config, {"hidden_activation": "gelu"})
     hidden = number(config, "hidden_size", source)

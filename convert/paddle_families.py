@@ -86,7 +86,7 @@ def _head(source: str, config: Mapping[str, Any], shapes: Shapes, rows: int, wid
     if source not in shapes:
         return []
     shape = shapes[source]
-    tied = shape[-1] == width and (shape[0] != width or bool(config.get("tie_word_embeddings")))
+    tied = shape[-1] == width and (shape[0] != width or bool(config.get("tie_word_embeddings", True)))
     return [Row((source,), ("lm_head.weight",), *(((rows, width), 0) if tied else ((width, rows), 1, True)))]
 
 

@@ -115,8 +115,9 @@ def _tie(
                 hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
             )
         settings["tie_word_embeddings"] = True
-    elif says and equal(tensors[HEAD], tensors[embedding]):
+    elif says is not False and equal(tensors[HEAD], tensors[embedding]):  # PaddleNLP leaves out its default, true
         del tensors[HEAD]
+        settings["tie_word_embeddings"] = True
     else:
         if says:
             warnings.append("the configuration ties the output head to the embedding, but they differ; both are kept")
