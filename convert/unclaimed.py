@@ -27,6 +27,11 @@ def _explain_folder(folder: Path) -> LlmconvError:
         return UnsupportedInput(
             f"`{folder}` already is a Hugging Face folder", hint="go on with `merge-lora` or `export`"
         )
+    if any(name.endswith((".pdiparams", ".pdmodel")) for name in names):
+        return UnsupportedInput(
+            f"`{folder}` is a static graph of Paddle, which is not converted back",
+            hint="give the folder with `model_state.pdparams` that it was exported from",
+        )
     if "composer_metadata.json" in names:
         return UnsupportedInput(
             f"`{folder}` is a Composer checkpoint in the newer folder layout", hint="this layout comes later"

@@ -78,7 +78,11 @@ def read_pickle(data: bytes, source: str) -> Any:
     Raises:
         MalformedInput: truncated, over a limit, an unknown opcode, bytes after the end, or a call that runs commands.
     """
-    machine = Machine(data, HOOKS)
+    return interpret(Machine(data, HOOKS), source)
+
+
+def interpret(machine: Machine, source: str) -> Any:
+    """The value of the pickle in `machine`; see `read_pickle`."""
     try:
         return run(machine)
     except Refused as problem:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from mmap import mmap
 from typing import Any
 
 OPCODE_LIMIT = 20_000_000
@@ -56,7 +57,7 @@ class Refused(Exception):
 class Machine:
     """The state of one interpretation: stacks, memo and the position in the bytes."""
 
-    def __init__(self, data: bytes, hooks: Hooks) -> None:
+    def __init__(self, data: bytes | mmap, hooks: Hooks) -> None:
         self.data = data
         self.hooks = hooks
         self.position = 0
@@ -81,6 +82,12 @@ class Machine:
         text = self.data[self.position : end].decode()
         self.position = end + 1
         return text
+
+    def sized(self, count: int, decode: Callable[[bytes], Any], limit: int) -> Any:
+        """The value of the next `count` bytes; a machine over a large file may leave long ones where they are."""
+        if not 0 <= count <= limit:
+            raise Refused(f"has a value of {count} bytes at byte {self.position}, over the limit of {limit}")
+        return decode(self.take(count))
 
     def pop_mark(self) -> list[Any]:
         """The items above the last mark."""
@@ -141,15 +148,19 @@ def _sized(layout: str, decode: Callable[[bytes], Any], limit: int = STRING_LIMI
     def operation(machine: Machine) -> None:
         (length,) = unpack(machine.data, machine.position)
         machine.position += size
-        if not 0 <= length <= limit:
-            raise Refused(f"has a value of {length} bytes at byte {machine.position}, over the limit of {limit}")
-        machine.stack.append(decode(machine.take(length)))
+        machine.stack.append(machine.sized(length, decode, limit))
 
     return operation
 
 
-def _text(data: bytes) -> str:
+def text(data: bytes) -> str:
+    """Text as pickle writes it."""
     return data.decode("utf-8", "surrogatepass")
+
+
+def python2_text(data: bytes) -> str:
+    """A `str` of Python 2, which may hold any bytes."""
+    return data.decode("latin1")
 
 
 def _long(data: bytes) -> int:
@@ -340,11 +351,11 @@ NAMED_OPERATIONS: dict[bytes, Operation] = {
     b"G": _number(">d"),
     b"\x8a": _sized("<B", _long, INT_BYTES_LIMIT),
     b"\x8b": _sized("<i", _long, INT_BYTES_LIMIT),
-    b"\x8c": _sized("<B", _text),
-    b"X": _sized("<I", _text),
-    b"\x8d": _sized("<Q", _text),
-    b"U": _sized("<B", lambda data: data.decode("latin1")),
-    b"T": _sized("<i", lambda data: data.decode("latin1")),
+    b"\x8c": _sized("<B", text),
+    b"X": _sized("<I", text),
+    b"\x8d": _sized("<Q", text),
+    b"U": _sized("<B", python2_text),
+    b"T": _sized("<i", python2_text),
     b"C": _sized("<B", bytes),
     b"B": _sized("<I", bytes),
     b"\x8e": _sized("<Q", bytes),

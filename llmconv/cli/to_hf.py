@@ -25,6 +25,7 @@ from llmconv.cli import options
     "--base", metavar="PATH", help="Model that training started from, where SOURCE holds only what was trained."
 )
 @click.option("--drop", is_flag=True, help="Leave out parts that no model of transformers can hold.")
+@click.option(
     "--qkv-layout",
     type=click.Choice(["plain", "interleaved"]),
     help="Order of fused matrices in a MindFormers file: plain up to 1.4, interleaved since 1.5.",

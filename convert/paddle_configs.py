@@ -1,0 +1,272 @@
+"""PaddleNLP's `config.json` as that of the Hugging Face model which computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llmconv.errors import MalformedInput, UnsupportedInput
+
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+KEPT = (*TOKENS, "initializer_range", "tie_word_embeddings")
+
+WITHOUT_EQUAL = {
+    "chatglm": "ChatGLM-6B v1 has two rotary positions per token, which no model of transformers has",
+    "glm": "PaddleNLP's GLM fills blanks with two positions per token, which transformers' `glm` does not have",
+    "ernie": "transformers has ERNIE only as an encoder, not as a causal language model",
+}
+"""Families that are told by name, because no conversion can be exact."""
+
+Config = Mapping[str, Any]
+Warnings = list[str]
+
+
+def to_config(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+    """The Hugging Face config of a PaddleNLP one.
+
+    Args:
+        config: the fields of Paddle's `config.json`.
+        source: file or folder name for error messages.
+        warnings: gets a line for what holds only up to some length.
+
+    Raises:
+        UnsupportedInput: an unknown `model_type`, or an option that the Hugging Face model does not have.
+        MalformedInput: a field is missing or is no positive number.
+    """
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in WITHOUT_EQUAL:
+        raise UnsupportedInput(f"`{source}` is a `{kind}`: {WITHOUT_EQUAL[kind]}", hint="only its own code computes it")
+    if not isinstance(kind, str) or kind not in CONVERTERS:
+        raise UnsupportedInput(
+            f"`{source}` is a PaddleNLP model of type `{str(kind)[:80]}`, which this format does not know",
+            hint=f"known are {', '.join(CONVERTERS)}; give the `config.json` with `--config` if it is one of them",
+        )
+    _refuse(source, config, {"use_long_sequence_strategies": False})
+    return {**{name: config[name] for name in KEPT if name in config}, **CONVERTERS[kind](config, source, warnings)}
+
+
+def number(config: Config, name: str, source: str, default: int | None = None) -> int:
+    """A field that is a positive whole number.
+
+    Raises:
+        MalformedInput: it is missing and has no default, or is something else.
+    """
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) is not int or not 0 < value < 1 << 40:
+        raise MalformedInput(
+            f"the configuration of `{source}` has no usable `{name}`: {value!r}"[:200],
+            hint="give the run's own `config.json` with `--config`",
+        )
+    return value
+
+
+def real(config: Config, name: str, source: str, default: float) -> float:
+    """A field that is a positive number.
+
+    Raises:
+        MalformedInput: it is something else.
+    """
+    value = default if config.get(name) is None else config[name]
+    if type(value) not in (int, float) or not 0 < value < 1e12:
+        raise MalformedInput(
+            f"the configuration of `{source}` has no usable `{name}`: {value!r}"[:200],
+            hint="give the run's own `config.json` with `--config`",
+        )
+    return float(value)
+
+
+def _divides(source: str, small: int, large: int, what: str) -> int:
+    """How often `small` fits into `large`, which must be exact."""
+    if large % small:
+        raise MalformedInput(
+            f"the configuration of `{source}` has {large} {what} {small}", hint="the first must be a multiple of it"
+        )
+    return large // small
+
+
+def _refuse(source: str, config: Config, needed: Mapping[str, Any]) -> None:
+    """Refuses a config that sets an option of `needed` to another value than the one there."""
+    for name, value in needed.items():
+        if name in config and config[name] != value:
+            raise UnsupportedInput(
+                f"`{source}` has `{name}` {config[name]!r}, which transformers' model of this kind cannot express"[
+                    :300
+                ],
+                hint="only its own code computes it; it can be converted when that option is not used",
+            )
+
+
+def _decoder(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+    """Llama and its kin."""
+    hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
+    kv_heads = number(config, "num_key_value_heads", source, heads)
+    length = number(config, "max_position_embeddings", source, number(config, "seq_length", source, 2048))
+    if config.get("alibi"):
+        raise UnsupportedInput(
+            f"`{source}` is a Llama with ALiBi (as Baichuan-13B is), which transformers does not have",
+            hint="models with rotary positions can be converted",
+        )
+    _divides(source, kv_heads, heads, "query heads for key/value heads")
+    given = config.get("head_dim")
+    head_dim = (
+        number(config, "head_dim", source) if given else _divides(source, heads, hidden, "hidden sizes for heads")
+    )
+    return {
+        "model_type": config["model_type"],
+        "vocab_size": number(config, "vocab_size", source),
+        "hidden_size": hidden,
+        "intermediate_size": number(config, "intermediate_size", source),
+        "num_hidden_layers": number(config, "num_hidden_layers", source),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        **({"head_dim": head_dim} if given else {}),
+        "hidden_act": "silu",
+        "max_position_embeddings": length,
+        "rms_norm_eps": real(config, "rms_norm_eps", source, 1e-6),
+        **_rope(config, source, head_dim),
+    }
+
+
+def _rope(config: Config, source: str, head_dim: int) -> dict[str, Any]:
+    """Rotary options of PaddleNLP's `llama/modeling.py` (`_init_rope`) in transformers' words."""
+    theta, factor = real(config, "rope_theta", source, 10000.0), real(config, "rope_scaling_factor", source, 1.0)
+    if isinstance(config.get("rope_scaling"), Mapping):
+        return {"rope_theta": theta, "rope_scaling": dict(config["rope_scaling"])}
+    match config.get("rope_scaling_type"):
+        case None:
+            return {"rope_theta": theta}
+        case "linear":
+            return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
+        case "ntk":
+            return {"rope_theta": theta * factor ** (head_dim / max(1, head_dim - 2))}
+        case "dynamic_ntk":
+            return {"rope_theta": theta, "rope_scaling": {"rope_type": "dynamic", "factor": factor}}
+        case other:
+            raise UnsupportedInput(
+                f"`{source}` scales its rotary positions by `{other}`", hint="linear, ntk and dynamic_ntk are known"
+            )
+
+
+def _llama(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+    return {**_decoder(config, source, warnings), "model_type": "llama"}
+
+
+def _qwen2(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+    fields = ("use_sliding_window", "sliding_window", "max_window_layers")
+    return {**_decoder(config, source, warnings), **{name: config[name] for name in fields if name in config}}
+
+
+def _mistral(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+    return {**_decoder(config, source, warnings), "sliding_window": config.get("sliding_window")}
+
+
+def _qwen(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+    """Qwen 1 is Qwen 2 without grouped queries; its two tricks for long inputs do nothing up to `seq_length`."""
+    hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
+    length, head_dim = (
+        number(config, "seq_length", source, 2048),
+        _divides(source, heads, hidden, "hidden sizes for heads"),
+    )
+    _refuse(source, config, {"rotary_pct": 1.0, "no_bias": True, "kv_channels": head_dim})
+    tricks = [name for name in ("use_dynamic_ntk", "use_logn_attn") if config.get(name, True)]
+    if tricks:
+        warnings.append(f"Qwen 2 has no {' and '.join(tricks)}: beyond {length} tokens the results differ")
+    return {
+        "model_type": "qwen2",
+        "vocab_size": number(config, "vocab_size", source),
+        "hidden_size": hidden,
+        "intermediate_size": number(config, "intermediate_size", source) // 2,
+        "num_hidden_layers": number(config, "num_hidden_layers", source),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": length,
+        "rms_norm_eps": real(config, "layer_norm_epsilon", source, 1e-6),
+        "rope_theta": real(config, "rotary_emb_base", source, 10000.0),
+        "use_sliding_window": False,
+    }
+
+
+def _bloom(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+    layers = config.get("num_hidden_layers")
+    return {
+        "model_type": "bloom",
+        "vocab_size": number(config, "vocab_size", source),
+        "hidden_size": number(config, "hidden_size", source),
+        "n_layer": number(config, "n_layer", source, layers),
+        "n_head": number(config, "n_head", source, config.get("num_attention_heads")),
+        "layer_norm_epsilon": real(config, "layer_norm_epsilon", source, 1e-5),
+        "apply_residual_connection_post_layernorm": config.get("apply_residual_connection_post_layernorm", False),
+        "tie_word_embeddings": True,
+    }
+
+
+ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "gelu_new": "gelu_new"}
+"""PaddleNLP's GPT computes `gelu` by its tanh formula (`gpt/modeling.py`, `approximate=True`)."""
+
+
+def _gpt(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+    _refuse(source, config, {"normalize_before": True, "scale_qk_coeff": 1.0})
+    activation = str(config.get("hidden_activation", config.get("hidden_act", "gelu")))
+    if activation not in ACTIVATIONS:
+        _refuse(source, config, {"hidden_activation": "gelu"})
+    hidden = number(config, "hidden_size", source)
+    return {
+        "model_type": "gpt2",
+        "vocab_size": number(config, "vocab_size", source),
+        "n_embd": hidden,
+        "n_layer": number(config, "num_hidden_layers", source),
+        "n_head": number(config, "num_attention_heads", source),
+        "n_inner": number(config, "intermediate_size", source, 4 * hidden),
+        "n_positions": number(config, "max_position_embeddings", source, 1024),
+        "activation_function": ACTIVATIONS[activation],
+        "layer_norm_epsilon": real(config, "layer_norm_eps", source, 1e-5),
+        "tie_word_embeddings": True,
+    }
+
+
+GLM_ONLY: dict[str, Any] = {
+    "rmsnorm": True,
+    "post_layer_norm": True,
+    "add_bias_linear": False,
+    "apply_residual_connection_post_layernorm": False,
+}
+
+
+def _chatglm(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+    """ChatGLM 2 and 3 are transformers' `glm`: rotary pairs on the first half of each head, gate and up in one."""
+    _refuse(source, config, GLM_ONLY)
+    hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
+    return {
+        "model_type": "glm",
+        "vocab_size": number(config, "padded_vocab_size", source, config.get("vocab_size")),
+        "hidden_size": hidden,
+        "intermediate_size": number(config, "ffn_hidden_size", source),
+        "num_hidden_layers": number(config, "num_hidden_layers", source, config.get("num_layers")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number(config, "multi_query_group_num", source, heads),
+        "head_dim": number(config, "kv_channels", source, hidden // heads),
+        "hidden_act": "silu",
+        "max_position_embeddings": number(config, "max_sequence_length", source, config.get("seq_length", 2048)),
+        "rms_norm_eps": real(config, "layernorm_epsilon", source, 1e-5),
+        "rope_theta": 10000.0 * real(config, "rope_ratio", source, 1.0),
+        "partial_rotary_factor": 0.5,
+        "attention_bias": bool(config.get("add_qkv_bias", True)),
+        "tie_word_embeddings": False,
+        "bos_token_id": config.get("bos_token_id"),
+        "eos_token_id": config.get("eos_token_id", 2),
+        "pad_token_id": config.get("pad_token_id", 0),
+    }
+
+
+CONVERTERS: dict[Any, Callable[[Config, str, Warnings], dict[str, Any]]] = {
+    "llama": _llama,
+    "baichuan": _llama,
+    "qwen2": _qwen2,
+    "mistral": _mistral,
+    "qwen": _qwen,
+    "bloom": _bloom,
+    "gpt": _gpt,
+    "chatglm_v2": _chatglm,
+}

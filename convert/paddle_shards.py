@@ -1,0 +1,173 @@
+"""The weight files of a PaddleNLP folder: whole, in shards with an index, or one per parallel rank.
+
+Names from paddlenlp `utils/env.py` and `transformers/model_utils.py`: `model_state.pdparams`,
+`model_state-00001-of-00005.pdparams` with an index, `model_state.tp00_pp00.pdparams`, and the safetensors ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
+from llmconv.convert.mapping import equal, listing
+from llmconv.convert.paddle_file import as_bfloat16, is_pdparams, open_pdparams
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
+from llmconv.safetensors_io import read_header
+from llmconv.tensors import LazyTensor
+
+WHOLE = "model_state.pdparams"
+PADDLE_INDEX = "model_state.pdparams.index.json"
+RANK = re.compile(r"model_state\.(?:tp(\d{2,3}))?_?(?:pp(\d{2,3}))?\.pdparams")
+SHARD = re.compile(r"model_state-\d+-of-\d+\.pdparams")
+ADAPTER = re.compile(
+    r"(lora|prefix)_model_state(?:\.[tp\d_]+|-\d+-of-\d+)?\.pdparams|peft_model(?:-\d+-of-\d+)?\.safetensors"
+)
+
+Tensors = Mapping[str, LazyTensor]
+
+
+def has_pdparams(folder: Path) -> bool:
+    """Whether a folder holds weights, or an adapter, as PaddleNLP names them."""
+    patterns = (RANK, SHARD, ADAPTER)
+    return any(
+        entry.name in (WHOLE, PADDLE_INDEX) or any(pattern.fullmatch(entry.name) for pattern in patterns)
+        for entry in folder.iterdir()
+    )
+
+
+def first_names(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Metadata and tensor names of the first safetensors file in `folder`; empty where none is readable."""
+    file = next((entry for entry in sorted(folder.glob("model*.safetensors")) if entry.is_file()), None)
+    try:
+        header = read_header(file) if file else None
+    except (LlmconvError, OSError):
+        header = None
+    return (header.metadata, list(header.tensors)) if header else ({}, [])
+
+
+def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Tensors]:
+    """The tensors of each tensor-parallel rank, pipeline stages joined; one mapping where nothing is split.
+
+    Args:
+        path: a folder, or one `.pdparams` file.
+        config: Paddle's; its `tensor_parallel_degree` tells whether a last rank is missing.
+
+    Raises:
+        InputRefused: there are no weights, or more than one kind of them.
+        MalformedInput: a file is missing, or the files contradict each other.
+    """
+    if path.is_file():
+        if RANK.fullmatch(path.name) or SHARD.fullmatch(path.name):
+            raise InputRefused(f"`{path.name}` is one of several files", hint="give the folder that holds them all")
+        return [_state(path)]
+    ranks = {
+        (int(match[1] or 0), int(match[2] or 0)): entry
+        for entry in path.iterdir()
+        if (match := RANK.fullmatch(entry.name)) and (match[1] or match[2])
+    }
+    kinds = {
+        WHOLE: (path / WHOLE).is_file(),
+        PADDLE_INDEX: (path / PADDLE_INDEX).is_file(),
+        "files of ranks": bool(ranks),
+        "safetensors": (path / SINGLE).is_file() or (path / INDEX).is_file(),
+    }
+    present = [kind for kind, found in kinds.items() if found]
+    if len(present) > 1:
+        raise InputRefused(
+            f"`{path.name}` holds its weights more than once: {', '.join(present)}",
+            hint="move all but the ones that you mean to another folder",
+        )
+    if not present:
+        raise _no_weights(path)
+    if ranks:
+        return _parallel(path, ranks, config)
+    if kinds["safetensors"]:
+        return [as_bfloat16(open_weights(path))]
+    return [_state(path / WHOLE) if kinds[WHOLE] else _sharded(path)]
+
+
+def _no_weights(folder: Path) -> InputRefused:
+    if any(SHARD.fullmatch(entry.name) for entry in folder.iterdir()):
+        return MalformedInput(f"`{folder.name}` has shards, but no `{PADDLE_INDEX}`", hint="copy the index too")
+    if list(folder.glob("master_weights*.safetensors")):
+        return UnsupportedInput(
+            f"`{folder.name}` holds only the optimizer's copies of the weights (`master_weights`)",
+            hint="save the model without `skip_save_model_weight`",
+        )
+    return InputRefused(f"`{folder.name}` holds no weights of PaddleNLP", hint=f"it needs `{WHOLE}` or shards of it")
+
+
+def _state(file: Path) -> Tensors:
+    """The tensors of one `.pdparams` file."""
+    if not file.is_file():
+        raise MalformedInput(f"`{file.name}` is missing from `{file.parent.name}`", hint="copy the folder again")
+    if not is_pdparams(file):
+        raise MalformedInput(
+            f"`{file.name}` holds no arrays as `paddle.save` writes them", hint="copy it again from where it was saved"
+        )
+    tensors = open_pdparams(file).tensors
+    if any(name.endswith(("_moment1_0", "_moment2_0", "_pow_acc_0")) for name in tensors):
+        raise UnsupportedInput(f"`{file.name}` is the state of an optimizer", hint=f"give the model's `{WHOLE}`")
+    return tensors
+
+
+def _sharded(folder: Path) -> Tensors:
+    weight_map = read_json(folder / PADDLE_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MalformedInput(f"`{PADDLE_INDEX}` has no `weight_map`", hint="copy the folder again")
+    tensors: dict[str, LazyTensor] = {}
+    for shard in sorted({str(home) for home in weight_map.values()}):
+        if not SHARD.fullmatch(shard):
+            raise MalformedInput(
+                f"`{PADDLE_INDEX}` names the shard {shard[:80]!r}", hint="shards are plain file names beside the index"
+            )
+        found = _state(folder / shard)
+        odd = sorted({name for name, home in weight_map.items() if home == shard} ^ set(found))
+        if odd:
+            raise MalformedInput(
+                f"`{PADDLE_INDEX}` and `{shard}` disagree about {len(odd)} tensors: {listing(odd)}",
+                hint="shards of different models are mixed; copy the folder again",
+            )
+        tensors.update(found)
+    return tensors
+
+
+def _parallel(folder: Path, files: Mapping[tuple[int, int], Path], config: Mapping[str, Any]) -> list[Tensors]:
+    """Every rank of the grid; the names of one are those of all its neighbours."""
+    degree = config.get("tensor_parallel_degree")
+    count = max(max(tp for tp, _ in files) + 1, min(degree, 1000) if type(degree) is int else 1)
+    stages = max(pp for _, pp in files) + 1
+    missing = [(tp, pp) for tp in range(count) for pp in range(stages) if (tp, pp) not in files]
+    if missing:
+        tp, pp = missing[0]
+        raise MalformedInput(
+            f"`{folder.name}` lacks the files of {len(missing)} of {count * stages} ranks, first tensor-parallel"
+            f" {tp}, pipeline {pp}",
+            hint="copy the missing files; all of them are needed",
+        )
+    ranks = [_stages([files[tp, pp] for pp in range(stages)]) for tp in range(count)]
+    for tp, rank in enumerate(ranks):
+        odd = sorted(set(rank) ^ set(ranks[0]))
+        if odd:
+            raise MalformedInput(
+                f"`{files[tp, 0].name}` and `{files[0, 0].name}` differ in {len(odd)} tensors: {listing(odd)}",
+                hint="the files are of different runs; copy the folder again",
+            )
+    return ranks
+
+
+def _stages(files: list[Path]) -> Tensors:
+    """The tensors of all pipeline stages; what two stages hold (a tied embedding) must be equal."""
+    tensors: dict[str, LazyTensor] = {}
+    for file in files:
+        for name, tensor in _state(file).items():
+            if name in tensors and not equal(tensors[name], tensor):
+                raise MalformedInput(
+                    f"`{name}` of `{file.name}` differs from that of an earlier stage",
+                    hint="the files are of different runs; copy the folder again",
+                )
+            tensors.setdefault(name, tensor)
+    return tensors

@@ -1,0 +1,233 @@
+"""PaddleNLP checkpoints: genuine ones give the upstream's logits, any split the same tensors, a wrong set a refusal."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from safetensors.numpy import save_file
+
+from llmconv.checkpoint import open_checkpoint
+from llmconv.convert import to_hf
+from llmconv.convert.formats import formats
+from llmconv.convert.inspect import inspect
+from llmconv.convert.to_hf import open_training
+from llmconv.errors import InputRefused
+from tests.convert.paddle_models import CONFIG, FIXTURES, Model, contents, cut, fused, save, save_whole, whole_model
+
+CASES = {
+    "llama_gqa_fp32": ("", "llama", "logits"),
+    "llama_fused": ("", "llama", "logits"),
+    "llama_sharded": ("", "llama", "logits"),
+    "llama_safetensors": ("", "llama", "logits"),
+    "llama_bf16_safetensors": ("", "llama", "logits"),
+    "tp2_llama": ("sharded", "llama", "logits"),
+    "pp2_llama": ("sharded", "llama", "logits"),
+    "prefix_llama_bf16": ("base", "llama", "logits_no_prefix"),
+    "qwen": ("", "qwen2", "logits"),
+    "qwen2": ("", "qwen2", "logits"),
+    "bloom": ("", "bloom", "logits"),
+    "gpt3": ("", "gpt2", "logits"),
+    "chatglm_v2": ("", "glm", "logits"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_upstream_model(tmp_path: Path, logits_of: Callable[..., Any], case: str) -> None:
+    folder, model_type, key = CASES[case]
+    to_hf(FIXTURES / case / folder, tmp_path / "hf")
+    assert open_checkpoint(tmp_path / "hf").config["model_type"] == model_type
+    with np.load(FIXTURES / case / "reference.npz") as reference:
+        logits = logits_of(tmp_path / "hf", reference["input_ids"])
+        assert np.abs(logits - reference[key]).max() < 1e-5 * np.abs(reference[key]).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exactly_one_format_claims_each_fixture(case: str) -> None:
+    path = FIXTURES / case / CASES[case][0]
+    assert [name for name, candidate in formats().items() if candidate.detect(path)] == ["paddle"]
+
+
+def test_a_single_file_takes_the_config_beside_it() -> None:
+    checkpoint = open_training(FIXTURES / "llama_gqa_fp32" / "model_state.pdparams")
+    assert contents(checkpoint) == contents(open_training(FIXTURES / "llama_gqa_fp32"))
+
+
+def test_a_config_can_be_given_and_wins(tmp_path: Path) -> None:
+    file = Path(shutil.copy(FIXTURES / "llama_gqa_fp32" / "model_state.pdparams", tmp_path))
+    with pytest.raises(InputRefused, match=r"no `config\.json` beside it"):
+        open_training(file)
+    (tmp_path / "more.json").write_text('{"rope_theta": 5000.0}')
+    configs = (FIXTURES / "llama_gqa_fp32", tmp_path / "more.json")
+    assert open_training(file, config=configs).config["rope_theta"] == 5000.0
+
+
+def test_bfloat16_stays_bfloat16_bit_for_bit(tmp_path: Path) -> None:
+    to_hf(FIXTURES / "llama_bf16_safetensors", tmp_path / "hf")
+    opened = open_checkpoint(tmp_path / "hf")
+    assert {tensor.dtype.name for tensor in opened.values()} == {"bfloat16"}
+    assert opened.config["torch_dtype"] == "bfloat16"
+
+
+def test_qwen_says_up_to_which_length_it_is_the_same() -> None:
+    assert any("beyond 64 tokens" in warning for warning in open_training(FIXTURES / "qwen").warnings)
+
+
+def test_inspect_names_the_format_and_what_it_becomes() -> None:
+    summary = inspect(FIXTURES / "tp2_llama" / "sharded").summary()
+    assert (summary["format"], summary["model_type"], summary["tensors"]) == ("paddle", "llama", 21)
+    assert summary["dtypes"] == {"float32": 21}
+
+
+# Checkpoints made here
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.sampled_from([2, 3, 4]))
+def test_any_grid_of_ranks_gives_the_same_tensors(
+    tmp_path_factory: pytest.TempPathFactory, ranks: int, stages: int, kv_heads: int, protocol: int
+) -> None:
+    folder, model = tmp_path_factory.mktemp("grid"), whole_model(kv_heads)
+    changes = {"num_key_value_heads": kv_heads, "tensor_parallel_degree": ranks}
+    files: dict[str, Model] = {}
+    for rank in range(ranks):
+        part = cut(model, ranks, rank, kv_heads)
+        late = {name for name in part if "layers.1" in name or name in ("llama.norm.weight", "lm_head.weight")}
+        for stage in range(stages):
+            names = part if stages == 1 else late if stage else set(part) - late
+            files[f"model_state.tp{rank:02}_pp{stage:02}.pdparams"] = {name: part[name] for name in names}
+    one = save_whole(folder / "one", model, **changes | {"tensor_parallel_degree": 1})
+    assert contents(open_training(save(folder / "grid", files, protocol, **changes))) == contents(open_training(one))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fused_projections_give_the_same_tensors(tmp_path: Path, ranks: int) -> None:
+    model = whole_model()
+    files = {f"model_state.tp{rank:02}.pdparams": part for rank, part in enumerate(fused(model, ranks))}
+    assert contents(open_training(save(tmp_path / "fused", files))) == contents(
+        open_training(save_whole(tmp_path / "one", model))
+    )
+
+
+SPLITS: dict[str, tuple[str, dict[str, int]]] = {
+    "bloom": (
+        r"(word_embeddings|dense|4h_to_h)\.weight$",
+        {r"(query_key_value|h_to_4h)\.weight$": 1, r"(query_key_value|h_to_4h)\.bias$": 0},
+    ),
+    "gpt3": (
+        r"(word_embeddings|out_proj|linear2|lm_head)\.weight$",
+        {r"([qkv]_proj|linear1)\.weight$": 1, r"([qkv]_proj|linear1)\.bias$": 0},
+    ),
+    "qwen": (r"(wte|c_proj)\.weight$", {r"(c_attn|w1|w2|lm_head)\.weight$": 1, r"c_attn\.bias$": 0}),
+}
+"""Names that PaddleNLP splits along axis 0, and others with their axis, as its tensor-parallel mappings say."""
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_other_families_are_joined_as_their_mappings_split_them(tmp_path: Path, case: str) -> None:
+    rows, others = SPLITS[case]
+    state = pickle.loads((FIXTURES / case / "model_state.pdparams").read_bytes())
+    state.pop("StructuredToParameterName@@")
+    files: dict[str, Model] = {f"model_state.tp{rank:02}.pdparams": {} for rank in range(2)}
+    for name, array in state.items():
+        axis = next((axis for pattern, axis in {rows: 0, **others}.items() if re.search(pattern, name)), None)
+        thirds = np.split(array, 3, axis=-1) if "c_attn" in name else [array]
+        for rank, file in enumerate(files.values()):
+            cuts = thirds if axis is None else [np.split(part, 2, axis=axis)[rank] for part in thirds]
+            file[name] = np.concatenate(cuts, axis=-1)
+    folder = save(tmp_path / "x", files)
+    shutil.copy(FIXTURES / case / "config.json", folder)
+    assert contents(open_training(folder)) == contents(open_training(FIXTURES / case))
+
+
+def test_weights_are_transposed_and_embeddings_are_not(tmp_path: Path) -> None:
+    model = whole_model()
+    checkpoint = open_training(save_whole(tmp_path / "x", model))
+    assert np.array_equal(
+        checkpoint["model.layers.1.mlp.up_proj.weight"].read(), model["llama.layers.1.mlp.up_proj.weight"].T
+    )
+    assert np.array_equal(checkpoint["model.embed_tokens.weight"].read(), model["llama.embed_tokens.weight"])
+
+
+def test_paddles_safetensors_with_any_metadata_are_told_from_hugging_faces(tmp_path: Path) -> None:
+    folder = save_whole(tmp_path / "x", whole_model())
+    expected = contents(open_training(folder))
+    (folder / "model_state.pdparams").unlink()
+    save_file(whole_model(), folder / "model.safetensors", metadata={"format": "pt"})
+    assert contents(open_training(folder)) == expected
+
+
+def test_a_tied_head_as_paddle_3_saves_it_is_dropped(tmp_path: Path) -> None:
+    model = whole_model()
+    model["lm_head.weight"] = model["llama.embed_tokens.weight"].copy()
+    checkpoint = open_training(save_whole(tmp_path / "x", model, tie_word_embeddings=True))
+    assert "lm_head.weight" not in checkpoint
+    assert checkpoint.config["tie_word_embeddings"] is True
+
+
+def test_a_tied_head_is_found_where_the_config_leaves_it_out(tmp_path: Path) -> None:
+    model = whole_model()
+    model["lm_head.weight"] = model["llama.embed_tokens.weight"].copy()
+    folder = save_whole(tmp_path / "x", model)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "tie_word_embeddings"}))
+    checkpoint = open_training(folder)
+    assert "lm_head.weight" not in checkpoint and checkpoint.config["tie_word_embeddings"] is True
+
+
+def test_a_head_that_differs_from_its_embedding_is_kept_with_a_warning(tmp_path: Path) -> None:
+    model = whole_model()
+    model["lm_head.weight"] = model["llama.embed_tokens.weight"] + 1
+    checkpoint = open_training(save_whole(tmp_path / "x", model, tie_word_embeddings=True))
+    assert checkpoint.config["tie_word_embeddings"] is False
+    assert np.array_equal(checkpoint["lm_head.weight"].read(), model["lm_head.weight"])
+    assert any("they differ" in warning for warning in checkpoint.warnings)
+
+
+def test_buffers_of_rope_are_dropped(tmp_path: Path) -> None:
+    model = whole_model() | {"llama.layers.0.self_attn.rotary_emb.inv_freq": np.ones(1, "f4")}
+    checkpoint = open_training(save_whole(tmp_path / "x", model))
+    assert contents(checkpoint) == contents(open_training(save_whole(tmp_path / "y", whole_model())))
+
+
+ROPE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": (
+        {"rope_scaling_type": "linear", "rope_scaling_factor": 4.0},
+        {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "ntk": ({"rope_scaling_type": "ntk", "rope_scaling_factor": 4.0, "head_dim": 4}, {"rope_theta": 160000.0}),
+    "dynamic": (
+        {"rope_scaling_type": "dynamic_ntk", "rope_scaling_factor": 2.0},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "expected"), ROPE.values(), ids=ROPE.keys())
+def test_rope_scaling_is_translated(change: dict[str, Any], expected: dict[str, Any]) -> None:
+    from llmconv.convert.paddle_configs import to_config  # noqa: PLC0415
+
+    assert expected.items() <= to_config(CONFIG | change, "x", []).items()
+
+
+def test_a_fused_gpt_is_put_in_thirds(tmp_path: Path) -> None:
+    checkpoint = open_training(FIXTURES / "gpt3")
+    state = pickle.loads((FIXTURES / "gpt3" / "model_state.pdparams").read_bytes())
+    state.pop("StructuredToParameterName@@")
+    for layer in range(2):
+        for part in ("weight", "bias"):
+            base = f"gpt.decoder.layers.{layer}.self_attn."
+            heads = [np.split(state.pop(f"{base}{name}_proj.{part}"), 4, axis=-1) for name in "qkv"]
+            pieces = [piece for group in zip(*heads, strict=True) for piece in group]
+            state[f"{base}qkv_proj.{part}"] = np.concatenate(pieces, axis=-1)
+    folder = save_whole(tmp_path / "x", state)
+    shutil.copy(FIXTURES / "gpt3" / "config.json", folder)
+    assert contents(open_training(folder)) == contents(checkpoint)
