@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
-from llmconv.convert.adapter_placement import HEAD, Edits
-from llmconv.convert.adapters import CONFIG, Adapter, open_adapter
+from llmconv.convert.adapters.low_rank import add_low_rank
+from llmconv.convert.adapters.placement import HEAD, Edits
+from llmconv.convert.adapters.reading import CONFIG, Adapter, open_adapter
+from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
 from llmconv.convert.configs import with_dtype
-from llmconv.convert.low_rank import add_low_rank
-from llmconv.convert.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn

@@ -110,6 +110,12 @@ def _stacked_rows(parts: Sequence[LazyTensor], start: int, stop: int) -> Array:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
+def slice_rows(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
+    """Rows `start:stop` of a tensor."""
+    shape = (stop - start, *tensor.shape[1:])
+    return LazyTensor(tensor.dtype, shape, lambda first, last: tensor.rows(start + first, start + last))
+
+
 def permute_rows(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
     """Row `k` of every group of `len(order)` rows becomes the old row `order[k]` of that group.
 

@@ -1,19 +1,12 @@
-"""Fused matrices taken apart and put together by groups of rows, and matrices transposed; lazily, in any row range."""
+"""Fused matrices taken apart and put together by groups of rows; lazily, in any row range."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from threading import Lock
 
 import numpy as np
 
 from llmconv.tensors import BLOCK_BYTES, Array, LazyTensor
-
-STRIPE_BYTES = 32 << 20
-"""Width of what a transposition holds at once: wide enough that the matrix is read a few times only."""
-
-_transposing = Lock()
 
 
 def pick_rows(tensor: LazyTensor, group: int, first: int, count: int) -> LazyTensor:
@@ -63,33 +56,3 @@ def interleave_rows(parts: Sequence[LazyTensor], counts: Sequence[int]) -> LazyT
         return np.ascontiguousarray(rows[start - low * group : stop - low * group])
 
     return LazyTensor(parts[0].dtype, (groups * group, *parts[0].shape[1:]), load)
-
-
-def transpose(tensor: LazyTensor) -> LazyTensor:
-    """The transposed matrix; it is read stripe by stripe, each of at most `STRIPE_BYTES` (or one column).
-
-    Raises:
-        ValueError: no matrix.
-    """
-    if len(tensor.shape) != 2:
-        raise ValueError(f"a tensor of shape {list(tensor.shape)} cannot be transposed")
-    width = max(1, STRIPE_BYTES // max(1, tensor.num_rows * tensor.dtype.itemsize))
-
-    def load(start: int, stop: int) -> Array:
-        pieces = []
-        for number in range(start // width, -(-stop // width)):
-            with _transposing:
-                stripe = _stripe(tensor, number * width, min((number + 1) * width, tensor.shape[1]))
-            pieces.append(stripe[max(start - number * width, 0) : stop - number * width])
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    return LazyTensor(tensor.dtype, (tensor.shape[1], tensor.shape[0]), load)
-
-
-@lru_cache(maxsize=2)
-def _stripe(tensor: LazyTensor, start: int, stop: int) -> Array:
-    """Columns `start:stop` as rows; kept while the writer asks for its parts, the next one being begun meanwhile."""
-    stripe = np.empty((stop - start, tensor.num_rows), tensor.dtype.numpy)
-    for low, high in tensor.blocks():
-        stripe[:, low:high] = tensor.rows(low, high)[:, start:stop].T
-    return stripe

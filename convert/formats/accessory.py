@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
-from llmconv.convert.accessory_names import ATTENTION, MLP, has_biases, to_hugging_face
-from llmconv.convert.accessory_params import Params, is_field, read_params, to_config
-from llmconv.convert.accessory_plugins import leave_out, plugin_family
-from llmconv.convert.accessory_shards import DELTA, SHARD, Tensors, differing_copies, join, open_shards, peek
+from llmconv.convert.accessory.names import ATTENTION, MLP, has_biases, to_hugging_face
+from llmconv.convert.accessory.params import Params, is_field, read_params, to_config
+from llmconv.convert.accessory.plugins import leave_out, plugin_family
+from llmconv.convert.accessory.shards import DELTA, SHARD, Tensors, differing_copies, join, open_shards, peek
 from llmconv.convert.configs import without_code
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import equal, listing
-from llmconv.convert.meta_tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
-from llmconv.convert.tokenizer_ids import special_ids
+from llmconv.convert.meta.tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
+from llmconv.convert.tokenizers.ids import special_ids
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 
 

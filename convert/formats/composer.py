@@ -13,10 +13,10 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import with_architecture, without_code
-from llmconv.convert.embedded_files import plain, restore_files
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import equal, listing
-from llmconv.convert.tokenizer_source import read_tokenizer
+from llmconv.convert.tokenizers.embedded_files import plain, restore_files
+from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.pickle_data import TensorRef
 from llmconv.pickle_machine import Stub

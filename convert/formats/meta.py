@@ -16,8 +16,8 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.configs import without_code
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import concat, equal, listing, permute_rows, rename, replicated, require, rope_order
-from llmconv.convert.meta_params import PARAMS, Sizes, is_scaled, kv_heads_of, read_params, to_config
-from llmconv.convert.meta_tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
+from llmconv.convert.meta.params import PARAMS, Sizes, is_scaled, kv_heads_of, read_params, to_config
+from llmconv.convert.meta.tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
 from llmconv.errors import MalformedInput
 from llmconv.pickle_data import TensorRef
 from llmconv.tensors import LazyTensor

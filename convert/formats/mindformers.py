@@ -14,13 +14,13 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import with_architecture
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import listing
-from llmconv.convert.mindformers_glm import build_glm
-from llmconv.convert.mindformers_gpt import build_bloom, build_gpt2
-from llmconv.convert.mindformers_llama import build_core, build_llama, build_qwen
-from llmconv.convert.mindformers_parts import Family, merge_lora
-from llmconv.convert.mindspore_files import is_mindspore, open_parameters
-from llmconv.convert.run_config import OPTIONS, read_run_config
-from llmconv.convert.tokenizer_source import read_tokenizer
+from llmconv.convert.mindformers.files import is_mindspore, open_parameters
+from llmconv.convert.mindformers.glm import build_glm
+from llmconv.convert.mindformers.gpt import build_bloom, build_gpt2
+from llmconv.convert.mindformers.llama import build_core, build_llama, build_qwen
+from llmconv.convert.mindformers.parts import Family, merge_lora
+from llmconv.convert.mindformers.run_config import OPTIONS, read_run_config
+from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor
 

@@ -15,13 +15,13 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.configs import with_architecture, without_code
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import equal, listing
-from llmconv.convert.paddle_configs import number, to_config
-from llmconv.convert.paddle_families import FAMILIES
-from llmconv.convert.paddle_file import is_pdparams
-from llmconv.convert.paddle_rows import place
-from llmconv.convert.paddle_shards import ADAPTER, first_names, has_pdparams, open_ranks
-from llmconv.convert.paddle_tokenizer import read_paddle_tokenizer
-from llmconv.convert.tokenizer_source import read_tokenizer
+from llmconv.convert.paddle.configs import number, to_config
+from llmconv.convert.paddle.families import FAMILIES
+from llmconv.convert.paddle.file import is_pdparams
+from llmconv.convert.paddle.rows import place
+from llmconv.convert.paddle.shards import ADAPTER, first_names, has_pdparams, open_ranks
+from llmconv.convert.paddle.tokenizer import read_paddle_tokenizer
+from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.tensors import LazyTensor
 

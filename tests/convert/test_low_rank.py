@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from llmconv.convert.low_rank import LowRank, add_low_rank, round_into
+from llmconv.convert.adapters.low_rank import LowRank, add_low_rank, round_into
 from llmconv.tensors import BY_NAME, Array, in_memory
 
 F32 = BY_NAME["float32"]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
-from llmconv.convert.meta_params import intermediate_of
+from llmconv.convert.meta.params import intermediate_of
 from llmconv.convert.to_hf import open_training
 from llmconv.errors import MalformedInput
 

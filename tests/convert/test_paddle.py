@@ -213,7 +213,7 @@ ROPE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("change", "expected"), ROPE.values(), ids=ROPE.keys())
 def test_rope_scaling_is_translated(change: dict[str, Any], expected: dict[str, Any]) -> None:
-    from llmconv.convert.paddle_configs import to_config  # noqa: PLC0415
+    from llmconv.convert.paddle.configs import to_config  # noqa: PLC0415
 
     assert expected.items() <= to_config(CONFIG | change, "x", []).items()
 

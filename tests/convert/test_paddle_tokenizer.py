@@ -14,9 +14,9 @@ import tiktoken
 from transformers import AutoTokenizer
 
 from llmconv.convert import to_hf
-from llmconv.convert.paddle_tokenizer import GLM_SPECIAL, QWEN_PATTERN, QWEN_SPECIAL, read_paddle_tokenizer
-from llmconv.convert.tiktoken_json import parse_tiktoken
+from llmconv.convert.paddle.tokenizer import GLM_SPECIAL, QWEN_PATTERN, QWEN_SPECIAL, read_paddle_tokenizer
 from llmconv.convert.to_hf import open_training
+from llmconv.convert.tokenizers.tiktoken_json import parse_tiktoken
 from llmconv.errors import MalformedInput
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

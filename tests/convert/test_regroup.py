@@ -1,4 +1,4 @@
-"""Rows picked, interleaved and transposed are numpy's, in every row range."""
+"""Rows picked, and interleaved are numpy's, in every row range."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from llmconv.convert import regroup
-from llmconv.convert.regroup import interleave_rows, pick_rows, transpose
+from llmconv.convert.regroup import interleave_rows, pick_rows
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
 
@@ -65,23 +65,15 @@ def test_interleaving_undoes_picking(wide: bool) -> None:
     assert_rows(interleave_rows(parts, counts), array)
 
 
-@pytest.mark.parametrize("stripe", [1, 40, 100, 1 << 20])
-def test_a_matrix_is_transposed_stripe_by_stripe(stripe: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regroup, "STRIPE_BYTES", stripe)
-    array, lazy = tensor(7, 11)
-    assert_rows(transpose(lazy), array.T)
-
-
 WRONG: list[Callable[[], object]] = [
     lambda: pick_rows(tensor(7, 2)[1], 2, 0, 1),
     lambda: pick_rows(tensor(8, 2)[1], 2, 1, 2),
     lambda: interleave_rows([tensor(4, 2)[1], tensor(6, 2)[1]], [2, 2]),
     lambda: interleave_rows([tensor(5, 2)[1], tensor(5, 2)[1]], [2, 2]),
-    lambda: transpose(tensor(8)[1]),
 ]
 
 
 @pytest.mark.parametrize("call", WRONG)
 def test_what_does_not_fit_is_an_error(call: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match="row|interleave|transposed"):
+    with pytest.raises(ValueError, match="row|interleave"):
         call()

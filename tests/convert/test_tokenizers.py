@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from llmconv.convert import to_hf
-from llmconv.convert.meta_tokenizer import load_tokenizer
-from llmconv.convert.sentencepiece_json import parse_sentencepiece, tokenizer_json
-from llmconv.convert.tiktoken_json import PATTERN, is_tiktoken, parse_tiktoken, special_tokens, tiktoken_json
+from llmconv.convert.meta.tokenizer import load_tokenizer
+from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece, tokenizer_json
+from llmconv.convert.tokenizers.tiktoken_json import PATTERN, is_tiktoken, parse_tiktoken, special_tokens, tiktoken_json
 from llmconv.errors import MalformedInput
 
 META = Path(__file__).parents[1] / "fixtures" / "meta"

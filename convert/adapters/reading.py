@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from llmconv.checkpoint import read_json
-from llmconv.convert.adapter_config import LoraConfig, parse_config
+from llmconv.convert.adapters.config import LoraConfig, parse_config
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.pickle_data import TensorRef
 from llmconv.safetensors_io import read_header

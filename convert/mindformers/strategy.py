@@ -16,7 +16,7 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.mapping import concat, listing
-from llmconv.convert.protobuf import BYTES, Field, ProtobufFile
+from llmconv.convert.mindformers.protobuf import BYTES, Field, ProtobufFile
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.safetensors_io import NAME_LIMIT
 from llmconv.tensors import LazyTensor

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from llmconv.convert.mapping import concat, listing
-from llmconv.convert.paddle_families import DROPPED, Row
+from llmconv.convert.paddle.families import DROPPED, Row
 from llmconv.convert.transpose import transposed
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor

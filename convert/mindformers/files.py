@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmconv.convert.mapping import listing
-from llmconv.convert.mindspore_ckpt import is_mindspore_ckpt, read_ckpt
-from llmconv.convert.mindspore_strategy import find_layouts, merge_ranks
+from llmconv.convert.mindformers.ckpt import is_mindspore_ckpt, read_ckpt
+from llmconv.convert.mindformers.strategy import find_layouts, merge_ranks
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor

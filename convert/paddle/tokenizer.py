@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import read_json, read_side_files
-from llmconv.convert.sentencepiece_json import added_token, bos_template, parse_sentencepiece, tokenizer_json
-from llmconv.convert.tiktoken_json import parse_tiktoken, tiktoken_json
+from llmconv.convert.tokenizers.sentencepiece_json import added_token, bos_template, parse_sentencepiece, tokenizer_json
+from llmconv.convert.tokenizers.tiktoken_json import parse_tiktoken, tiktoken_json
 
 SENTENCEPIECE = ("sentencepiece.bpe.model", "tokenizer.model")
 TIKTOKEN = "qwen.tiktoken"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llmconv.checkpoint import read_json
-from llmconv.convert.accessory_shards import Tensors
+from llmconv.convert.accessory.shards import Tensors
 from llmconv.convert.mapping import listing
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.convert.adapter_names import match_names
-from llmconv.convert.adapters import Adapter, Pair
-from llmconv.convert.low_rank import LowRank
+from llmconv.convert.adapters.low_rank import LowRank
+from llmconv.convert.adapters.names import match_names
+from llmconv.convert.adapters.reading import Adapter, Pair
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, LazyTensor, in_memory
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from llmconv.convert.mapping import rename
-from llmconv.convert.mindformers_parts import Heads, Model, Shapes, Tensors, finish, heads_of, refuse_model, unfuse
-from llmconv.convert.run_config import RunConfig
+from llmconv.convert.mindformers.parts import Heads, Model, Shapes, Tensors, finish, heads_of, refuse_model, unfuse
+from llmconv.convert.mindformers.run_config import RunConfig
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.tensors import Array, LazyTensor
 

@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 from llmconv.convert.mapping import concat, permute_rows, rename
-from llmconv.convert.mindformers_parts import Heads, Model, Shapes, Tensors, finish, heads_of, refuse_model, split_qkv
-from llmconv.convert.run_config import RunConfig
+from llmconv.convert.mindformers.parts import Heads, Model, Shapes, Tensors, finish, heads_of, refuse_model, split_qkv
+from llmconv.convert.mindformers.run_config import RunConfig
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 

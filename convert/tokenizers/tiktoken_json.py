@@ -10,7 +10,7 @@ import base64
 import binascii
 from typing import Any
 
-from llmconv.convert.sentencepiece_json import added_token, bos_template
+from llmconv.convert.tokenizers.sentencepiece_json import added_token, bos_template
 from llmconv.errors import MalformedInput
 
 PATTERN = (

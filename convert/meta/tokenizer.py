@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.sentencepiece_json import SentencePieceModel, parse_sentencepiece, tokenizer_json
-from llmconv.convert.tiktoken_json import (
+from llmconv.convert.tokenizers.sentencepiece_json import SentencePieceModel, parse_sentencepiece, tokenizer_json
+from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.convert.tokenizers.tiktoken_json import (
     BOS,
     EOM,
     EOS,
@@ -20,7 +21,6 @@ from llmconv.convert.tiktoken_json import (
     special_tokens,
     tiktoken_json,
 )
-from llmconv.convert.tokenizer_source import read_tokenizer
 
 TOKENIZER = "tokenizer.model"
 RELEASED_SENTENCEPIECE = (32000, 32016)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmconv.convert.low_rank import LowRank, add_low_rank
+from llmconv.convert.adapters.low_rank import LowRank, add_low_rank
 from llmconv.convert.mapping import equal, listing, require
+from llmconv.convert.mindformers.run_config import RunConfig
 from llmconv.convert.regroup import pick_rows
-from llmconv.convert.run_config import RunConfig
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 

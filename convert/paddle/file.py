@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from llmconv.convert.mapping import concat
-from llmconv.convert.utf8_bytes import Utf8Bytes
+from llmconv.convert.paddle.utf8_bytes import Utf8Bytes
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.pickle_data import HOOKS, RANK_LIMIT, Global, interpret
 from llmconv.pickle_machine import STRING_LIMIT, Hooks, Machine, Refused, Stub, text

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from llmconv.convert.mapping import concat, listing
-from llmconv.convert.views import slice_rows, transpose
+from llmconv.convert.mapping import concat, listing, slice_rows
+from llmconv.convert.transpose import transposed
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.pickle_data import TensorRef
 from llmconv.tensors import LazyTensor
@@ -187,7 +187,7 @@ def _split_experts(prefix: str, layer: str, parts: Sequence[LazyTensor], experts
         for number in range(experts)
     }
     return {
-        f"{prefix}.experts.{number}.{layer}.weight": transpose(piece) if layer == "w2" else piece
+        f"{prefix}.experts.{number}.{layer}.weight": transposed(piece) if layer == "w2" else piece
         for number, piece in pieces.items()
     }
 

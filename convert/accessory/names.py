@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from llmconv.convert.accessory_params import Params
-from llmconv.convert.accessory_shards import SUFFIX, Tensors
-from llmconv.convert.low_rank import LowRank, add_low_rank
-from llmconv.convert.mapping import concat, listing, permute_rows, rename, require, rope_order
-from llmconv.convert.views import slice_rows
+from llmconv.convert.accessory.params import Params
+from llmconv.convert.accessory.shards import SUFFIX, Tensors
+from llmconv.convert.adapters.low_rank import LowRank, add_low_rank
+from llmconv.convert.mapping import concat, listing, permute_rows, rename, require, rope_order, slice_rows
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 

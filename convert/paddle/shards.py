@@ -13,7 +13,7 @@ from typing import Any
 
 from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
 from llmconv.convert.mapping import equal, listing
-from llmconv.convert.paddle_file import as_bfloat16, is_pdparams, open_pdparams
+from llmconv.convert.paddle.file import as_bfloat16, is_pdparams, open_pdparams
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmconv.convert.meta_params import intermediate_of
+from llmconv.convert.meta.params import intermediate_of
 from llmconv.errors import MalformedInput, UnsupportedInput
 
 FIELDS = {

@@ -9,9 +9,10 @@ import re
 from typing import Any
 
 from llmconv.convert.mapping import concat, rename
-from llmconv.convert.mindformers_parts import Model, Shapes, Tensors, finish, refuse_model
-from llmconv.convert.regroup import interleave_rows, transpose
-from llmconv.convert.run_config import RunConfig
+from llmconv.convert.mindformers.parts import Model, Shapes, Tensors, finish, refuse_model
+from llmconv.convert.mindformers.run_config import RunConfig
+from llmconv.convert.regroup import interleave_rows
+from llmconv.convert.transpose import transposed
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
@@ -76,7 +77,7 @@ def build_gpt2(run: RunConfig, tensors: Tensors) -> Model:
         renamed,
         "attn",
         "c_attn",
-        lambda parts: concat(parts, 0) if len(parts[0].shape) == 1 else transpose(concat(parts, 0)),
+        lambda parts: concat(parts, 0) if len(parts[0].shape) == 1 else transposed(concat(parts, 0)),
     )
     config = {
         "model_type": "gpt2",
@@ -117,7 +118,7 @@ def build_bloom(run: RunConfig, tensors: Tensors) -> Model:
         run, renamed, "self_attention", "query_key_value", lambda parts: interleave_rows(parts, counts)
     )
     flipped = {
-        name: transpose(tensor) if BLOOM_IN_OUT.search(name) and len(tensor.shape) == 2 else tensor
+        name: transposed(tensor) if BLOOM_IN_OUT.search(name) and len(tensor.shape) == 2 else tensor
         for name, tensor in joined.items()
     }
     config = {

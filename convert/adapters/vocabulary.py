@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llmconv.convert.adapter_placement import EMBEDDINGS, HEAD, Edits
+from llmconv.convert.adapters.placement import EMBEDDINGS, HEAD, Edits
 from llmconv.errors import MalformedInput
 
 

@@ -1,0 +1,1 @@
+"""What the format accessory is made of: plugins, parameters, names, shards."""

@@ -1,0 +1,1 @@
+"""What the format meta is made of: params.json and its tokenizers."""

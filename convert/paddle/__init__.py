@@ -1,0 +1,1 @@
+"""What the format paddle is made of: pickles of arrays, ranks, families of models."""

@@ -1,0 +1,1 @@
+"""Tokenizer files: found, restored, and written as tokenizer.json."""
