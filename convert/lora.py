@@ -17,7 +17,7 @@ from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, 
 from llmconv.convert.configs import with_dtype
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
-from llmconv.progress import warn
+from llmconv.progress import warn_all
 from llmconv.storage import local_path
 from llmconv.tensors import BY_NAME, FLOATS, LazyTensor, cast
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
@@ -86,8 +86,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     checkpoint = open_checkpoint(local_path(base))
     opened = [open_adapter(local_path(adapter), alpha) for adapter in adapters]
     merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size)
-    for warning in merge.warnings:
-        warn(warning)
+    warn_all(merge.warnings)
     if not dry_run:
         options = {"weights": list(weights), "alpha": alpha, "dtype": None if dtype == "keep" else dtype}
         done = step("merge-lora", checkpoint.path.absolute(), adapters=[_identity(item) for item in opened], **options)

@@ -13,7 +13,7 @@ from llmconv.convert.formats import by_name, detect
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import UsageProblem
 from llmconv.manifest import step
-from llmconv.progress import warn
+from llmconv.progress import warn_all
 from llmconv.storage import local_path
 from llmconv.tensors import BY_NAME, FLOATS, cast
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
@@ -46,14 +46,12 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         base: the model that training started from, where the checkpoint holds only what was trained.
         drop: leave out parts of the model that no model of transformers can hold, instead of refusing it.
         qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
-        dtype: `keep`, `float32`, `float16` or `bfloat16`.
-        max_shard_size: largest safetensors file, in bytes or as `5GB`.
+        dtype, max_shard_size: `keep` or the float type of the weights; largest safetensors file, such as `5GB`.
         overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; write nothing.
 
     Raises:
-        UsageProblem: an option has an impossible value.
         InputRefused: the checkpoint is malformed, hostile, incomplete or of an unknown kind, or `output` exists.
-        OutputFailed: writing failed.
+        UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
     if dtype not in ("keep", *FLOATS):
         raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
@@ -62,8 +60,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     options = {"base": str(base) if base else None, "drop": drop or None, "qkv_layout": qkv_layout}
     given = {name: value for name, value in options.items() if value}
     checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, given)
-    for warning in checkpoint.warnings:
-        warn(warning)
+    warn_all(checkpoint.warnings)
     plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
     if not dry_run:
         named = {"tokenizer": Path(tokenizer).name if tokenizer else None, "base": base.name if base else None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -26,6 +26,12 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
     """One line on stderr that `-q` does not silence."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def warn_all(warnings: Iterable[str]) -> None:
+    """`warn`, for several."""
+    for text in warnings:
+        warn(text)
 
 
 @contextmanager
