@@ -84,7 +84,7 @@ def _sum_rows(rows: Array, left: Array, right: Array, dtype: DType) -> Array:
         tile = slice(first, min(first + height, len(source)))
         size = tile.stop - first
         _multiply(left[tile], right, total[:size])
-        term[:size] = source[tile]
+        widen_into(term[:size], source[tile])
         total[:size] += term[:size]
         round_into(target[tile], total[:size], term[:size])
     return result
@@ -101,6 +101,21 @@ def _multiply(left: Array, right: Array, product: Array) -> None:
         for first in range(0, columns, width) if parts.size else ():
             part = slice(first, first + width)
             np.matmul(parts, right[:, part], out=target[:, :, part])
+
+
+def widen_into(target: Array, values: Array) -> None:
+    """target = values, exactly; bfloat16 is the upper half of float32, and integers move outside the interpreter lock.
+
+    Args:
+        target: float32 or float64.
+        values: of any float type, of the same shape.
+    """
+    if values.dtype == BFLOAT16 and target.dtype == np.float32:
+        bits = target.view(np.uint32)
+        bits[...] = values.view(np.uint16)
+        bits <<= 16
+    else:
+        target[...] = values
 
 
 def round_into(target: Array, values: Array, scratch: Array) -> None:
