@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llmconv.convert.formats import formats
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
-from llmconv.torch_file import explain_no_zip, open_torch_file
+from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
 
 
 def explain(path: Path) -> LlmconvError:
@@ -36,10 +36,11 @@ def _explain_folder(folder: Path) -> LlmconvError:
         return UnsupportedInput(
             f"`{folder}` is a Composer checkpoint in the newer folder layout", hint="this layout comes later"
         )
-    checkpoints = sorted(name for name in names if name.endswith((".pt", ".pth")))
+    checkpoints = sorted(name for name in names if name.endswith((".pt", ".pth")) and is_torch_file(folder / name))
     if checkpoints:
         return InputRefused(
-            f"`{folder}` holds {len(checkpoints)} checkpoints", hint=f"name one, such as `{folder / checkpoints[-1]}`"
+            f"`{folder}` is a folder with {len(checkpoints)} checkpoint file(s), not one of them",
+            hint=f"name the file, such as `{folder / checkpoints[-1]}`",
         )
     return _unknown(folder)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmconv.checkpoint import open_checkpoint
+from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.errors import MalformedInput
 from llmconv.export.bind import match_weights
 from llmconv.export.destination import GRAPH_FILES, Destination, InPlace, NewFolder, Sizes
 from llmconv.export.fake_model import load_config
@@ -71,10 +72,10 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     """
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
-    input_map = find_input_map(checkpoint.config.get("model_type", ""))
+    input_map = find_input_map(model_type_of(checkpoint))
     config = load_config(checkpoint.config)
     roles = _roles(prefill, incremental, unified)
-    destination: Destination = InPlace(folder, dtype, overwrite)
+    destination: Destination = InPlace(folder, dtype, overwrite or dry_run)
     if output is not None and output.resolve() != folder.resolve():
         destination = NewFolder(output, dtype, max_shard_size, overwrite, resume)
     destination.check(checkpoint, roles)
@@ -86,6 +87,18 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         sizes = destination.write(traced, checkpoint, roles, step("export", Path(model), **options))
     files = {role: GRAPH_FILES[role] for role in roles}
     return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, config.num_hidden_layers)
+
+
+def model_type_of(checkpoint: Checkpoint) -> str:
+    """The `model_type` of `config.json`.
+
+    Raises:
+        MalformedInput: it has none.
+    """
+    model_type = checkpoint.config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise MalformedInput("`config.json` names no `model_type`", hint="copy the config of the original model again")
+    return model_type
 
 
 def _roles(prefill: bool, incremental: bool, unified: bool) -> list[str]:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import LlmconvError, UnsupportedInput
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
 """Config fields that name code or kernels to load; a checkpoint is data, so they are not passed on."""
@@ -32,12 +32,29 @@ def load_config(fields: dict[str, Any]) -> Any:
             "the weights are quantised (`quantization_config`)", hint="export the model it was quantised from"
         )
     known = {name: value for name, value in fields.items() if name not in (*CODE_FIELDS, "model_type")}
+    with refusing("read this config"):
+        config = AutoConfig.for_model(fields["model_type"], **known)
+        if config.num_hidden_layers < 1:
+            raise ValueError(f"it has {config.num_hidden_layers} layers")
+        return config
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Whatever transformers or torch raise about a model becomes one line: they promise no class of error.
+
+    Raises:
+        UnsupportedInput: something was raised.
+    """
     try:
-        return AutoConfig.for_model(fields["model_type"], **known)
-    except (KeyError, ValueError, TypeError) as error:
-        reason = str(error).split(". Should contain")[0]
+        yield
+    except LlmconvError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0].split(". Should contain")[0][:200]
         raise UnsupportedInput(
-            f"transformers cannot read this config: {reason}", hint="mend `config.json`, or update transformers"
+            f"transformers and torch cannot {what}: {type(error).__name__}: {reason}",
+            hint="mend `config.json`; if eager transformers runs the model, it has something that cannot be traced",
         ) from error
 
 

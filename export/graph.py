@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmconv.export.fake_model import period, shortened
+from llmconv.export.fake_model import period, refusing, shortened
 from llmconv.export.gemm import bind_linear_layers
 from llmconv.export.input_maps import InputMap
 from llmconv.export.naming import name_everything
@@ -21,7 +21,15 @@ def build_graph(config: Any, input_map: InputMap) -> tuple[TracedGraph, int]:
     Args:
         config: a transformers config.
         input_map: the row of its `model_type`.
+
+    Raises:
+        UnsupportedInput: transformers or torch cannot build or trace the model.
     """
+    with refusing("trace this model"):
+        return _build(config, input_map)
+
+
+def _build(config: Any, input_map: InputMap) -> tuple[TracedGraph, int]:
     total = config.num_hidden_layers
     traced = _replicated(config, input_map)
     if traced is not None:

@@ -191,3 +191,16 @@ def test_the_exit_codes_are_those_of_the_contract() -> None:
 def every_kind(kind: type[LlmconvError]) -> list[type[LlmconvError]]:
     """All kinds of errors below `kind`."""
     return [found for child in kind.__subclasses__() for found in (child, *every_kind(child))]
+
+
+@pytest.mark.parametrize(("raised", "code"), [(RuntimeError("a defect"), 3), (KeyboardInterrupt(), 130)])
+def test_what_nobody_foresaw_is_neither_a_traceback_nor_a_difference(
+    raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(sys.modules["llmconv.convert.inspect"], "inspect", fail)
+    done = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything"])
+    assert done.exit_code == code
+    assert done.stderr.startswith("error: ") and "\n\nhint: " in done.stderr and "Traceback" not in done.stderr

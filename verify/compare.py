@@ -108,7 +108,7 @@ class NoiseFloor:
         total_size = rms(size[valid])
         total = max(rms(noise[valid]), usual * total_size, self._ulp * ULP_SHARE * total_size, 1e-300)
         median = float(np.median(noise[valid])) if valid.any() else 0.0
-        rows = np.maximum(noise, max(median / 2, usual * total_size / 2))
+        rows = np.maximum(noise, max(median, usual * total_size))
         rows = np.maximum(rows, np.maximum(self._ulp * ULP_SHARE * size, 1e-300))
         return Truth(exact, rows, total, np.abs(error).max(axis=-1, initial=0.0), valid)
 

@@ -24,7 +24,7 @@ from llmconv.verify.structure import check_structure, name_problems
 from llmconv.verify.truth import Eager
 from llmconv.verify.twin import CHANGES, scaled_copy, why_no_twin
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
-from llmconv.verify.weights import Source, audit_weights
+from llmconv.verify.weights import Source, audit_files, audit_weights
 
 LIBRARIES = ("numpy", "onnx", "onnxruntime", "torch", "transformers")
 
@@ -66,6 +66,7 @@ def verify(
     add = _collector(report, on_checks)
     report.notes += changed_graphs(folder, files.values())
     source = Source.of(folder, truth_folder)
+    add(audit_files(folder))
     _audit(models, source, report, add)
     graphs = _open(files.values(), settings, add)
     if graphs:

@@ -7,6 +7,7 @@ is another folder.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import onnx
 
 from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
+from llmconv.manifest import read_manifest
 from llmconv.runtime.guard import external_fields
 from llmconv.safetensors_io import FileTensor, read_exactly
 from llmconv.tensors import Array, LazyTensor
@@ -59,6 +61,19 @@ class Source:
 def span_of(tensor: FileTensor) -> Span:
     """Where a tensor lies: file name, offset, length."""
     return tensor.path.name, tensor.offset, tensor.nbytes
+
+
+def audit_files(folder: Path) -> list[Check]:
+    """Whether the weight files are still those that the manifest describes, by sha256."""
+    checks = []
+    for name, entry in read_manifest(folder).files.items():
+        path = folder / name
+        if name.endswith(".safetensors") and Path(name).name == name and path.is_file():
+            with open(path, "rb") as file:
+                same = hashlib.file_digest(file, "sha256").hexdigest() == entry.get("sha256")
+            detail = "sha256 as in the manifest" if same else "changed since the manifest was written"
+            checks.append(Check("weights", name, "", verdict="pass" if same else "fail", detail=detail))
+    return checks
 
 
 def audit_weights(graph: str, model: onnx.ModelProto, source: Source) -> tuple[Check, set[str]]:

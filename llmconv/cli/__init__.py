@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 import traceback
 from typing import Any
 
@@ -30,14 +32,28 @@ class LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command; an LlmconvError becomes message, blank line, hint and its exit code."""
+        """Runs the command; an error becomes message, blank line, hint and its exit code."""
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         try:
             return super().invoke(ctx)
         except LlmconvError as error:
-            if ctx.meta.get(VERBOSE):
-                traceback.print_exc()
-            click.echo(f"error: {error.message}\n\nhint: {error.hint}", err=True)
-            ctx.exit(error.exit_code)
+            self._fail(ctx, error.message, error.hint, error.exit_code)
+        except KeyboardInterrupt:
+            self._fail(ctx, "interrupted", "run the same command again; `--resume` keeps what was finished", 130)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at exit
+            ctx.exit(141)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:  # a defect of ours or of a library: never exit code 1, which means a difference
+            problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+            self._fail(ctx, problem, "this should have been a clear message; `-v` shows where it comes from", 3)
+
+    def _fail(self, ctx: click.Context, message: str, hint: str, exit_code: int) -> None:
+        if ctx.meta.get(VERBOSE):
+            traceback.print_exc()
+        click.echo(f"error: {message}\n\nhint: {hint}", err=True)
+        ctx.exit(exit_code)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -107,6 +107,8 @@ def generate(
     if not prompts or max_new_tokens < 1:
         raise UsageProblem("nothing to generate", hint="give at least one prompt and one new token")
     folder = Path(folder)
+    if not folder.is_dir():
+        raise InputRefused(f"`{folder}` is no folder", hint="give the folder that `llmconv export` wrote to")
     tokenizer = load_tokenizer(folder)
     generator_seed = (sampling or Sampling()).seed
     rows = [_Row(encode_prompt(tokenizer, prompt), np.random.default_rng(generator_seed)) for prompt in prompts]

@@ -93,13 +93,20 @@ def _check_range(path: Path, tensor: onnx.TensorProto) -> None:
     if not _is_plain(location):
         _refuse(path, f"keeps tensor `{tensor.name[:80]}` at {location[:80]!r}, which is no plain file name")
     data = path.parent / location
+    if not data.exists():
+        raise MalformedInput(
+            f"`{path.name}` maps `{location}`, which is missing", hint="copy the weights again; they belong beside it"
+        )
     if not data.is_file() or not _may_follow(path, data):
-        _refuse(path, f"needs `{location}` beside it, which is missing or a link")
+        _refuse(path, f"needs `{location}` beside it, which is a link or no file")
     offset, length = fields.get("offset", "0"), fields.get("length", "0")
     if not (offset.isascii() and offset.isdigit() and length.isascii() and length.isdigit()):
         _refuse(path, f"gives tensor `{tensor.name[:80]}` an offset or length that is no number")
     if int(offset) + int(length) > data.stat().st_size:
-        _refuse(path, f"keeps tensor `{tensor.name[:80]}` beyond the end of `{location}`")
+        raise MalformedInput(
+            f"`{path.name}` keeps tensor `{tensor.name[:80]}` beyond the end of `{location}`",
+            hint="the weights are cut short or of another model; copy them again, or export again",
+        )
 
 
 def _is_plain(location: str) -> bool:

@@ -27,10 +27,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not 0 <= self.temperature < float("inf") or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise UsageProblem(
                 f"temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p} cannot be sampled with",
-                hint="temperature and top-k are at least 0, top-p is above 0 and at most 1",
+                hint="temperature and top-k are numbers of at least 0, top-p is above 0 and at most 1",
             )
 
 

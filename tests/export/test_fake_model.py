@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.fake_model import build, load_config, period, shortened
+from llmconv.export.graph import build_graph
+from llmconv.export.input_maps import DECODER
 from tests.conftest import CONFIGS
 
 
@@ -38,3 +42,21 @@ def test_a_huge_model_costs_no_memory() -> None:
 def test_a_model_type_that_transformers_does_not_know_is_refused() -> None:
     with pytest.raises(UnsupportedInput, match="cannot read this config"):
         load_config({"model_type": "no_such_model"})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hidden_size": "x"},
+        {"num_hidden_layers": 0},
+        {"hidden_act": "frob"},
+        {"num_attention_heads": 0},
+        {"rope_parameters": {"rope_type": "frob", "rope_theta": 10000.0}},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_built_or_traced_is_refused_in_one_line(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedInput, match="transformers and torch cannot") as refused:
+        build_graph(load_config({**CONFIGS["llama"], "model_type": "llama", **wrong}), DECODER)
+    assert "\n" not in refused.value.message

@@ -9,10 +9,11 @@ from pathlib import Path
 import onnx
 import pytest
 
+from llmconv.manifest import MANIFEST, file_entry, read_manifest
 from llmconv.runtime.guard import load_guarded
 from llmconv.verify import Check, Report, verify
 from llmconv.verify.truth import Eager
-from llmconv.verify.weights import Source, audit_weights
+from llmconv.verify.weights import Source, audit_files, audit_weights
 from tests.verify.conftest import decode_only
 from tests.verify.mutants import MUTANTS
 from tests.verify.surgery import initializer
@@ -113,3 +114,20 @@ def test_a_graph_of_another_model_fails(
     report = verify(folder, eager=eager("gemma2"))
     assert report.verdict == "fail"
     assert {check.graph for check in report.checks if check.verdict == "fail"} >= {"decode.onnx"}
+
+
+def test_a_weight_changed_since_the_manifest_fails_although_eager_reads_it_too(
+    exported: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(exported("llama"), tmp_path / "changed"))
+    weights = folder / "model.safetensors"
+    manifest = read_manifest(folder)
+    manifest.files[weights.name] = file_entry(weights.read_bytes())
+    (folder / MANIFEST).write_bytes(manifest.encode())
+    assert [check.verdict for check in audit_files(folder)] == ["pass"]
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 1
+    weights.write_bytes(content)
+    (check,) = audit_files(folder)
+    assert (check.verdict, check.graph) == ("fail", "model.safetensors")
+    assert verify(folder).verdict == "fail"
