@@ -142,6 +142,14 @@ def make_folder(path: Path, *names: str) -> Path:
     return path
 
 
+def make_checkpoints(path: Path) -> Path:
+    path.mkdir()
+    for name in ("ep1.pt", "ep2.pt"):
+        write_state_dict(path / name)
+    write_text(path / "latest-rank0.pt")
+    return path
+
+
 UNCLAIMED: dict[str, tuple[Any, str]] = {
     "a compressed file": (write_gzip, "compressed with gzip"),
     "a text file": (write_text, "of no training format"),
@@ -151,7 +159,7 @@ UNCLAIMED: dict[str, tuple[Any, str]] = {
     "an adapter": (lambda path: make_folder(path, "adapter_config.json"), "is an adapter"),
     "a model folder": (lambda path: make_folder(path, "config.json", "model.safetensors"), "already is a Hugging Face"),
     "an empty folder": (make_folder, "of no training format"),
-    "a folder of checkpoints": (lambda path: make_folder(path, "ep1.pt", "ep2.pt"), "holds 2 checkpoints"),
+    "a folder of checkpoints": (make_checkpoints, "a folder with 2 checkpoint file(s)"),
     "nothing": (lambda path: path, "does not exist"),
 }
 
