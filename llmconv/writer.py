@@ -6,6 +6,7 @@ not the model. Nothing is read before every name, shape and dtype is known and t
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -34,6 +35,10 @@ FLUSH_BYTES = 128 << 20
 
 WRITE_BYTES = 256 << 10
 """Bytes per system call: with 4 MB the kernel makes huge pages for the cache, which takes three times as long."""
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+HEAP_BYTES = 256 << 20
+"""What glibc may keep of freed blocks (`mallopt(3)`); a block is far smaller."""
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -131,6 +136,7 @@ def write_checkpoint(
         InputRefused: `output` exists, or the disk is too small.
         OutputFailed: writing failed.
     """
+    _reuse_freed_blocks()
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
         _require_space(folder, plan)
         with bytes_bar(f"writing {output.name}", plan.nbytes) as advance:
@@ -159,6 +165,14 @@ def _small_files(plan: Plan) -> dict[str, bytes]:
 
 def _json(content: Any) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _reuse_freed_blocks() -> None:
+    """Has glibc keep freed row blocks for the next ones: fresh pages for each cost a tenth of a run (measured)."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, HEAP_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
 
 
 def _write_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
