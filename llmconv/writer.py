@@ -30,7 +30,7 @@ from llmconv.tensors import Array, LazyTensor
 LOOK_AHEAD = 8
 """Row blocks in flight: enough for the cores, few enough to stay small."""
 
-FLUSH_BYTES = 128 << 20
+FLUSH_BYTES = 32 << 20
 """The disk starts on what is written after so many bytes, so that the last fsync has little left to wait for."""
 
 WRITE_BYTES = 256 << 10
