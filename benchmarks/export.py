@@ -49,8 +49,8 @@ def main() -> int:
         Target("22 layers, MB written", written / 1e6, 3),
         Target("22 layers / 6 layers", wall["22 layers"] / wall["6 layers"], 1.3),
     ]
-    model = "A 1.1 B Llama in float32 (4.4 GB of weights that are a hole in a file, since only headers are read; none copied)"
-    body = f"{model}; {written:,} bytes written.\n\n" + table(results)
+    weights = "4.4 GB of weights that are a hole in a file, since only headers are read; none copied"
+    body = f"A 1.1 B Llama in float32 ({weights}); {written:,} bytes written.\n\n" + table(results)
     return report("export", "export", body, targets)
 
 
