@@ -11,6 +11,7 @@ import yaml
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.architectures import causal_lm_classes
+from llmconv.convert.mapping import listing
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -87,6 +88,36 @@ def without_code(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
         elif name not in TRACE_FIELDS:
             kept[name] = value
     return kept, tuple(dropped)
+
+
+def causal_lm_config(
+    stored: Mapping[str, Any], given: Mapping[str, Any], source: str, warnings: list[str]
+) -> dict[str, Any]:
+    """The `config.json` of a causal language model: what is stored with it, and over that what the user gives.
+
+    Args:
+        stored: the checkpoint's own configuration, empty where it has none.
+        given: the user's fields.
+        source: file name for messages.
+        warnings: gets a line for what is left out.
+
+    Raises:
+        InputRefused: there is no `model_type`.
+        UnsupportedInput: it is none that transformers has.
+    """
+    config, dropped = without_code({**stored, **given})
+    if "model_type" not in config:
+        raise InputRefused(
+            f"`{source}` holds no model configuration", hint="give the model's `config.json` with `--config`"
+        )
+    if dropped:
+        warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
+    if config["model_type"] == "mpt":
+        raise UnsupportedInput(
+            f"`{source}` is an MPT of LLM Foundry, whose code is not part of transformers",
+            hint="MPT comes later; transformers' own MPT differs and would give wrong results silently",
+        )
+    return with_architecture(config)
 
 
 def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:

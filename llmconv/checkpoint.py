@@ -44,6 +44,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         config: the content of `config.json`.
         side_files: tokenizer and generation files, by plain file name.
         warnings: what a user should know, one line each.
+        version: what the files tell of their writer, such as `composer 0.32.1`; empty where they tell nothing.
+        shards: files that the weights lie in.
+        dropped: what is in the files and not in `tensors`, one phrase each, such as `the optimizer's state`.
     """
 
     path: Path
@@ -52,6 +55,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
     config: dict[str, Any]
     side_files: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    version: str = ""
+    shards: int = 1
+    dropped: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.tensors[name]

@@ -22,6 +22,7 @@ class Format:
     Attributes:
         name: what `--from` takes, equal to the file's name.
         title: one line for people.
+        covers: what of it is converted, a few phrases for the table that `llmconv formats` prints.
         detect: whether a path is of this format, decided by what is in it.
         open: `open(path, config, tokenizer)` gives the Checkpoint in Hugging Face names; `config` are fields that the
             user adds or overrides, `tokenizer` a file or folder to use instead of the checkpoint's own.
@@ -33,6 +34,7 @@ class Format:
     title: str
     detect: Callable[[Path], bool]
     open: Callable[[Path, Mapping[str, Any], Path | None], Checkpoint]
+    covers: str = ""
     options: tuple[str, ...] = ()
     peek: Callable[[Path], Mapping[str, LazyTensor]] | None = None
 

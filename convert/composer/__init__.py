@@ -1,0 +1,1 @@
+"""What the format composer is made of: how its runs are stored."""

@@ -1,0 +1,59 @@
+"""A Composer run as it was stored: one nested dict, wherever its parts lie.
+
+Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`): `state.model`, `state.integrations.huggingface`,
+`state.metadata`, and much that is not read. Every branch may be missing (`ignore_keys`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmconv.tensors import LazyTensor
+from llmconv.torch_file import is_torch_file, open_torch_file
+
+
+@dataclass(frozen=True)
+class Run:
+    """An opened run.
+
+    Attributes:
+        content: the nested dict, as `torch.load` of one whole file would give it; its tensors are leaves for `tensor`.
+        tensor: `tensor(name, leaf)` gives the LazyTensor of a leaf; the name is for error messages.
+        shards: files that the weights lie in.
+    """
+
+    content: Mapping[str, Any]
+    tensor: Callable[[str, Any], LazyTensor]
+    shards: int = 1
+
+    def branch(self, *keys: str) -> dict[Any, Any]:
+        """The dict under `keys`, or an empty one."""
+        return branch(self.content, *keys)
+
+
+def branch(value: Any, *keys: str) -> dict[Any, Any]:
+    """The dict under `keys`, one inside the other, or an empty one."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` holds a Composer run, by its content."""
+    if not is_torch_file(path):
+        return False
+    content = open_torch_file(path).content
+    return isinstance(content, dict) and "state" in content
+
+
+def open_run(path: Path) -> Run:
+    """Opens the run at `path`; no tensor is read.
+
+    Raises:
+        InputRefused: it is malformed or of an unsupported kind.
+    """
+    file = open_torch_file(path)
+    return Run(file.content, file.tensor)
