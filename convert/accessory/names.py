@@ -9,30 +9,14 @@ from dataclasses import replace
 import numpy as np
 
 from llmconv.convert.accessory.params import Params
-from llmconv.convert.accessory.shards import SUFFIX, Tensors
+from llmconv.convert.accessory.shards import Tensors
 from llmconv.convert.adapters.low_rank import LowRank, add_low_rank
 from llmconv.convert.mapping import concat, listing, permute_rows, rename, require, rope_order, slice_rows
+from llmconv.convert.meta.names import LLAMA, SUFFIX
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
 Table = dict[str, str | None]
-
-FREQUENCIES: Table = {"rope.freqs": None, "layers.{}.attention.inner_attention.rope.freqs": None}
-
-LLAMA: Table = FREQUENCIES | {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
-    "layers.{}.attention.wq.weight": "model.layers.{}.self_attn.q_proj.weight",
-    "layers.{}.attention.wk.weight": "model.layers.{}.self_attn.k_proj.weight",
-    "layers.{}.attention.wv.weight": "model.layers.{}.self_attn.v_proj.weight",
-    "layers.{}.attention.wo.weight": "model.layers.{}.self_attn.o_proj.weight",
-    "layers.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "layers.{}.feed_forward.w1.weight": "model.layers.{}.mlp.gate_proj.weight",
-    "layers.{}.feed_forward.w3.weight": "model.layers.{}.mlp.up_proj.weight",
-    "layers.{}.feed_forward.w2.weight": "model.layers.{}.mlp.down_proj.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 
 FALCON_LINEAR = ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
