@@ -5,11 +5,10 @@ from __future__ import annotations
 from math import floor
 from typing import Any
 
-from llmconv.convert.decoder import Decoder, refuse_fields
-from llmconv.convert.mapping import listing
+from llmconv.convert.decoder import Decoder, refuse_fields, refuse_other_values
 from llmconv.convert.meta.params import SMALL_DIMS, Sizes, intermediate_of, to_config
-from llmconv.errors import UnsupportedInput
 
+CODE = "Meta's code"
 HELD: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
     "hidden_act": ("silu",),
@@ -31,7 +30,7 @@ def params_of(decoder: Decoder, shards: int) -> dict[str, Any]:
     Raises:
         UnsupportedInput: Meta's code has no such model; lists the fields.
     """
-    refuse_fields(decoder, HELD, "Meta's code")
+    refuse_fields(decoder, HELD, CODE)
     params: dict[str, Any] = {
         "dim": decoder.hidden,
         "n_layers": decoder.layers,
@@ -44,13 +43,8 @@ def params_of(decoder: Decoder, shards: int) -> dict[str, Any]:
         **_scaling(decoder),
     }
     back = config_of(params, decoder)
-    own = {"head_dim": decoder.head_dim, "rope_scaling": decoder.scaling or None}
-    odd = [f"{name} {value}" for name, value in own.items() if back[name] != value]
-    if odd:
-        raise UnsupportedInput(
-            f"`{decoder.source}` has what Meta's code cannot hold: {listing(odd)}",
-            hint="choose another `--to`, or keep the Hugging Face folder",
-        )
+    own = {"head_dim": decoder.head_dim, "rope_scaling": dict(decoder.scaling) or None}
+    refuse_other_values(decoder, own, back, CODE)
     return params
 
 
