@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import floor
 from typing import Any
 
@@ -48,7 +49,7 @@ def params_of(decoder: Decoder, shards: int) -> dict[str, Any]:
     return params
 
 
-def config_of(params: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+def config_of(params: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     """What `to-hf` makes of `params.json`."""
     return to_config(params, Sizes(decoder.vocabulary, decoder.intermediate, decoder.kv_heads), decoder.source)
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given, settings
 
 from llmconv.checkpoint import open_checkpoint, read_json
-from llmconv.cli import main
 from llmconv.convert import from_hf, to_hf
 from llmconv.convert.meta.params import intermediate_of
-from llmconv.convert.meta.params_of import feed_forward_of
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
+from tests.convert.accessory_models import FIXTURES
 from tests.convert.hf_models import FALCON, LLAMA, MIXTRAL, contents, save_model
 
 MATTERS = (
@@ -96,3 +89,58 @@ def test_accessory_and_back_is_the_same_model(
     folder = tmp_path_factory.mktemp("accessory")
     back = there_and_back(folder, config, "accessory", shards)
     assert back["max_position_embeddings"] == config["max_position_embeddings"]
+
+
+# Genuine checkpoints come out of the Hugging Face folder as they went in, shard by shard
+
+GENUINE = ("llama2_gqa_mp2_bf16", "llama3_1_scaled_mp2_bf16", "llama3_gqa_mp1_bf16")
+
+
+def shards_of(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of every shard as torch reads them, buffers left out."""
+    files = {path.name: torch.load(path, weights_only=True) for path in sorted(folder.glob("consolidated.*.pth"))}
+    states = {name: content.get("model", content) for name, content in files.items()}
+    return {
+        name: {key: tensor for key, tensor in state.items() if "rope.freqs" not in key}
+        for name, state in states.items()
+    }
+
+
+def assert_same_shards(one: Path, other: Path) -> None:
+    left, right = shards_of(one), shards_of(other)
+    assert {name: set(state) for name, state in left.items()} == {name: set(state) for name, state in right.items()}
+    for name, state in left.items():
+        for key, tensor in state.items():
+            assert tensor.dtype == right[name][key].dtype and torch.equal(tensor, right[name][key]), (name, key)
+
+
+@pytest.mark.parametrize("case", GENUINE)
+def test_a_genuine_meta_checkpoint_comes_back_shard_by_shard(meta: Path, tmp_path: Path, case: str) -> None:
+    source = meta / case
+    to_hf(source, tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "out", to="meta", shards=len(list(source.glob("*.pth"))))
+    assert_same_shards(source, tmp_path / "out")
+    old, new = (read_json(folder / "params.json") for folder in (source, tmp_path / "out"))
+    assert intermediate_of(new) == intermediate_of(old)
+    assert {name: new[name] for name in ("dim", "n_layers", "n_heads", "norm_eps")} == {
+        name: old[name] for name in ("dim", "n_layers", "n_heads", "norm_eps")
+    }
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (source / "tokenizer.model").read_bytes()
+
+
+ACCESSORY = ("llama_mp2_bf16", "mixtral_mp2_bf16", "falcon7b_mp2_bf16")
+
+
+@pytest.mark.parametrize("case", ACCESSORY)
+def test_a_genuine_accessory_checkpoint_comes_back_shard_by_shard(tmp_path: Path, case: str) -> None:
+    source = FIXTURES / case
+    to_hf(source, tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "out", to="accessory", shards=2)
+    assert_same_shards(source, tmp_path / "out")
+    assert read_json(tmp_path / "out" / "meta.json") == read_json(source / "meta.json")
+    old, new = (read_json(folder / "config.json") for folder in (source, tmp_path / "out"))
+    assert set(new) - set(old) <= {"n_kv_heads"}
+    told = ("multiple_of", "ffn_dim_multiplier", "num_kv_heads", "n_kv_heads", "vocab_size", "load_balancing_weight")
+    assert {name: old[name] for name in old if name not in told} == {
+        name: new.get(name) for name in old if name not in told
+    }
