@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import MalformedInput
-from llmconv.tensors import Array, LazyTensor
+from llmconv.tensors import BLOCK_BYTES, Array, LazyTensor
 
 LISTED = 5
 """Names an error shows before it counts the rest."""
@@ -58,6 +58,11 @@ def _find(name: str, table: Mapping[str, str | None]) -> tuple[str | None, str]:
     template = re.sub(r"(?<=\.)\d+(?=\.)", "{}", name, count=1)
     number = re.search(r"(?<=\.)\d+(?=\.)", name)
     return (template, number[0]) if number and template in table else (None, "")
+
+
+def inverted(table: Mapping[str, str | None]) -> dict[str, str | None]:
+    """The table of the way back; what was dropped stays away."""
+    return {target: source for source, target in table.items() if target is not None}
 
 
 def require(targets: Iterable[str], produced: Mapping[str, Any], source: str) -> None:
@@ -116,6 +121,34 @@ def slice_rows(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
     return LazyTensor(tensor.dtype, shape, lambda first, last: tensor.rows(start + first, start + last))
 
 
+def slice_columns(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
+    """Columns `start:stop` of a matrix; whole rows are read, a block at a time."""
+    rows = max(1, BLOCK_BYTES * tensor.num_rows // max(1, tensor.nbytes))
+
+    def load(first: int, last: int) -> Array:
+        columns = np.empty((last - first, stop - start), tensor.dtype.numpy)
+        for row in range(first, last, rows):
+            block = tensor.rows(row, min(row + rows, last))
+            columns[row - first : row - first + len(block)] = block[:, start:stop]
+        return columns
+
+    return LazyTensor(tensor.dtype, (tensor.shape[0], stop - start), load)
+
+
+def split(tensor: LazyTensor, dim: int, count: int) -> list[LazyTensor]:
+    """`count` equal parts along `dim` (0 or 1); the reverse of `concat`.
+
+    Raises:
+        ValueError: they would not be equal, or there is no such dim.
+    """
+    if count == 1:
+        return [tensor]
+    if len(tensor.shape) <= dim or tensor.shape[dim] % count:
+        raise ValueError(f"{list(tensor.shape)} has no {count} equal parts along dim {dim}")
+    part, size = (slice_columns if dim else slice_rows), tensor.shape[dim] // count
+    return [part(tensor, number * size, (number + 1) * size) for number in range(count)]
+
+
 def permute_rows(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
     """Row `k` of every group of `len(order)` rows becomes the old row `order[k]` of that group.
 
@@ -133,6 +166,11 @@ def permute_rows(tensor: LazyTensor, order: Sequence[int]) -> LazyTensor:
         return np.ascontiguousarray(grouped[:, index].reshape(rows.shape)[start - low : stop - low])
 
     return LazyTensor(tensor.dtype, tensor.shape, load)
+
+
+def inverse_order(order: Sequence[int]) -> tuple[int, ...]:
+    """The order that undoes `order`: `permute_rows` with the one, then with the other, changes nothing."""
+    return tuple(int(place) for place in np.argsort(order))
 
 
 @lru_cache(maxsize=8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from llmconv.errors import MalformedInput
-from llmconv.tensors import BY_CODE, Array, DType, LazyTensor
+from llmconv.tensors import BY_CODE, Array, DType, LazyTensor, Piece
 
 HEADER_LIMIT = 100_000_000
 NAME_LIMIT = 1024
@@ -170,3 +171,9 @@ def encode_header(tensors: dict[str, tuple[DType, tuple[int, ...]]]) -> bytes:
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
+
+
+def safetensors_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
+    """A safetensors file: the header, then the tensors."""
+    yield encode_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    yield from tensors.values()

@@ -153,7 +153,8 @@ def require_free(output: Path, overwrite: bool) -> None:
     if not overwrite:
         raise InputRefused(f"`{output}` already exists", hint="choose another `-o`, or give `--overwrite`")
     ours = output.is_dir() and not output.is_symlink()
-    if not ours or (any(output.iterdir()) and not (output / "config.json").is_file()):
+    known = ("config.json", MANIFEST)
+    if not ours or (any(output.iterdir()) and not any((output / name).is_file() for name in known)):
         raise InputRefused(
             f"`{output}` is no model folder, so it is not overwritten",
             hint="choose another `-o`, or remove it yourself",

@@ -5,7 +5,7 @@ Arrays are numpy; bfloat16 and float8 come from `ml_dtypes`, so no conversion ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -103,6 +103,13 @@ class LazyTensor:
         step = max(1, limit // row_bytes)
         for start in range(0, self.num_rows, step):
             yield start, min(start + step, self.num_rows)
+
+
+Piece = bytes | LazyTensor | Callable[[Sequence[int]], bytes]
+"""Part of a file to write: bytes, the data of a tensor, or what is called with the CRC-32 of every tensor before it."""
+
+Container = Callable[[Mapping[str, LazyTensor]], Iterable[Piece]]
+"""A kind of file: from the tensors, in order, to everything that is in a file with them."""
 
 
 def in_memory(array: Array, dtype: DType) -> LazyTensor:

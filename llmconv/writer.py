@@ -1,4 +1,4 @@
-"""Writing a Checkpoint as a Hugging Face folder: header first, then the tensors in file order, streamed.
+"""Writing a Checkpoint as a folder, Hugging Face's unless the plan says otherwise: each file a stream of pieces.
 
 Reading, arithmetic, hashing and writing overlap: a bounded queue of row blocks, so memory follows the block size and
 not the model. Nothing is read before every name, shape and dtype is known and the disk is known to be large enough.
@@ -12,10 +12,11 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from llmconv.checkpoint import INDEX, SINGLE, Checkpoint
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.manifest import Manifest
 from llmconv.progress import bytes_bar
-from llmconv.safetensors_io import encode_header
+from llmconv.safetensors_io import safetensors_pieces
 from llmconv.staging import StagedFolder, failing_safely
-from llmconv.tensors import Array, LazyTensor
+from llmconv.tensors import Array, Container, LazyTensor, Piece
 
 LOOK_AHEAD = 8
 """Row blocks in flight: enough for the cores, few enough to stay small."""
@@ -45,10 +46,11 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class Shard:
-    """One file to write: its name and its tensors in order."""
+    """One file to write: its name, its tensors in order, and what a file of this kind has around them."""
 
     name: str
     tensors: Mapping[str, LazyTensor]
+    container: Container = safetensors_pieces
 
     @property
     def nbytes(self) -> int:
@@ -58,19 +60,28 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would write; printed by `--dry-run`."""
+    """What a run would write; printed by `--dry-run`.
+
+    Attributes:
+        checkpoint: what the tensors are of.
+        shards: the files with tensors.
+        small_files: the files beside them, by name, in the order in which they are written.
+        warnings: what the output does not hold, one line each.
+    """
 
     checkpoint: Checkpoint
     shards: tuple[Shard, ...]
+    small_files: Mapping[str, bytes] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensor data in all shards (`total_size` of the index)."""
+        """Bytes of tensor data in all shards."""
         return sum(shard.nbytes for shard in self.shards)
 
 
 def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -> Plan:
-    """Splits the tensors, in order, into shards of at most `max_shard_size` (a larger tensor gets its own).
+    """A Hugging Face folder: the tensors in order, in shards of at most `max_shard_size` (a larger one gets its own).
 
     Raises:
         UsageProblem: `max_shard_size` is no size such as `5GB`.
@@ -87,7 +98,8 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -
             size = 0
         groups[-1][name] = tensor
         size += tensor.nbytes
-    return Plan(checkpoint, tuple(Shard(_shard_name(i, len(groups)), group) for i, group in enumerate(groups, 1)))
+    shards = tuple(Shard(_shard_name(i, len(groups)), group) for i, group in enumerate(groups, 1))
+    return Plan(checkpoint, shards, _small_files(checkpoint, shards))
 
 
 def _shard_name(number: int, count: int) -> str:
@@ -121,10 +133,10 @@ def write_checkpoint(
     resume: bool = False,
     finish: Callable[[StagedFolder, Manifest], None] | None = None,
 ) -> Manifest:
-    """Writes the folder `output`: shards, side files, `config.json`, index, manifest, in that order.
+    """Writes the folder `output`: shards, small files, manifest, in that order.
 
     Args:
-        plan: from `plan_checkpoint`.
+        plan: from `plan_checkpoint`, or from a format's `save`.
         output: the folder to make.
         steps: provenance for the manifest, oldest first.
         sources: files that were read; their size and time guard `--resume`.
@@ -145,7 +157,7 @@ def write_checkpoint(
                     advance(shard.nbytes)
                 else:
                     folder.record(shard.name, _write_shard(folder.path / shard.name, shard, advance))
-        for name, content in _small_files(plan).items():
+        for name, content in plan.small_files.items():
             folder.write_file(name, content)
         manifest = Manifest(list(steps))
         if finish:
@@ -154,16 +166,18 @@ def write_checkpoint(
     return manifest
 
 
-def _small_files(plan: Plan) -> dict[str, bytes]:
-    files = dict(plan.checkpoint.side_files)
-    files["config.json"] = _json(plan.checkpoint.config)
-    if len(plan.shards) > 1:
-        weight_map = {name: shard.name for shard in plan.shards for name in shard.tensors}
-        files[INDEX] = _json({"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map})
+def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard]) -> dict[str, bytes]:
+    """Side files, `config.json`, and last the index."""
+    files = {**checkpoint.side_files, "config.json": json_bytes(checkpoint.config)}
+    if len(shards) > 1:
+        weight_map = {name: shard.name for shard in shards for name in shard.tensors}
+        metadata = {"total_size": sum(shard.nbytes for shard in shards)}
+        files[INDEX] = json_bytes({"metadata": metadata, "weight_map": weight_map})
     return files
 
 
-def _json(content: Any) -> bytes:
+def json_bytes(content: Any) -> bytes:
+    """The text of a JSON file."""
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -175,17 +189,33 @@ def _reuse_freed_blocks() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
 
 
+@dataclass
+class _Sums:
+    """The sha256 of all bytes that passed, and the CRC-32 of each tensor's, unless `crcs` is empty."""
+
+    crcs: list[int]
+    sha256: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, number: int | None, block: memoryview) -> None:
+        """Takes the next bytes, which belong to tensor `number` if to any."""
+        self.sha256.update(block)
+        if number is not None and self.crcs:
+            self.crcs[number] = zlib.crc32(block, self.crcs[number])
+
+
 def _write_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Streams one safetensors file and returns its manifest entry."""
+    """Streams one file and returns its manifest entry."""
     part = path.with_name(path.name + ".part")
-    digest = hashlib.sha256()
+    pieces = list(shard.container(shard.tensors))
+    sums = _Sums([0] * len(shard.tensors) if any(callable(piece) for piece in pieces) else [])
     size = flushed = 0
     with failing_safely(), open(part, "wb", buffering=0) as file, ThreadPoolExecutor(2) as helpers:
         hashing: Future[None] = helpers.submit(lambda: None)
         flushing = hashing
-        for block in _contents(shard):
+        for number, content in _contents(pieces):
             hashing.result()
-            hashing = helpers.submit(digest.update, block)
+            block = memoryview(content(sums.crcs)) if callable(content) else content
+            hashing = helpers.submit(sums.add, number, block)
             write_fully(file.fileno(), block)
             advance(len(block))
             size += len(block)
@@ -196,25 +226,50 @@ def _write_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> di
         flushing.result()
         os.fsync(file.fileno())
     part.replace(path)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return {"bytes": size, "sha256": sums.sha256.hexdigest()}
 
 
-def _contents(shard: Shard) -> Iterator[memoryview]:
-    """The bytes of a file, header first, computed ahead of the writer."""
-    yield memoryview(encode_header({name: (tensor.dtype, tensor.shape) for name, tensor in shard.tensors.items()}))
-    blocks = ((tensor, *block) for tensor in shard.tensors.values() if tensor.nbytes for block in tensor.blocks())
+Content = tuple[int | None, memoryview | Callable[[Sequence[int]], bytes]]
+"""The number of the tensor that the bytes belong to, and the bytes, or what gives them."""
+
+
+def _contents(pieces: Sequence[Piece]) -> Iterator[Content]:
+    """The bytes of a file in order; those of tensors computed ahead of the writer."""
     with ThreadPoolExecutor(os.cpu_count()) as readers:
-        pending: deque[Future[Array]] = deque()
+        pending: deque[tuple[int | None, Future[Array] | Piece]] = deque()
         try:
-            for tensor, start, stop in blocks:
-                pending.append(readers.submit(_checked_rows, tensor, start, stop))
+            for number, piece, start, stop in _blocks(pieces):
+                if isinstance(piece, LazyTensor):
+                    pending.append((number, readers.submit(_checked_rows, piece, start, stop)))
+                else:
+                    pending.append((number, piece))
                 if len(pending) > LOOK_AHEAD:
-                    yield as_bytes(pending.popleft().result())
+                    yield _arrived(*pending.popleft())
             while pending:
-                yield as_bytes(pending.popleft().result())
+                yield _arrived(*pending.popleft())
         finally:
-            for future in pending:
-                future.cancel()
+            for _, waiting in pending:
+                if isinstance(waiting, Future):
+                    waiting.cancel()
+
+
+def _blocks(pieces: Sequence[Piece]) -> Iterator[tuple[int | None, Piece, int, int]]:
+    """The tensors by blocks of rows, numbered; the other pieces as they are."""
+    number = -1
+    for piece in pieces:
+        if not isinstance(piece, LazyTensor):
+            yield None, piece, 0, 0
+            continue
+        number += 1
+        for start, stop in piece.blocks() if piece.nbytes else ():
+            yield number, piece, start, stop
+
+
+def _arrived(number: int | None, later: Future[Array] | Piece) -> Content:
+    if isinstance(later, Future):
+        return number, as_bytes(later.result())
+    assert not isinstance(later, LazyTensor)
+    return number, later if callable(later) else memoryview(later)
 
 
 def _checked_rows(tensor: LazyTensor, start: int, stop: int) -> Array:

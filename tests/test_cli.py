@@ -32,6 +32,7 @@ HEAVY = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime"
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "inspect": llmconv.convert.inspect,
     "to-hf": llmconv.convert.to_hf,
+    "from-hf": llmconv.convert.from_hf,
     "merge-lora": llmconv.convert.merge_lora,
     "export": llmconv.export.export,
     "verify": llmconv.verify.verify,

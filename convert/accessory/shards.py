@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from llmconv.convert.mapping import concat, listing, slice_rows
+from llmconv.convert.meta.names import split_dim
 from llmconv.convert.transpose import transposed
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.pickle_data import TensorRef
@@ -21,10 +22,6 @@ SHARD = re.compile(r"consolidated\.(\d+)-of-(\d+)\.model\.pth")
 DELTA = re.compile(r"consolidated\.(\d+)-of-(\d+)\.model-diff\.pth")
 META_SHARD = re.compile(r"consolidated\.(\d+)\.pth")
 
-COLUMN = {"wq", "wk", "wv", "w1", "w3", "output", "dense_h_to_4h"}
-ROW = {"wo", "w2", "dense", "dense_4h_to_h"}
-EMBEDDING = {"tok_embeddings", "word_embeddings"}
-SUFFIX = re.compile(r"\.(weight|bias|lora_a\.weight|lora_b\.weight)$")
 EXPERT = re.compile(r"\.feed_forward\.experts\.\d+\.")
 FUSED_EXPERTS = re.compile(r"(.*\.feed_forward)\.(w[123])")
 """mixtral_sparse: all experts in one matrix, and no `.weight` behind the name."""
@@ -161,19 +158,6 @@ def peek(folder: Path) -> Tensors:
         dim = 0 if FUSED_EXPERTS.fullmatch(name) else None if EXPERT.search(name) else split_dim(name)
         whole[name] = parts[0] if dim is None or len(parts[0].shape) <= dim else concat(parts, dim)
     return whole
-
-
-def split_dim(name: str, repeated: Iterable[str] = ()) -> int | None:
-    """The dimension along which a tensor is split; None where every shard holds it whole, and shard 0 counts."""
-    suffix = SUFFIX.search(name)
-    block, _, layer = name[: suffix.start()].rpartition(".") if suffix else ("", "", "")
-    if not suffix or layer in repeated or (block and not block.startswith("layers.")):
-        return None
-    if layer in COLUMN:
-        return None if suffix[1] == "lora_a.weight" else 0
-    if layer in ROW:
-        return 1 if suffix[1] in ("weight", "lora_a.weight") else None
-    return 1 if layer in EMBEDDING else None
 
 
 def _split_experts(prefix: str, layer: str, parts: Sequence[LazyTensor], experts: int) -> Tensors:

@@ -13,6 +13,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UsageProblem
 from llmconv.tensors import LazyTensor
+from llmconv.writer import Plan
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Format:
             user adds or overrides, `tokenizer` a file or folder to use instead of the checkpoint's own.
         options: those of `to-hf` that only some formats have; they come as fields of `config`.
         peek: the tensors under their own names, for `inspect` where `open` needs to be told more than is in the file.
+        save: the way back, for `from-hf`: `save(checkpoint, shards)` gives the Plan of the files that hold a model in
+            Hugging Face names in so many shards, such that `open` gives it back bit for bit; it reads no tensor, and
+            refuses by name what the format cannot hold. None where there is no way back.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Format:
     covers: str = ""
     options: tuple[str, ...] = ()
     peek: Callable[[Path], Mapping[str, LazyTensor]] | None = None
+    save: Callable[[Checkpoint, int], Plan] | None = None
 
 
 @lru_cache(maxsize=1)

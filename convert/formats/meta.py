@@ -16,7 +16,9 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.configs import without_code
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import concat, equal, listing, permute_rows, rename, replicated, require, rope_order
+from llmconv.convert.meta.names import LLAMA, split_dim
 from llmconv.convert.meta.params import PARAMS, Sizes, is_scaled, kv_heads_of, read_params, to_config
+from llmconv.convert.meta.save import save
 from llmconv.convert.meta.tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
 from llmconv.errors import MalformedInput
 from llmconv.pickle_data import TensorRef
@@ -24,23 +26,6 @@ from llmconv.tensors import LazyTensor
 from llmconv.torch_file import open_torch_file
 
 SHARD = re.compile(r"consolidated\.(\d+)\.pth")
-
-NAMES: dict[str, str | None] = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "layers.{}.attention.wq.weight": "model.layers.{}.self_attn.q_proj.weight",
-    "layers.{}.attention.wk.weight": "model.layers.{}.self_attn.k_proj.weight",
-    "layers.{}.attention.wv.weight": "model.layers.{}.self_attn.v_proj.weight",
-    "layers.{}.attention.wo.weight": "model.layers.{}.self_attn.o_proj.weight",
-    "layers.{}.feed_forward.w1.weight": "model.layers.{}.mlp.gate_proj.weight",
-    "layers.{}.feed_forward.w3.weight": "model.layers.{}.mlp.up_proj.weight",
-    "layers.{}.feed_forward.w2.weight": "model.layers.{}.mlp.down_proj.weight",
-    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
-    "layers.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    "rope.freqs": None,
-    "layers.{}.attention.inner_attention.rope.freqs": None,
-}
 
 Shard = Mapping[str, LazyTensor]
 
@@ -53,8 +38,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     shards = _open_shards(path)
     stored = read_json(path / "params.json") if (path / "params.json").is_file() else {}
     params = read_params({**stored, **{name: value for name, value in config.items() if name in PARAMS}}, path.name)
-    renamed = rename(shards[0], NAMES, path.name)
-    expected = [row.format(layer) for row in NAMES.values() if row for layer in range(int(params["n_layers"]))]
+    renamed = rename(shards[0], LLAMA, path.name)
+    expected = [row.format(layer) for row in LLAMA.values() if row for layer in range(int(params["n_layers"]))]
     require(dict.fromkeys(expected), renamed, path.name)
     kv_heads = _check_shapes(path, shards, params)
     tensors = {
@@ -163,17 +148,17 @@ def _join(path: Path, name: str, shards: Sequence[Shard], params: Mapping[str, A
     """One whole tensor in Hugging Face's row order."""
     parts = [shard[name] for shard in shards]
     head_dim = int(params["dim"]) // int(params["n_heads"])
-    if name.endswith("norm.weight"):
+    dim = split_dim(name)
+    if dim is None:
         return parts[0]
     if name.endswith((".wk.weight", ".wv.weight")):
         repeat = max(1, parts[0].shape[0] * len(parts) // (kv_heads * head_dim))
         groups = [parts[start : start + repeat] for start in range(0, len(parts), repeat)]
         parts = [replicated(group, path.name) for group in groups]
-    split_columns = name.endswith((".wo.weight", ".w2.weight")) or (
-        name.startswith("tok_") and parts[0].shape[1] != params["dim"]
-    )
+    if name.startswith("tok_") and parts[0].shape[1] == params["dim"]:
+        dim = 0  # of Llama 3, whose ranks hold words
     try:
-        whole = concat(parts, 1 if split_columns else 0)
+        whole = concat(parts, dim)
         return permute_rows(whole, rope_order(head_dim)) if name.endswith((".wq.weight", ".wk.weight")) else whole
     except ValueError as error:
         raise MalformedInput(
@@ -225,4 +210,5 @@ FORMAT = Format(
     title="Meta Llama (folder of consolidated.NN.pth and params.json)",
     detect=_detect,
     open=_open,
+    save=save,
 )

@@ -14,7 +14,7 @@ from llmconv import __version__
 from llmconv.cli.options import VERBOSE
 from llmconv.errors import LlmconvError
 
-COMMANDS = ("inspect", "to-hf", "merge-lora", "export", "verify", "generate", "formats", "families")
+COMMANDS = ("inspect", "to-hf", "from-hf", "merge-lora", "export", "verify", "generate", "formats", "families")
 
 
 class LazyGroup(click.Group):
@@ -62,11 +62,12 @@ def main() -> None:
     """From a training checkpoint to verified ONNX graphs.
 
     \b
-    llmconv to-hf      SOURCE -o OUT          training checkpoint -> Hugging Face folder
-    llmconv merge-lora BASE ADAPTER -o OUT    adapters merged into the weights
-    llmconv export     MODEL                  prefill and decode graphs beside the weights they map
-    llmconv verify     MODEL                  graphs against the eager model
-    llmconv generate   MODEL --prompt TEXT    text from the graphs
+    llmconv to-hf      SOURCE -o OUT           training checkpoint -> Hugging Face folder
+    llmconv from-hf    MODEL -o OUT --to KIND  Hugging Face folder -> training checkpoint
+    llmconv merge-lora BASE ADAPTER -o OUT     adapters merged into the weights
+    llmconv export     MODEL                   prefill and decode graphs beside the weights they map
+    llmconv verify     MODEL                   graphs against the eager model
+    llmconv generate   MODEL --prompt TEXT     text from the graphs
 
     Exit codes: 0 done and true, 1 a difference was found, 2 usage, 3 input refused,
     4 I/O failed (safe to --resume), 5 nothing could be compared.

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import to_hf
-from llmconv.convert.accessory.shards import split_dim
+from llmconv.convert.meta.names import split_dim
 from llmconv.convert.to_hf import open_training, with_cast
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from tests.convert.accessory_models import (

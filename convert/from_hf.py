@@ -1,0 +1,92 @@
+"""from_hf: a Hugging Face folder becomes a training checkpoint, by the tables of `to_hf` read backwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.convert.formats import Format, formats
+from llmconv.convert.state_dict import DROPPED, check_complete, untie
+from llmconv.convert.to_hf import with_cast
+from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.manifest import step, steps_of_weights
+from llmconv.progress import warn_all
+from llmconv.storage import local_path
+from llmconv.tensors import FLOATS
+from llmconv.writer import Plan, write_checkpoint
+
+SHARD_LIMIT = 256
+
+
+def from_hf(
+    model: str | Path,
+    output: str | Path,
+    *,
+    to: str,
+    shards: int = 1,
+    dtype: str = "keep",
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+) -> Plan:
+    """Converts the Hugging Face folder `model` into the training checkpoint `output`; returns what was written.
+
+    Args:
+        model: a folder, or its URI or hub id.
+        output: the folder to make.
+        to: name of a training format that has a way back.
+        shards: number of tensor-parallel (model-parallel) parts.
+        dtype: `keep` or the float type of the weights.
+        overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; write nothing.
+
+    Raises:
+        InputRefused: the folder is malformed, or the format cannot hold such a model; or `output` exists.
+        UsageProblem, OutputFailed: an option has an impossible value; writing failed.
+    """
+    chosen = _savable(to)
+    if dtype not in ("keep", *FLOATS):
+        raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
+    if not 1 <= shards <= SHARD_LIMIT:
+        raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
+    checkpoint = open_model(local_path(model))
+    assert chosen.save
+    plan = chosen.save(with_cast(checkpoint, dtype), shards)
+    warn_all((*checkpoint.warnings, *plan.warnings))
+    if not dry_run:
+        done = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
+        steps = [*steps_of_weights(checkpoint.path), done]
+        sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())
+        write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+    return plan
+
+
+def _savable(name: str) -> Format:
+    """The format called `name`, which must have a way back.
+
+    Raises:
+        UsageProblem: there is none, or none back.
+    """
+    known = {found.name: found for found in formats().values() if found.save}
+    if name not in known:
+        problem = "cannot be written" if name in formats() else "is not known"
+        raise UsageProblem(f"the format `{name}` {problem}", hint=f"`--to` is one of: {', '.join(known)}")
+    return known[name]
+
+
+def open_model(path: Path) -> Checkpoint:
+    """A Hugging Face folder, complete, without buffers, and with its output head only where it is not the embedding.
+
+    Raises:
+        InputRefused: no such folder, incomplete, or quantized.
+    """
+    checkpoint = open_checkpoint(path)
+    if checkpoint.config.get("quantization_config"):
+        raise UnsupportedInput(
+            f"`{path.name}` is quantized (`quantization_config`)", hint="give the weights from before quantization"
+        )
+    warnings: list[str] = []
+    tensors = {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
+    config = untie(tensors, checkpoint.config, warnings)
+    check_complete(tensors, config, path.name)
+    return replace(checkpoint, tensors=tensors, config=config, warnings=tuple(warnings))

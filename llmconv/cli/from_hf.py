@@ -1,0 +1,55 @@
+"""llmconv from-hf: a Hugging Face folder becomes a training checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmconv.cli import options
+
+
+@click.command(name="from-hf")
+@click.argument("model")
+@options.output
+@click.option("--to", metavar="FORMAT", required=True, help="Training format to write; see `llmconv formats`.")
+@click.option("--shards", type=click.IntRange(1), default=1, show_default=True, help="Number of tensor-parallel parts.")
+@options.dtype
+@options.overwrite
+@options.resume
+@options.dry_run
+@options.as_json
+@options.talk
+def command(model: str, as_json: bool, dry_run: bool, output: Path, to: str, **choices: Any) -> None:
+    """Convert the Hugging Face folder MODEL into the training checkpoint OUT.
+
+    What comes out is what `to-hf` turns into the same tensors again, bit for bit; a model that the format cannot hold
+    is refused.
+
+    \b
+    llmconv from-hf base -o llama --to meta --shards 2    a folder of consolidated.NN.pth
+    """
+    from llmconv.convert.from_hf import from_hf
+
+    plan = from_hf(model, output, to=to, dry_run=dry_run, **choices)
+    count = sum(len(shard.tensors) for shard in plan.shards)
+    result = {
+        "format": to,
+        "model_type": plan.checkpoint.config.get("model_type"),
+        "output": str(output),
+        "tensors": count,
+        "bytes": plan.nbytes,
+        "files": [shard.name for shard in plan.shards],
+        "written": not dry_run,
+    }
+    if as_json:
+        options.print_json(result)
+        return
+    verb = "would write" if dry_run else "wrote"
+    click.echo(f"{verb} {output}: {count} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)")
+    if dry_run:
+        click.echo(f"disk needed: {plan.nbytes:,} bytes")
+        for shard in plan.shards:
+            for name, tensor in shard.tensors.items():
+                click.echo(f"  {shard.name}  {name}  {tensor.dtype.name}  {list(tensor.shape)}")
