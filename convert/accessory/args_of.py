@@ -79,6 +79,7 @@ def _fields(decoder: Decoder) -> dict[str, Any]:
         sizes = {"num_layers": decoder.layers, "hidden_size": decoder.hidden, "num_attention_heads": decoder.heads}
         kinds = {name: bool(decoder.fields[name]) for name in FALCON_DEFAULTS}
         kinds["multi_query"] = decoder.kv_heads == 1
+        sizes |= {name: decoder.fields.get(name, 0.0) for name in ("attention_dropout", "hidden_dropout")}
         return {**sizes, **kinds, "num_kv_heads": decoder.heads, "layer_norm_epsilon": decoder.eps, **common}
     sizes = {"dim": decoder.hidden, "n_layers": decoder.layers, "n_heads": decoder.heads}
     common |= {"n_kv_heads": decoder.kv_heads, "norm_eps": decoder.eps}

@@ -47,10 +47,8 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
         for rank, part in zip(ranks, _parts(name, tensor, decoder, shards, by_words=by_words), strict=True):
             rank[name] = part
     files = tuple(Shard(f"consolidated.{number:02}.pth", rank, torch_pieces) for number, rank in enumerate(ranks))
-    small = {TOKENIZER: tokenizer} if tokenizer else {}
-    return Plan(
-        checkpoint, files, {**small, "params.json": json_bytes(params)}, _losses(checkpoint, decoder, params, tokenizer)
-    )
+    small = ({TOKENIZER: tokenizer} if tokenizer else {}) | {"params.json": json_bytes(params)}
+    return Plan(checkpoint, files, small, _losses(checkpoint, decoder, params, tokenizer))
 
 
 def llama_tensors(checkpoint: Checkpoint, decoder: Decoder) -> dict[str, LazyTensor]:
@@ -115,7 +113,7 @@ def _parts(name: str, tensor: LazyTensor, decoder: Decoder, shards: int, *, by_w
 
 
 def _tokenizer(checkpoint: Checkpoint, decoder: Decoder) -> bytes | None:
-    """`tokenizer.model`: byte for byte where there is one, and of Llama 3 made from `tokenizer.json`, which has it all."""
+    """`tokenizer.model`: byte for byte where there is one; Llama 3's can be made from `tokenizer.json`."""
     files = checkpoint.side_files
     if TOKENIZER in files or "tokenizer.json" not in files:
         return files.get(TOKENIZER)

@@ -122,7 +122,7 @@ def tiktoken_of(content: Mapping[str, Any]) -> bytes | None:
         stored = [tuple(bytes(byte_of[character] for character in part) for part in pair) for pair in pairs]
     except (KeyError, TypeError):
         return None
-    if sorted(ranks.values(), key=str) != sorted(range(len(ranks)), key=str) or stored != merges_of(ranks):
+    if sorted(map(repr, ranks.values())) != sorted(map(repr, range(len(ranks)))) or stored != merges_of(ranks):
         return None
     lines = (base64.b64encode(token) + f" {ranks[token]}\n".encode() for token in sorted(ranks, key=ranks.__getitem__))
     return b"".join(lines)
