@@ -32,10 +32,6 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` is a static graph of Paddle, which is not converted back",
             hint="give the folder with `model_state.pdparams` that it was exported from",
         )
-    if "composer_metadata.json" in names:
-        return UnsupportedInput(
-            f"`{folder}` is a Composer checkpoint in the newer folder layout", hint="this layout comes later"
-        )
     checkpoints = sorted(name for name in names if name.endswith((".pt", ".pth")) and is_torch_file(folder / name))
     if checkpoints:
         return InputRefused(
@@ -62,7 +58,7 @@ def _explain_file(path: Path) -> LlmconvError:
 
 
 def _unknown(path: Path) -> LlmconvError:
-    return UnsupportedInput(f"`{path}` is of no training format that llmconv knows", hint=_known())
+    return UnsupportedInput(f"`{path.name}` is of no training format that llmconv knows", hint=_known())
 
 
 def _known() -> str:
