@@ -88,7 +88,7 @@ def inspect(path: str | Path) -> Inspection:
     Raises:
         InputRefused: nothing that llmconv can read, or something malformed.
     """
-    given = local_path(path)
+    given = local_path(path, keep=False)
     found = _inspect(unpacked(given))
     return replace(found, path=given)
 
@@ -102,7 +102,7 @@ def _inspect(place: Path) -> Inspection:
     if place.is_dir() and (place / "config.json").is_file():
         opened = open_checkpoint(place)
         return Inspection(place, "hf", opened.config, opened.tensors, tuple(sorted(opened.side_files)), opened.warnings)
-    if place.is_file() and place.suffix == ".safetensors":
+    if place.is_file() and ".safetensors" in place.suffixes:
         return Inspection(place, "safetensors", {}, read_header(place).tensors)
     if is_torch_file(place):
         return Inspection(place, "torch", {}, torch_tensors(place))

@@ -84,7 +84,7 @@ def open_training(
     Raises:
         InputRefused: see `to_hf`.
     """
-    path = local_path(source)
+    path = local_path(source, keep=False)
     inside = unpacked(path)
     chosen = by_name(format) if format else detect(inside)
     if chosen is None:
@@ -112,5 +112,5 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 def _files(path: Path) -> list[Path]:
     """The files whose size and time guard `--resume`, those one folder deeper (of a rank, of the model) included."""
-    entries = [path] if path.is_file() else [*path.iterdir(), *path.glob("*/*")]
+    entries = [path] if path.is_file() else [*path.iterdir(), *path.glob("rank_*/*"), *path.glob("model/*")]
     return sorted(entry for entry in entries if entry.is_file())

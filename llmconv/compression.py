@@ -182,7 +182,9 @@ def _without_padding(file: BinaryIO, data: bytes) -> bytes:
 
 
 def _damaged(name: str, codec: Codec, problem: str) -> MalformedInput:
-    return MalformedInput(f"`{name}` (compressed with {codec.name}) {problem}", hint="copy it again from its source")
+    return MalformedInput(
+        f"`{name}` (compressed with {codec.name}) {problem}", hint="copy it again from its source, or unpack it by hand"
+    )
 
 
 class _Gzip:
@@ -308,7 +310,7 @@ def _multibyte(data: bytes) -> Iterator[int]:
 
 
 CODECS = (
-    Codec("gzip", b"\x1f\x8b", _Gzip, least=_gzip_size, padded=True),
+    Codec("gzip", b"\x1f\x8b\x08", _Gzip, least=_gzip_size, padded=True),
     Codec("bzip2", b"BZh", bz2.BZ2Decompressor),
     Codec("xz", b"\xfd7zXZ\x00", _xz, least=_xz_size, padded=True),
     Codec("lzma", b"\x5d\x00\x00", _lzma, _lzma_size),

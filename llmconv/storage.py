@@ -16,10 +16,14 @@ from llmconv.pointers import TEXT_LIMIT, follow, follow_local
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
-def local_path(name: str | Path) -> Path:
+def local_path(name: str | Path, *, keep: bool = True) -> Path:
     """A local path for `name`: itself when it exists, a download when it is a URI or a hub id (`org/name[@revision]`).
 
     A pointer file of Composer is followed, on the disk and in a bucket.
+
+    Args:
+        name: path, URI or hub id.
+        keep: whether what is fetched from a URI stays when the process ends.
 
     Raises:
         InputRefused: there is no such path, and it is neither a reachable URI nor a hub id.
@@ -33,17 +37,18 @@ def local_path(name: str | Path) -> Path:
         )
     text = str(name)
     if "://" in text:
-        return _download(text)
+        return _download(text, keep)
     if HUB_ID.fullmatch(text):
         return _from_hub(*text.partition("@")[::2])
     raise InputRefused(f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name`")
 
 
-def _download(uri: str) -> Path:
+def _download(uri: str, keep: bool) -> Path:
     import fsspec  # noqa: PLC0415 - a local path does without it
 
     folder = Path(tempfile.mkdtemp(prefix="llmconv-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    if not keep:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         filesystem, remote = fsspec.url_to_fs(uri)
         remote = follow(remote, Bucket(filesystem))

@@ -313,7 +313,7 @@ def test_no_unpacked_byte_outlives_the_process(tmp_path: Path, end: str) -> None
     code = "import os, sys; from pathlib import Path; from llmconv.unpacking import unpacked\n"
     code += f"print(len(unpacked(Path(sys.argv[1])).read_bytes()), flush=True)\n{end}"
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
-    arguments = [sys.executable, "-c", code, tmp_path / "a.gz"]
+    arguments = [sys.executable, "-c", code, str(tmp_path / "a.gz")]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == f"{len(CONTENT)}\n"
     assert not [file for file in (tmp_path / "temporary").rglob("*") if file.is_file()]

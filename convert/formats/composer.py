@@ -43,8 +43,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = untie(tensors, settings, warnings)
     check_complete(tensors, settings, path.name)
     side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, warnings)
-    told = {"version": version(run), "shards": run.shards, "dropped": dropped(run)}
-    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), **told)
+    told = (version(run), run.shards, dropped(run))
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), *told)
 
 
 def _refuse_adapter(path: Path, model: Mapping[Any, Any], integration: Mapping[Any, Any]) -> None:
