@@ -16,7 +16,8 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
-from llmconv.compression import BLOCK, Codec, find_codec
+from llmconv.codecs import Codec
+from llmconv.compression import BLOCK, find_codec, open_stream
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.progress import bytes_bar
 from llmconv.tar_archive import RECORD, TarArchive, is_tar
@@ -84,7 +85,7 @@ def _unpack(name: str, file: BinaryIO, codec: Codec | None, target: BinaryIO) ->
     size = os.fstat(file.fileno()).st_size
     room.require(codec.declared(file) if codec else size)
     file.seek(0)
-    stream: BinaryIO = codec.open(file, name) if codec else file
+    stream: BinaryIO = open_stream(codec, file, name) if codec else file
     head = stream.read(RECORD)
     if is_tar(head):
         size, blocks = TarArchive(head, stream, name).only_file()

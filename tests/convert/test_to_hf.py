@@ -159,6 +159,10 @@ UNCLAIMED: dict[str, tuple[Any, str]] = {
     "an adapter": (lambda path: make_folder(path, "adapter_config.json"), "is an adapter"),
     "a model folder": (lambda path: make_folder(path, "config.json", "model.safetensors"), "already is a Hugging Face"),
     "an empty folder": (make_folder, "of no training format"),
+    "a folder of packed checkpoints": (
+        lambda path: make_folder(path, "a.pt.zst", "b.tar.gz", "c"),
+        "with 2 checkpoint",
+    ),
     "a folder of checkpoints": (make_checkpoints, "a folder with 2 checkpoint file(s)"),
     "nothing": (lambda path: path, "does not exist"),
 }
