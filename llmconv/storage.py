@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused
-from llmconv.pointers import TEXT_LIMIT, follow, follow_local
+from llmconv.pointers import TEXT_LIMIT, LocalTree, follow, follow_local
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
@@ -51,9 +51,12 @@ def _download(uri: str, keep: bool) -> Path:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         filesystem, remote = fsspec.url_to_fs(uri)
-        remote = follow(remote, Bucket(filesystem))
+        remote = follow(remote, LocalTree() if uri.startswith(("file:", "local:")) else Bucket(filesystem))
         filesystem.get(remote, str(folder) + "/", recursive=filesystem.isdir(remote))
-    except (OSError, ImportError, ValueError) as error:
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError | ImportError | ValueError):
+            raise
         raise InputRefused(
             f"cannot fetch `{uri.partition('?')[0]}`: {error}", hint="check the address and the credentials"
         ) from error

@@ -124,7 +124,15 @@ def test_a_symbolic_link_is_followed_and_a_broken_one_is_named(bucket: Path) -> 
 
 
 @pytest.fixture
-def remote() -> Iterator[str]:
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that downloads go to."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    return tmp_path / "temporary"
+
+
+@pytest.fixture
+def remote(temporary: Path) -> Iterator[str]:
     """The address of a bucket in memory."""
     files = fsspec.filesystem("memory")
     files.pipe("/b/run/checkpoints/ep0.pt", b"weights")
@@ -142,19 +150,21 @@ def test_a_pointer_is_followed_in_the_bucket(remote: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "reason"), [("broken", "not there"), ("out", "outside"), ("none", "cannot fetch")])
-def test_a_pointer_that_leads_nowhere_in_the_bucket_is_refused(remote: str, name: str, reason: str) -> None:
+def test_a_pointer_that_leads_nowhere_in_the_bucket_is_refused(
+    remote: str, temporary: Path, name: str, reason: str
+) -> None:
     with pytest.raises(InputRefused, match=reason):
         local_path(remote + name)
+    assert not [*temporary.iterdir()]
 
 
-def test_a_pointer_on_a_local_file_system_address_is_followed(bucket: Path) -> None:
+def test_a_pointer_on_a_local_file_system_address_is_followed(bucket: Path, temporary: Path) -> None:
     assert local_path(f"file://{bucket}/run/checkpoints/latest.pt").read_text() == "weights"
 
 
-def test_what_was_fetched_for_a_conversion_is_removed_at_the_end(bucket: Path, tmp_path: Path) -> None:
-    (tmp_path / "temporary").mkdir()
+def test_what_was_fetched_for_a_conversion_is_removed_at_the_end(bucket: Path, temporary: Path) -> None:
     code = "import sys; from llmconv.storage import local_path as f; f(sys.argv[1], keep=False); f(sys.argv[1])"
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    environment = {**os.environ, "TMPDIR": str(temporary)}
     uri = f"file://{bucket}/run/checkpoints/latest.pt"
     subprocess.run([sys.executable, "-c", code, uri], env=environment, check=True)
-    assert [file.name for file in (tmp_path / "temporary").rglob("*") if file.is_file()] == ["ep0.pt"]
+    assert [file.name for file in temporary.rglob("*") if file.is_file()] == ["ep0.pt"]
