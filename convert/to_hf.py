@@ -16,6 +16,7 @@ from llmconv.manifest import step
 from llmconv.progress import warn_all
 from llmconv.storage import local_path
 from llmconv.tensors import BY_NAME, FLOATS, cast
+from llmconv.unpacking import unpacked
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
 
 
@@ -83,11 +84,12 @@ def open_training(
     Raises:
         InputRefused: see `to_hf`.
     """
-    path = local_path(source)
-    chosen = by_name(format) if format else detect(path)
+    path = local_path(source, keep=False)
+    inside = unpacked(path)
+    chosen = by_name(format) if format else detect(inside)
     if chosen is None:
-        raise explain(path)
-    if format and not chosen.detect(path):
+        raise explain(inside)
+    if format and not chosen.detect(inside):
         raise UsageProblem(
             f"`{path.name}` is not of the format `{format}`", hint="leave out `--from`; formats are told by content"
         )
@@ -96,7 +98,8 @@ def open_training(
         raise UsageProblem(
             f"`--{foreign[0].replace('_', '-')}` means nothing for the format `{chosen.name}`", hint="leave it out"
         )
-    return chosen.open(path, {**merged_configs(config), **(options or {})}, tokenizer)
+    opened = chosen.open(inside, {**merged_configs(config), **(options or {})}, tokenizer)
+    return opened if inside is path else replace(opened, path=path)
 
 
 def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
@@ -108,6 +111,6 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files whose size and time guard `--resume`, those of rank folders included."""
-    entries = [path] if path.is_file() else [*path.iterdir(), *path.glob("rank_*/*")]
+    """The files whose size and time guard `--resume`, those one folder deeper (of a rank, of the model) included."""
+    entries = [path] if path.is_file() else [*path.iterdir(), *path.glob("rank_*/*"), *path.glob("model/*")]
     return sorted(entry for entry in entries if entry.is_file())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from llmconv.convert.formats import formats
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
 from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
+
+PACKED = re.compile(r"\.(?:pth?\.(?:gz|bz2|xz|lzma|lz4|zst)|tar(?:\.\w+)?|tgz)$")
 
 
 def explain(path: Path) -> LlmconvError:
@@ -32,17 +35,17 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` is a static graph of Paddle, which is not converted back",
             hint="give the folder with `model_state.pdparams` that it was exported from",
         )
-    if "composer_metadata.json" in names:
-        return UnsupportedInput(
-            f"`{folder}` is a Composer checkpoint in the newer folder layout", hint="this layout comes later"
-        )
-    checkpoints = sorted(name for name in names if name.endswith((".pt", ".pth")) and is_torch_file(folder / name))
+    checkpoints = sorted(name for name in names if PACKED.search(name) or _is_torch(folder / name))
     if checkpoints:
         return InputRefused(
             f"`{folder}` is a folder with {len(checkpoints)} checkpoint file(s), not one of them",
             hint=f"name the file, such as `{folder / checkpoints[-1]}`",
         )
     return _unknown(folder)
+
+
+def _is_torch(path: Path) -> bool:
+    return path.suffix in (".pt", ".pth") and is_torch_file(path)
 
 
 def _explain_file(path: Path) -> LlmconvError:
@@ -62,7 +65,7 @@ def _explain_file(path: Path) -> LlmconvError:
 
 
 def _unknown(path: Path) -> LlmconvError:
-    return UnsupportedInput(f"`{path}` is of no training format that llmconv knows", hint=_known())
+    return UnsupportedInput(f"`{path.name}` is of no training format that llmconv knows", hint=_known())
 
 
 def _known() -> str:

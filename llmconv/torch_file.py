@@ -170,7 +170,9 @@ def explain_no_zip(path: Path, head: bytes) -> UnsupportedInput | MalformedInput
     """The error for a file that is no zip, from its first 300 bytes."""
     for magic, position, what in MAGICS:
         if head[position:].startswith(magic):
-            return UnsupportedInput(f"`{path.name}` {what}", hint="unpack it and give the `.pt` file inside")
+            return UnsupportedInput(
+                f"`{path.name}` {what}", hint="unpack it first; only a checkpoint of one file may be packed"
+            )
     if LEGACY_MAGIC in head[:16]:
         return UnsupportedInput(
             f"`{path.name}` is in the format from before torch 1.6",

@@ -1,4 +1,4 @@
-"""Composer (LLM Foundry) monolithic `.pt`: `state.model`, `state.integrations.huggingface`, and much that is not read.
+"""Composer (LLM Foundry) checkpoints: `state.model`, `state.integrations.huggingface`, and much that is not read.
 
 Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`, `models/huggingface.py`): the state dict of a
 ComposerModel, so each Hugging Face name has one `model.` in front, and wrappers may have left theirs anywhere.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.composer.rest import dropped, version
 from llmconv.convert.composer.run import Run, branch, is_run, open_run
 from llmconv.convert.configs import causal_lm_config
 from llmconv.convert.formats import Format
@@ -42,7 +43,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = untie(tensors, settings, warnings)
     check_complete(tensors, settings, path.name)
     side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, warnings)
-    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings))
+    told = (version(run), run.shards, dropped(run))
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), *told)
 
 
 def _refuse_adapter(path: Path, model: Mapping[Any, Any], integration: Mapping[Any, Any]) -> None:
@@ -64,7 +66,9 @@ def _tokenizer(path: Path, run: Run, warnings: list[str]) -> dict[str, bytes]:
 
 FORMAT = Format(
     name="composer",
-    title="Composer / LLM Foundry checkpoint (one .pt file)",
+    title="Composer / LLM Foundry checkpoint (one .pt file, packed or not, or a folder)",
     detect=_detect,
     open=_open,
+    covers="weights, configuration and tokenizer of any age (0.13 to 0.32 tried); full or weights-only, `.tar` and "
+    "compressed files, `.symlink` pointers, the folder layout `ep0-ba1/model/model.pt`",
 )

@@ -315,6 +315,9 @@ def test_a_sharded_tensor_in_the_model_is_refused(tmp_path: Path) -> None:
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_hidden_layers": 2}, "has 1 layers, its configuration says 2"),
+    "layers without end": ({"num_hidden_layers": 10**30}, "has 1 layers, its configuration says 1000"),
+    "layers that are no number": ({"num_hidden_layers": "x"}, "has 1 layers, its configuration says x"),
+    "negative layers": ({"num_hidden_layers": -1}, "has 1 layers, its configuration says -1"),
     "vocabulary": ({"vocab_size": 9}, "has 8 rows, `vocab_size` is 9"),
 }
 

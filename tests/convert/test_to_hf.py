@@ -116,7 +116,7 @@ def test_a_format_that_the_content_contradicts_is_a_usage_error(tmp_path: Path) 
 
 
 def write_gzip(path: Path) -> Path:
-    path.write_bytes(gzip.compress(LLAMA.read_bytes()))
+    path.write_bytes(gzip.compress(LLAMA.read_bytes())[:-20])
     return path
 
 
@@ -151,7 +151,7 @@ def make_checkpoints(path: Path) -> Path:
 
 
 UNCLAIMED: dict[str, tuple[Any, str]] = {
-    "a compressed file": (write_gzip, "compressed with gzip"),
+    "a compressed file that was cut": (write_gzip, "(compressed with gzip) is truncated"),
     "a text file": (write_text, "of no training format"),
     "a bare state dict": (write_state_dict, "it holds `weight`"),
     "a truncated file": (write_truncated, "truncated or damaged"),
@@ -159,6 +159,10 @@ UNCLAIMED: dict[str, tuple[Any, str]] = {
     "an adapter": (lambda path: make_folder(path, "adapter_config.json"), "is an adapter"),
     "a model folder": (lambda path: make_folder(path, "config.json", "model.safetensors"), "already is a Hugging Face"),
     "an empty folder": (make_folder, "of no training format"),
+    "a folder of packed checkpoints": (
+        lambda path: make_folder(path, "a.pt.zst", "b.tar.gz", "c"),
+        "with 2 checkpoint",
+    ),
     "a folder of checkpoints": (make_checkpoints, "a folder with 2 checkpoint file(s)"),
     "nothing": (lambda path: path, "does not exist"),
 }
