@@ -156,7 +156,7 @@ def write_checkpoint(
                 if shard.name in folder.finished:
                     advance(shard.nbytes)
                 else:
-                    folder.record(shard.name, _write_shard(folder.path / shard.name, shard, advance))
+                    folder.record(shard.name, _write_shard(folder.place(shard.name), shard, advance))
         for name, content in plan.small_files.items():
             folder.write_file(name, content)
         manifest = Manifest(list(steps))
