@@ -14,14 +14,18 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from llmconv.checkpoint import ADAPTER_CONFIG
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed
 from llmconv.manifest import MANIFEST, Manifest
+
+CONFIGS = ("config.json", ADAPTER_CONFIG)
+"""One of these lies in every folder that is made here: a model's, or an adapter's."""
 
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
@@ -129,6 +133,15 @@ class StagedFolder:
             write_durably(self.path / name, content)
             self.record(name, {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
 
+    def move_into(self, folder: str, names: Sequence[str]) -> None:
+        """Moves finished files into a sub-folder, the last step before `commit`; interrupted, they are written again."""
+        with failing_safely():
+            (self.path / folder).mkdir()
+            for name in names:
+                (self.path / name).rename(self.path / folder / name)
+                self.finished[f"{folder}/{name}"] = self.finished.pop(name)
+            sync_folder(self.path / folder)
+
     def commit(self, manifest: Manifest) -> None:
         """Adds the manifest and makes the folder visible as `output`."""
         manifest.files = dict(self.finished)
@@ -153,7 +166,7 @@ def require_free(output: Path, overwrite: bool) -> None:
     if not overwrite:
         raise InputRefused(f"`{output}` already exists", hint="choose another `-o`, or give `--overwrite`")
     ours = output.is_dir() and not output.is_symlink()
-    if not ours or (any(output.iterdir()) and not (output / "config.json").is_file()):
+    if not ours or (any(output.iterdir()) and not any((output / name).is_file() for name in CONFIGS)):
         raise InputRefused(
             f"`{output}` is no model folder, so it is not overwritten",
             hint="choose another `-o`, or remove it yourself",

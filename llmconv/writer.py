@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import INDEX, SINGLE, Checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, INDEX, SINGLE, Checkpoint
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.manifest import Manifest
 from llmconv.progress import bytes_bar
@@ -64,9 +64,21 @@ class Plan:
     shards: tuple[Shard, ...]
 
     @property
+    def files(self) -> tuple[Shard, ...]:
+        """Every file of weights: the model's shards, and its adapter's one."""
+        adapter = self.checkpoint.adapter
+        return (*self.shards, *([Shard(ADAPTER_WEIGHTS, adapter.tensors)] if adapter else ()))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where `files` will lie in the folder."""
+        place = f"{ADAPTER_FOLDER}/" if self.shards else ""
+        return tuple(place + file.name if file.name == ADAPTER_WEIGHTS else file.name for file in self.files)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of tensor data in all shards (`total_size` of the index)."""
-        return sum(shard.nbytes for shard in self.shards)
+        """Bytes of tensor data in all files."""
+        return sum(shard.nbytes for shard in self.files)
 
 
 def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -> Plan:
@@ -76,7 +88,7 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -
         UsageProblem: `max_shard_size` is no size such as `5GB`.
         InputRefused: there are no tensors.
     """
-    if not checkpoint:
+    if not checkpoint and not checkpoint.adapter:
         raise InputRefused(f"`{checkpoint.path}` holds no tensors", hint="look at it with `llmconv inspect`")
     limit = parse_size(max_shard_size)
     groups: list[dict[str, LazyTensor]] = [{}]
@@ -87,7 +99,8 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -
             size = 0
         groups[-1][name] = tensor
         size += tensor.nbytes
-    return Plan(checkpoint, tuple(Shard(_shard_name(i, len(groups)), group) for i, group in enumerate(groups, 1)))
+    shards = [Shard(_shard_name(i, len(groups)), group) for i, group in enumerate(groups, 1) if group]
+    return Plan(checkpoint, tuple(shards))
 
 
 def _shard_name(number: int, count: int) -> str:
@@ -140,7 +153,7 @@ def write_checkpoint(
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
         _require_space(folder, plan)
         with bytes_bar(f"writing {output.name}", plan.nbytes) as advance:
-            for shard in plan.shards:
+            for shard in plan.files:
                 if shard.name in folder.finished:
                     advance(shard.nbytes)
                 else:
@@ -150,16 +163,21 @@ def write_checkpoint(
         manifest = Manifest(list(steps))
         if finish:
             finish(folder, manifest)
+        if plan.shards and plan.checkpoint.adapter:
+            folder.move_into(ADAPTER_FOLDER, (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
         folder.commit(manifest)
     return manifest
 
 
 def _small_files(plan: Plan) -> dict[str, bytes]:
     files = dict(plan.checkpoint.side_files)
-    files["config.json"] = _json(plan.checkpoint.config)
+    if plan.shards:
+        files["config.json"] = _json(plan.checkpoint.config)
+    if plan.checkpoint.adapter:
+        files[ADAPTER_CONFIG] = _json(plan.checkpoint.adapter.config)
     if len(plan.shards) > 1:
         weight_map = {name: shard.name for shard in plan.shards for name in shard.tensors}
-        files[INDEX] = _json({"metadata": {"total_size": plan.nbytes}, "weight_map": weight_map})
+        files[INDEX] = _json({"metadata": {"total_size": plan.checkpoint.nbytes}, "weight_map": weight_map})
     return files
 
 
@@ -247,6 +265,6 @@ def _require_space(folder: StagedFolder, plan: Plan) -> None:
 
 def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], sources: Sequence[Path]) -> str:
     """Changes whenever the output's bytes could change."""
-    layout = [[(name, t.dtype.name, t.shape) for name, t in shard.tensors.items()] for shard in plan.shards]
+    layout = [[(name, t.dtype.name, t.shape) for name, t in shard.tensors.items()] for shard in plan.files]
     stats = [(source.name, source.stat().st_size, source.stat().st_mtime_ns) for source in sources]
     return hashlib.sha256(json.dumps([list(steps), layout, stats]).encode()).hexdigest()

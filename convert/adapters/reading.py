@@ -96,8 +96,23 @@ def open_adapter(path: Path, alpha: float | None = None) -> Adapter:
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise InputRefused(f"`{folder}` holds no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
-    pairs, whole = _sort(read_tensors(weights), weights.name)
-    adapter = Adapter(folder, weights, config, pairs, whole)
+    return to_adapter(folder, weights, config, read_tensors(weights))
+
+
+def to_adapter(path: Path, weights: Path, config: LoraConfig, tensors: Mapping[str, LazyTensor]) -> Adapter:
+    """The adapter that `tensors` are, in the names that PEFT saves or gives at run time.
+
+    Args:
+        path: where it lies, for messages.
+        weights: the file with the tensors.
+        config: what its config says.
+        tensors: all of them.
+
+    Raises:
+        MalformedInput, UnsupportedInput: see `open_adapter`.
+    """
+    pairs, whole = _sort(tensors, weights.name)
+    adapter = Adapter(path, weights, config, pairs, whole)
     _check(adapter)
     return adapter
 
