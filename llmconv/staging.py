@@ -134,7 +134,7 @@ class StagedFolder:
             self.record(name, {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
 
     def move_into(self, folder: str, names: Sequence[str]) -> None:
-        """Moves finished files into a sub-folder, the last step before `commit`; interrupted, they are written again."""
+        """Moves finished files into a sub-folder, the last step before `commit`; a resumed run writes them again."""
         with failing_safely():
             (self.path / folder).mkdir()
             for name in names:

@@ -1,21 +1,18 @@
 """MPT of LLM Foundry as transformers' own MPT, where that computes the same; where it does not, each option that stands
 in the way is named.
 
-Foundry's formula: mosaicml/llm-foundry `models/mpt/`, `models/layers/{attention,blocks,ffn,norm}.py`. transformers' class
-(`models/mpt/modeling_mpt.py`) has ALiBi of at most 8, as many key heads as query heads, no biases, an MLP four times
-as wide with an exact GELU, and reads only some fields of its configuration; the others it ignores silently.
+Foundry's formula: mosaicml/llm-foundry `models/mpt/`, `models/layers/{attention,blocks,ffn,norm}.py`. transformers'
+class (`models/mpt/modeling_mpt.py`) has ALiBi of at most 8, as many key heads as query heads, no biases, an MLP four
+times as wide with an exact GELU, and reads only some fields of its configuration; the others it ignores silently.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmconv.convert.mapping import concat, listing
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.tensors import LazyTensor
 
 MODEL_TYPES = ("mpt", "mosaic_gpt")
 
@@ -32,9 +29,6 @@ OLD_ATTENTION = {"attn_qk_ln": "qk_ln", "attn_clip_qkv": "clip_qkv"} | {
 }
 OLD_INIT = ("param_init_fn", "init_div_is_residual", "init_std", "emb_init_std", "emb_init_uniform_lim", "init_gain")
 OLD_FIELDS = {*OLD_ATTENTION, *OLD_INIT, "fan_mode", "init_nonlinearity", "mlp_ratio", "low_precision_layernorm"}
-OLD_NAMES = ((".ln_", ".norm_"), (".mlp_up.", ".up_proj."), (".mlp_down.", ".down_proj."), (".mlp.", ".ffn."))
-"""Names from before LLM Foundry (its `scripts/misc/convert_examples_ckpt.py`)."""
-
 ATTENTION: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
     "alibi": (False, (True,)),
     "alibi_bias_max": (8, (8,)),
@@ -89,7 +83,7 @@ def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -
         return dict(config)
     old = config["model_type"] == "mosaic_gpt"
     config = _modern(config) if old else config
-    sizes = {name: _size(config, name, default, source) for name, default in SIZES.items()}
+    sizes = read_sizes(config, source)
     attention, ffn = _branch(config, "attn_config", source), _branch(config, "ffn_config", source)
     found = _of_attention(attention, sizes) | _of_model(config, attention, sizes) | _of_mlp(config, ffn, sizes)
     if old and sizes["n_heads"] & (sizes["n_heads"] - 1):
@@ -102,16 +96,14 @@ def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -
     if attention.get("attn_pdrop"):
         warnings.append(f"left out `attn_pdrop` {attention['attn_pdrop']}, which matters only in training")
     kept = {name: value for name, value in config.items() if name not in FOUNDRY_ONLY}
-    native = {
-        "expansion_ratio": 4,
-        "learned_pos_emb": False,
-        "no_bias": True,
-        "logit_scale": None,
-        "init_device": "cpu",
-    }
     epsilon = config.get("norm_eps", config.get("layer_norm_epsilon", 1e-5))
-    native |= {"layer_norm_epsilon": _number("norm_eps", epsilon, source), **sizes}
-    return kept | native | {"model_type": "mpt", "attn_config": _native_attention(attention, source)}
+    native: dict[str, Any] = {
+        "layer_norm_epsilon": _number("norm_eps", epsilon, source),
+        "embedding_fraction": _number("embedding_fraction", config.get("embedding_fraction", 1), source),
+        "attn_config": _native_attention(attention, source),
+    }
+    native |= {"expansion_ratio": 4, "learned_pos_emb": False, "no_bias": True, "logit_scale": None}
+    return kept | sizes | native | {"model_type": "mpt", "init_device": "cpu"}
 
 
 def _native_attention(attention: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -209,6 +201,15 @@ def _branch(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]
     return value
 
 
+def read_sizes(config: Mapping[str, Any], source: str) -> dict[str, int]:
+    """The fields of `SIZES`.
+
+    Raises:
+        MalformedInput: one is no positive whole number.
+    """
+    return {name: _size(config, name, default, source) for name, default in SIZES.items()}
+
+
 def _size(config: Mapping[str, Any], name: str, default: int, source: str) -> int:
     value = config.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value % 1:
@@ -227,63 +228,3 @@ def _odd(name: str, value: Any, source: str) -> MalformedInput:
         f"the configuration in `{source}` has {value!r} for `{name}`",
         hint="give the configuration it was trained with, with `--config`",
     )
-
-
-def native_tensors(tensors: Mapping[str, LazyTensor], source: str) -> dict[str, LazyTensor]:
-    """The tensors under transformers' names; separate query, key and value matrices become one (`fused_qkv` false).
-
-    Raises:
-        MalformedInput: two tensors with one name, or matrices that do not fit together.
-    """
-    renamed: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        new = name.replace(".norm_attn_norm.", ".")
-        for old, modern in OLD_NAMES:
-            new = new.replace(old, modern)
-        if (fused := re.sub(r"\.W[qkv]\.weight$", ".Wqkv.weight", new)) != new:
-            parts = [tensors.get(re.sub(r"\.W[qkv]\.", f".W{part}.", name)) for part in "qkv"]
-            new, tensor = fused, renamed.get(fused) or _fused(fused, parts, source)
-        elif new in renamed:
-            raise MalformedInput(f"`{source}` holds `{new}` twice, under different names", hint="save the model alone")
-        renamed[new] = tensor
-    return renamed
-
-
-def _fused(name: str, parts: list[LazyTensor | None], source: str) -> LazyTensor:
-    try:
-        return concat([part for part in parts if part is not None], 0)
-    except ValueError as error:
-        raise MalformedInput(
-            f"`{source}` holds parts of `{name}` that do not fit together", hint="the checkpoint is damaged"
-        ) from error
-
-
-def check_tensors(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
-    """Exactly the tensors of transformers' MPT are there, in its shapes.
-
-    Raises:
-        UnsupportedInput: tensors that it does not have, such as biases or learned positions.
-        MalformedInput: missing tensors, or tensors of another shape.
-    """
-    expected = _shapes({name: _size(config, name, default, source) for name, default in SIZES.items()})
-    head = {"lm_head.weight": expected["transformer.wte.weight"]} if "lm_head.weight" in tensors else {}
-    if extra := [name for name in tensors if name not in expected and name not in head]:
-        raise UnsupportedInput(
-            f"`{source}` holds {len(extra)} tensors that transformers' MPT does not have: {listing(extra)}", hint=HINT
-        )
-    wrong = [name for name, shape in (expected | head).items() if name not in tensors or tensors[name].shape != shape]
-    if wrong:
-        raise MalformedInput(
-            f"`{source}` lacks {len(wrong)} tensors of its configuration, or has them in other shapes: {listing(wrong)}",
-            hint="the configuration is of another model, or the checkpoint is partial",
-        )
-
-
-def _shapes(sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Name to shape (transformers `MptForCausalLM`), without the head."""
-    width = sizes["d_model"]
-    block: dict[str, tuple[int, ...]] = {"norm_1": (width,), "norm_2": (width,), "attn.Wqkv": (3 * width, width)}
-    block |= {"attn.out_proj": (width, width), "ffn.up_proj": (4 * width, width), "ffn.down_proj": (width, 4 * width)}
-    ends = {"transformer.wte.weight": (sizes["vocab_size"], width), "transformer.norm_f.weight": (width,)}
-    layers = range(min(sizes["n_layers"], 10_000))
-    return ends | {f"transformer.blocks.{i}.{name}.weight": shape for i in layers for name, shape in block.items()}

@@ -20,7 +20,7 @@ from llmconv.convert.composer.adapter import (
     with_adapter,
     without_adapter,
 )
-from llmconv.convert.composer.mpt import native_tensors
+from llmconv.convert.composer.mpt_tensors import native_tensors
 from llmconv.convert.composer.run import Run, is_run, open_run
 from llmconv.convert.configs import causal_lm_config
 from llmconv.convert.formats import Format
@@ -54,7 +54,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     return open_model(tensors)
 
 
-def _open_model(  # noqa: PLR0913 - bound but for the last two
+def _open_model(
     path: Path,
     run: Run,
     given: Mapping[str, Any],
