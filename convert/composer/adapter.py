@@ -16,7 +16,9 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.adapters.config import FORMULA, parse_config
 from llmconv.convert.adapters.names import match_names
+from llmconv.convert.adapters.placement import HEAD
 from llmconv.convert.adapters.reading import Adapter, to_adapter
+from llmconv.convert.adapters.vocabulary import says_tied
 from llmconv.convert.composer.run import Run, branch
 from llmconv.convert.configs import without_code
 from llmconv.convert.lora import merged
@@ -73,8 +75,8 @@ def find_adapter(run: Run, tensors: Mapping[str, LazyTensor], path: Path) -> Pef
     stored = branch(run.branch("state", "integrations", "huggingface", "model"), "peft_config", "content")
     if not stored and not any(".lora_" in name for name in tensors):
         return None
-    _require(path, stored, tensors)
     config, _ = without_code(plain(stored, path.name))
+    _require(path, config, tensors)
     base, adapter = _separate(tensors, path.name)
     if all(name.endswith(".bias") for name in base):
         adapter |= {PREFIX + name: tensor for name, tensor in base.items()}
@@ -157,7 +159,8 @@ def _base_name(name: str) -> str:
 
 def _add_biases(run: PeftRun, tensors: Mapping[str, LazyTensor]) -> None:
     """Trained biases lie in the base's modules; as PEFT does, they go with the adapter too."""
-    wanted = run.config.get("bias") or "none"
+    if (wanted := run.config.get("bias") or "none") not in ("none", "all", "lora_only"):
+        raise _odd("bias", wanted)
     for name, tensor in tensors.items() if wanted != "none" else ():
         module = _base_name(name).removesuffix(".bias")
         if name.endswith(".bias") and not _saved_name(name)[0] and (wanted == "all" or module in run.modules):
@@ -177,12 +180,17 @@ def _require_complete(run: PeftRun) -> None:
             )
     modules = {name.rpartition(".")[0] for name in names if ".lora_" not in name}
     below = {name.rpartition(".")[0] for name in run.base}
-    saved = run.config.get(WHOLE) or []
-    for wanted in saved if isinstance(saved, list) else [saved]:
+    if not isinstance(saved := run.config.get(WHOLE) or [], list):
+        raise _odd(WHOLE, saved)
+    for wanted in saved:
         if not _holds(modules, str(wanted)) and (not run.base or _holds(below, str(wanted))):
             raise _lost(run, f"`{WHOLE}` ({wanted})")
     if run.config.get("trainable_token_indices") and not any(name.endswith("trainable_tokens_delta") for name in names):
         raise _lost(run, "`trainable_token_indices`")
+
+
+def _odd(name: str, value: Any) -> MalformedInput:
+    return MalformedInput(f"the adapter config has {value!r} for `{name}`", hint="give another checkpoint of the run")
 
 
 def _holds(modules: set[str], wanted: str) -> bool:
@@ -236,7 +244,8 @@ def with_adapter(
 
 def _apart(run: PeftRun, model: Checkpoint) -> Checkpoint:
     if model.tensors and not run.config.get("target_parameters"):
-        match_names({f"{module}.weight" for module in run.modules}, model.tensors.keys(), run.path.name)
+        names = model.tensors.keys() | ({HEAD} if says_tied(model.config) else set())
+        match_names({f"{module}.weight" for module in run.modules}, names, run.path.name)
     adapter = Checkpoint(run.path, "adapter", run.adapter, run.config)
     place = "in the sub-folder `adapter`" if model.tensors else "alone; it needs its base model"
     note = f"the LoRA adapter is written {place}"
