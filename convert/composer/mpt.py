@@ -8,7 +8,6 @@ times as wide with an exact GELU, and reads only some fields of its configuratio
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +57,9 @@ HARMLESS = frozenset(
 )
 """Fields of `attn_config` that are looked at elsewhere, or that change nothing here (`attn_uses_sequence_id` acts only
 on packed sequences, which are given in training)."""
+
+MAX = 1e30
+"""No number of a configuration is larger; a NaN is not smaller."""
 
 SIZES = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048, "vocab_size": 50368}
 """Sizes, and what both libraries take where they are left out."""
@@ -151,7 +153,7 @@ def _of_model(config: Mapping[str, Any], attention: Mapping[str, Any], sizes: Ma
     if (kind.get("name", "torch") if isinstance(kind, Mapping) else kind) not in ("torch", "te"):
         found["fc_type"] = repr(kind)
     width = config.get("head_dim")
-    if width is not None and width * sizes["n_heads"] != sizes["d_model"]:
+    if width is not None and width != sizes["d_model"] / sizes["n_heads"]:
         found["head_dim"] = repr(width)
     return found
 
@@ -218,7 +220,7 @@ def _size(config: Mapping[str, Any], name: str, default: int, source: str) -> in
 
 
 def _number(name: str, value: Any, source: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX < value < MAX:
         raise _odd(name, value, source)
     return float(value)
 

@@ -15,12 +15,12 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.composer.adapter import (
     OPTIONS,
     differences,
-    find_adapter,
     generation_settings,
     with_adapter,
     without_adapter,
 )
 from llmconv.convert.composer.mpt_tensors import native_tensors
+from llmconv.convert.composer.peft_run import find_adapter
 from llmconv.convert.composer.run import Run, is_run, open_run
 from llmconv.convert.configs import causal_lm_config
 from llmconv.convert.formats import Format

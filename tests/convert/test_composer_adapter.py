@@ -324,6 +324,36 @@ def test_a_run_that_does_not_add_up_is_refused(
         open_training(path)
 
 
+MISSHAPED = {
+    "ranks that differ": (
+        "lora_B",
+        torch.ones(64, 5),
+        "A of `model.layers.0.self_attn.q_proj` has rank 4, B has rank 5",
+    ),
+    "of another model": ("lora_B", torch.ones(63, 4), "in the base it has shape [64, 64]"),
+    "not gathered": ("lora_A", torch.ones(0), "saved before they were gathered"),
+    "not finite": ("lora_A", torch.full((4, 64), torch.nan), "values that are not finite"),
+}
+
+
+@pytest.mark.parametrize("option", ["merge", "split"])
+@pytest.mark.parametrize(("factor", "tensor", "reason"), MISSHAPED.values(), ids=MISSHAPED.keys())
+def test_a_factor_that_does_not_fit_is_refused_merged_or_apart(
+    run: Run, tmp_path: Path, option: str, factor: str, tensor: torch.Tensor, reason: str
+) -> None:
+    name = f"base_model.model.model.layers.0.self_attn.q_proj.{factor}.default.weight"
+    path = save_state(tmp_path / "x.pt", run[0] | {name: tensor}, run[1], run[2])
+    with pytest.raises(MalformedInput, match=re.escape(reason)):
+        open_training(path, options={"adapter": option})
+
+
+@pytest.mark.parametrize("option", ["merge", "split"])
+def test_a_module_whose_factors_are_missing_is_refused(run: Run, tmp_path: Path, option: str) -> None:
+    state = {name: tensor for name, tensor in run[0].items() if ".layers.2.self_attn.q_proj.lora_" not in name}
+    with pytest.raises(MalformedInput, match=r"lacks the factors of `model\.layers\.2\.self_attn\.q_proj\.weight`"):
+        open_training(save_state(tmp_path / "x.pt", state, run[1], run[2]), options={"adapter": option})
+
+
 def test_several_adapters_are_refused(run: Run, tmp_path: Path) -> None:
     state, config, peft_config = run
     second = {name.replace(".default.", ".second."): tensor for name, tensor in state.items() if "lora_" in name}
