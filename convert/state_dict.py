@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llmconv.convert.composer import mpt_tensors
 from llmconv.convert.mapping import equal, listing
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.pickle_data import TensorRef
@@ -129,6 +130,8 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
             hint="the checkpoint is partial; transformers would fill the gaps with random weights",
         )
     _check_ends(tensors, config, source)
+    if config.get("model_type") == "mpt":
+        mpt_tensors.check_tensors(tensors, config, source)
 
 
 def _check_ends(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:

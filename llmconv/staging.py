@@ -23,6 +23,9 @@ from typing import IO, Any
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed
 from llmconv.manifest import MANIFEST, Manifest
 
+MARKS = ("config.json", "adapter_config.json", MANIFEST)
+"""One of these lies in every folder that may be replaced: a model's, an adapter's, or whatever was made here."""
+
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
 RENAME_EXCHANGE, AT_FDCWD = 2, -100
@@ -173,8 +176,7 @@ def require_free(output: Path, overwrite: bool) -> None:
     if not overwrite:
         raise InputRefused(f"`{output}` already exists", hint="choose another `-o`, or give `--overwrite`")
     ours = output.is_dir() and not output.is_symlink()
-    known = ("config.json", MANIFEST)
-    if not ours or (any(output.iterdir()) and not any((output / name).is_file() for name in known)):
+    if not ours or (any(output.iterdir()) and not any((output / name).is_file() for name in MARKS)):
         raise InputRefused(
             f"`{output}` is no model folder, so it is not overwritten",
             hint="choose another `-o`, or remove it yourself",
