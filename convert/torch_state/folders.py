@@ -12,6 +12,7 @@ from typing import Any
 
 from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.convert.mapping import listing
+from llmconv.convert.torch_state.dialects import dialect_of
 from llmconv.convert.torch_state.files import StateFile, open_state, union
 from llmconv.errors import InputRefused, MalformedInput
 
@@ -22,13 +23,15 @@ INDEX_SUFFIX = ".bin.index.json"
 
 
 def is_bin_folder(folder: Path) -> bool:
-    """Whether `folder` holds such torch files and no safetensors of a model."""
-    names = {entry.name for entry in folder.iterdir()}
-    if names & {SINGLE, INDEX}:
+    """Whether `folder` holds such torch files, in Hugging Face's names, and no safetensors of a model."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    if SINGLE in names or INDEX in names:
         return False
-    return BIN in names or any(
-        name.endswith(INDEX_SUFFIX) or SHARD.fullmatch(name) or TORCHTUNE_SHARD.fullmatch(name) for name in names
-    )
+    files = [name for name in names if name == BIN or SHARD.fullmatch(name) or TORCHTUNE_SHARD.fullmatch(name)]
+    # torchtune names the file of its own format as a shard, too
+    if files and dialect_of(folder / files[0]) not in (None, "torch"):
+        return False
+    return bool(files) or any(name.endswith(INDEX_SUFFIX) for name in names)
 
 
 def is_shard(path: Path) -> bool:
