@@ -1,6 +1,6 @@
 """torchtune's own checkpoints: a state dict in torchtune's names, beside the `config.json` that its recipes copy.
 
-Layout (pytorch/torchtune `models/convert_weights.py`, `models/{qwen2,phi3,gemma2}/_convert_weights.py`): Llama, Mistral
+Layout (pytorch/torchtune `models/convert_weights.py`, `models/{qwen2,phi3}/_convert_weights.py`): Llama, Mistral
 and Gemma rotate neighbours as Meta does, so rows of queries and keys change places; Qwen 2 and Phi-3 rotate halves.
 """
 
@@ -45,12 +45,6 @@ BIASES: dict[str, str | None] = {
 HEAD_NORMS: dict[str, str | None] = {
     f"layers.{{}}.attn.{one}_norm.scale": f"model.layers.{{}}.self_attn.{one}_norm.weight" for one in "qk"
 }
-GEMMA2: dict[str, str | None] = {
-    "layers.{}.sa_scale.scale": "model.layers.{}.post_attention_layernorm.weight",
-    "layers.{}.mlp_norm.scale": "model.layers.{}.post_feedforward_layernorm.weight",
-    "layers.{}.mlp_scale.scale": "model.layers.{}.pre_feedforward_layernorm.weight",
-    "norm.rms_norm.scale": "model.norm.weight",
-}
 ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.weight$")
 
 
@@ -62,23 +56,17 @@ class Family:
         names: rows over `NAMES`.
         neighbours: rotary embedding of neighbours, so that rows of queries and keys change places.
         fused: Hugging Face's name of a matrix to those it is stacked from.
-        note: what a user should know.
     """
 
     names: Mapping[str, str | None] = field(default_factory=dict)
     neighbours: bool = True
     fused: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    note: str = ""
 
 
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(),
     "gemma": Family(),
-    "gemma2": Family(
-        GEMMA2,
-        note="torchtune's Gemma 2 caps the last hidden states, transformers the logits: the logits will differ",
-    ),
     "qwen2": Family(BIASES, neighbours=False),
     "qwen3": Family(HEAD_NORMS, neighbours=False),
     "phi3": Family(
@@ -119,14 +107,18 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     if family.neighbours:
         tensors = _permuted(tensors, head_dim(settings), path.name)
     tensors = _fused(tensors, family.fused)
-    if family.note:
-        warnings.append(family.note)
     side_files = side_files_of(found.path, tokenizer)
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=left_around(found))
 
 
 def _family(config: Mapping[str, Any], source: str) -> Family:
     kind = str(config["model_type"])
+    if kind == "gemma2":
+        raise UnsupportedInput(
+            f"`{source}` is a Gemma 2, which torchtune computes otherwise than every model of transformers: it exchanges "
+            "two norms and caps the hidden states in place of the logits",
+            hint="there is no equal model to convert it to; train it with another program",
+        )
     if kind not in FAMILIES:
         raise UnsupportedInput(
             f"`{source}` is a {kind} in torchtune's names, whose order of rows is not known",
@@ -177,6 +169,6 @@ FORMAT = Format(
     title="torchtune checkpoint in torchtune's names (a file, or the folder of an epoch)",
     detect=_detect,
     open=_open,
-    covers="Llama 2 to 3.3, Code Llama, Mistral, Qwen 2, 2.5 and 3, Gemma, Gemma 2 (its logits differ), Phi-3 and 4",
+    covers="Llama 2 to 3.3, Code Llama, Mistral, Qwen 2, 2.5 and 3, Gemma, Phi-3 and 4; not Gemma 2, which it computes otherwise",
     peek=lambda path: _read(path).tensors(),
 )
