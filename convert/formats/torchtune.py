@@ -115,8 +115,8 @@ def _family(config: Mapping[str, Any], source: str) -> Family:
     kind = str(config["model_type"])
     if kind == "gemma2":
         raise UnsupportedInput(
-            f"`{source}` is a Gemma 2, which torchtune computes otherwise than every model of transformers: it exchanges "
-            "two norms and caps the hidden states in place of the logits",
+            f"`{source}` is a Gemma 2, of which torchtune exchanges two norms and caps the hidden states in place of "
+            "the logits; no model of transformers does",
             hint="there is no equal model to convert it to; train it with another program",
         )
     if kind not in FAMILIES:
@@ -169,6 +169,7 @@ FORMAT = Format(
     title="torchtune checkpoint in torchtune's names (a file, or the folder of an epoch)",
     detect=_detect,
     open=_open,
-    covers="Llama 2 to 3.3, Code Llama, Mistral, Qwen 2, 2.5 and 3, Gemma, Phi-3 and 4; not Gemma 2, which it computes otherwise",
+    covers="Llama 2 to 3.3, Code Llama, Mistral, Qwen 2, 2.5 and 3, Gemma, Phi-3 and 4; no Gemma 2, of which it "
+    "computes another function",
     peek=lambda path: _read(path).tensors(),
 )
