@@ -27,6 +27,7 @@ from llmconv.tensors import DType, LazyTensor
 
 FILE = "ckpt.pt"
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+SIZE_LIMIT = 1 << 31
 END_OF_TEXT = 50256
 """GPT-2's only special token; a smaller vocabulary (characters) has none."""
 
@@ -84,11 +85,12 @@ def _read(path: Path) -> StateFile:
 
 def _model_args(found: StateFile, source: str) -> dict[str, int]:
     args = found.around.get("model_args")
-    sizes = {name: args.get(name) for name in SIZES} if isinstance(args, dict) else {}
-    wrong = [name for name in SIZES if type(sizes.get(name)) is not int or not 0 < sizes[name] < 1 << 31]
-    if wrong or sizes["n_embd"] % sizes["n_head"]:
+    said = args if isinstance(args, dict) else {}
+    sizes = {name: said[name] for name in SIZES if type(said.get(name)) is int and 0 < said[name] < SIZE_LIMIT}
+    missing = [name for name in SIZES if name not in sizes]
+    if missing or sizes["n_embd"] % sizes["n_head"]:
         raise MalformedInput(
-            f"`model_args` of `{source}` has no usable {listing(wrong or ['n_head'])}",
+            f"`model_args` of `{source}` has no usable {listing(missing or ['n_head'])}",
             hint="the file was changed, or another program wrote it",
         )
     return sizes

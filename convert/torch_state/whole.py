@@ -103,10 +103,16 @@ def assemble(
         settings,
         side_files_of(file.path, tokenizer),
         tuple(warnings),
-        version,
+        version or _writer(settings),
         file.shards,
         (*left_around(file), *dropped),
     )
+
+
+def _writer(config: Mapping[str, Any]) -> str:
+    """The transformers that wrote the configuration, which is mostly the one that wrote the weights."""
+    version = config.get("transformers_version")
+    return f"transformers {version[:20]}" if isinstance(version, str) else ""
 
 
 def finish(

@@ -206,7 +206,7 @@ def test_inspect_tells_an_adapter_and_a_plain_torch_file(tmp_path: Path) -> None
     folder = make_folder(tmp_path / "adapter", "adapter_config.json")
     write_state_dict(folder / "adapter_model.bin")
     assert (inspect(folder)["format"], inspect(folder)["parameters"]) == ("adapter", 2)
-    assert inspect(folder / "adapter_model.bin")["format"] == "torch"
+    assert inspect(folder / "adapter_model.bin")["format"] == "torch-file"
 
 
 def test_inspect_prints_a_table() -> None:
