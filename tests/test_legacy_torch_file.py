@@ -96,7 +96,7 @@ class _Tensor:
     """Pickles as the call of `_rebuild_tensor_v2` on a `_Storage`."""
 
     def __init__(self, storage: _Storage, offset: int, shape: tuple[int, ...]) -> None:
-        self.args = (storage, offset, shape, (1,), False, OrderedDict())
+        self.args: tuple[Any, ...] = (storage, offset, shape, (1,), False, OrderedDict())
 
     def __reduce__(self) -> Any:
         return torch._utils._rebuild_tensor_v2, self.args

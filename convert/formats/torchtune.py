@@ -15,7 +15,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import causal_lm_config
 from llmconv.convert.formats import Format
-from llmconv.convert.mapping import concat, listing, permute_rows, rename, rope_order
+from llmconv.convert.mapping import concat, listing, permute_rows, rename, require, rope_order
 from llmconv.convert.state_dict import WRAPPERS
 from llmconv.convert.torch_state.dialects import dialect_of
 from llmconv.convert.torch_state.files import StateFile, open_state, torch_files
@@ -103,10 +103,10 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
     renamed = rename(stored, NAMES | dict(family.names), path.name)
     tensors = {target: stored[name] for target, name in renamed.items()}
-    settings = finish(tensors, settings, model_names(settings["model_type"]), path.name, warnings)
     if family.neighbours:
         tensors = _permuted(tensors, head_dim(settings), path.name)
-    tensors = _fused(tensors, family.fused)
+    tensors = _fused(tensors, family.fused, path.name)
+    settings = finish(tensors, settings, model_names(settings["model_type"]), path.name, warnings)
     side_files = side_files_of(found.path, tokenizer)
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=left_around(found))
 
@@ -154,13 +154,23 @@ def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) 
         ) from error
 
 
-def _fused(tensors: Mapping[str, LazyTensor], fused: Mapping[str, Sequence[str]]) -> dict[str, LazyTensor]:
-    """The tensors with those of `fused` stacked; all parts are there, as every layer has been checked to be whole."""
+def _fused(tensors: Mapping[str, LazyTensor], fused: Mapping[str, Sequence[str]], source: str) -> dict[str, LazyTensor]:
+    """The tensors with those of `fused` stacked.
+
+    Raises:
+        MalformedInput: a part is missing or does not fit.
+    """
     result = dict(tensors)
     for whole, parts in fused.items():
         for first in [name for name in tensors if f".{parts[0]}." in name]:
             names = [first.replace(parts[0], part) for part in parts]
-            result[first.replace(parts[0], whole)] = concat([result.pop(name) for name in names], 0)
+            require(names, result, source)
+            try:
+                result[first.replace(parts[0], whole)] = concat([result.pop(name) for name in names], 0)
+            except ValueError as error:
+                raise MalformedInput(
+                    f"`{first}` of `{source}` does not join: {error}", hint="the checkpoint is damaged or partial"
+                ) from error
     return result
 
 

@@ -207,7 +207,8 @@ def _rope_scaling(lit: LitConfig, source: str) -> dict[str, Any] | None:
         return None if ratio == 1 else {"rope_type": "linear", "factor": float(ratio)}
     numbers = {name: adjust.get(name) for name in LLAMA_3}
     is_llama_3 = set(adjust) == set(LLAMA_3) and all(isinstance(number, int | float) for number in numbers.values())
-    if lit.rope_condense_ratio != 1 or not (is_llama_3 or set(adjust) == {"factor"}):
+    is_linear = set(adjust) == {"factor"} and isinstance(adjust["factor"], int | float)
+    if lit.rope_condense_ratio != 1 or not (is_llama_3 or is_linear):
         raise _refused(source, lit, "a model with such `rope_adjustments`")
     if not is_llama_3:
         return {"rope_type": "linear", "factor": float(adjust["factor"])}

@@ -15,6 +15,7 @@ from llmconv.convert.state_dict import HEADS, Leaf, check_complete, select, unti
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.convert.torch_state.files import StateFile, refuse_objects, refuse_quantized
 from llmconv.convert.torch_state.model_names import ModelNames, model_names
+from llmconv.convert.torch_state.parts import check_parts
 from llmconv.convert.torch_state.placing import Placement, place
 from llmconv.convert.torch_state.sizes import check_sizes
 from llmconv.errors import InputRefused, UnsupportedInput
@@ -135,6 +136,7 @@ def finish(
         config = {**config, "tie_word_embeddings": True}
     config = untie(tensors, config, warnings)
     check_complete(tensors, config, source)
+    check_parts(tensors, config, model, source)
     check_sizes(tensors, config, source)
     return config
 
