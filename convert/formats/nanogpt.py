@@ -88,6 +88,8 @@ def _model_args(found: StateFile, source: str) -> dict[str, int]:
     said = args if isinstance(args, dict) else {}
     sizes = {name: said[name] for name in SIZES if type(said.get(name)) is int and 0 < said[name] < SIZE_LIMIT}
     missing = [name for name in SIZES if name not in sizes]
+    if not missing and sizes["n_layer"] > len(found.state):
+        missing = ["n_layer"]
     if missing or sizes["n_embd"] % sizes["n_head"]:
         raise MalformedInput(
             f"`model_args` of `{source}` has no usable {listing(missing or ['n_head'])}",

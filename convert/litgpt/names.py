@@ -90,6 +90,11 @@ def to_hugging_face(stored: Mapping[str, LazyTensor], lit: LitConfig, family: st
     Raises:
         MalformedInput: a tensor is missing or unknown, or has another shape than the configuration says.
     """
+    if lit.n_layer * max(1, lit.n_expert) > len(stored):
+        raise MalformedInput(
+            f"`{source}` holds {len(stored)} tensors, too few for {lit.n_layer} layers",
+            hint="`model_config.yaml` is of another model, or the checkpoint is partial",
+        )
     expected = _shapes(lit)
     current = {_new_name(name): tensor for name, tensor in stored.items()}
     if len(current) != len(stored):

@@ -17,6 +17,8 @@ FILES = ("model_config.yaml", "lit_config.json")
 OLD_NAMES = {"_norm_class": "norm_class_name", "_mlp_class": "mlp_class_name", "condense_ratio": "rope_condense_ratio"}
 DERIVED = ("head_size", "padded_vocab_size", "n_query_groups", "intermediate_size")
 SIZE_LIMIT = 1 << 31
+LAYER_LIMIT = 10_000
+STRIDES: dict[str | int, int] = {"all": 1, "interleaved": 2, 1: 1, 2: 2}
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,21 @@ def settings_of(content: Mapping[str, Any], source: str) -> LitConfig:
         _size(said, name, source)
     if said["n_head"] % said["n_query_groups"]:
         raise _wrong("n_query_groups", said["n_query_groups"], source)
+    if said["n_layer"] > LAYER_LIMIT:
+        raise _wrong("n_layer", said["n_layer"], source)
+    if "sliding_window_size" in said and "sliding_window_indices" not in said:
+        said["sliding_window_indices"] = _windows(said, source)
     return LitConfig(**{one.name: _checked(one, said, source) for one in fields(LitConfig) if one.name in said})
+
+
+def _windows(said: Mapping[str, Any], source: str) -> list[int]:
+    """Which layers have a window: before April 2025 told by a word (or what became of it), a stride and an offset."""
+    word = said.get("sliding_window_layer_placing", "all")
+    stride = said.get("sliding_window_layer_stride", STRIDES.get(word) if isinstance(word, str | int) else None)
+    offset = said.get("sliding_window_offset", 0)
+    if type(stride) is not int or stride <= 0 or type(offset) is not int:
+        raise _wrong("sliding_window_layer_placing", word, source)
+    return [int((number + offset) % stride == 0) for number in range(said["n_layer"])]
 
 
 def _size(said: Mapping[str, Any], name: str, source: str) -> int:

@@ -139,6 +139,10 @@ IMPOSSIBLE: list[dict[str, Any]] = [
     {"rope_adjustments": [1]},
     {"padded_vocab_size": 97},
     {"n_layer": 1 << 40},
+    {"n_layer": 1 << 30},
+    {"n_expert": 1 << 60, "mlp_class_name": "LLaMAMoE"},
+    {"sliding_window_size": 4, "sliding_window_indices": None, "sliding_window_layer_placing": "some"},
+    {"sliding_window_size": 4, "sliding_window_indices": None, "sliding_window_layer_stride": 0},
     {"n_layer": 3},
     {"intermediate_size": None},
 ]
@@ -179,6 +183,12 @@ def test_positions_that_are_divided_become_linear_scaling() -> None:
     content = {**vars(lit), "rope_condense_ratio": 8}
     config = to_config(settings_of(content, "x"), "llama", "x")
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize("old", [{"sliding_window_layer_placing": "interleaved"}, {"sliding_window_layer_stride": 2}])
+def test_windows_as_they_were_told_before_are_the_same(tmp_path: Path, old: dict[str, Any]) -> None:
+    folder = folder_of(tmp_path, "gemma2", sliding_window_indices=None, **old)
+    assert open_training(folder).config == open_training(FOLDER / "gemma2").config
 
 
 def test_old_field_names_and_missing_ones_are_understood() -> None:

@@ -90,6 +90,7 @@ def test_heads_that_were_not_tied_are_both_kept(tmp_path: Path) -> None:
         {"n_layer": 1},
         {"n_layer": 3},
         {"n_layer": "2"},
+        {"n_layer": 1 << 30},
         {"n_head": 3},
         {"n_head": 0},
         {"n_embd": None},
