@@ -156,6 +156,15 @@ def test_what_does_not_add_up_is_refused(tmp_path: Path, case: str) -> None:
         open_torch_file(write(tmp_path / "x.bin", *REFUSED[case]))
 
 
+def test_tensors_of_the_oldest_files_have_no_hooks(tmp_path: Path) -> None:
+    class Oldest(_Tensor):
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_tensor, self.args[:4]
+
+    file = open_torch_file(write(tmp_path / "x.bin", {"a": Oldest(reference("1", 2), 0, (2,))}, ["1"], floats(3, 4)))
+    assert values(file)["a"].tolist() == [3, 4]
+
+
 def test_a_storage_without_data_is_refused_when_a_tensor_asks(tmp_path: Path) -> None:
     file = open_torch_file(write(tmp_path / "x.bin", {"a": _Tensor(reference("1", 1), 0, (1,))}, [], b""))
     with pytest.raises(MalformedInput, match="no data"):

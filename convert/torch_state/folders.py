@@ -16,7 +16,12 @@ from llmconv.convert.torch_state.dialects import dialect_of
 from llmconv.convert.torch_state.files import StateFile, open_state, union
 from llmconv.errors import InputRefused, MalformedInput
 
-BIN = "pytorch_model.bin"
+BINS = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
+"""The whole model; the second is what a Trainer with FSDP gathered."""
+
+RANK_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt|mp_rank_\d+_model_states\.pt")
+"""DeepSpeed's own files, beside or below: its format takes the float32 weights in them."""
+
 SHARD = re.compile(r"(?:pytorch_)?model-(\d+)-of-(\d+)\.bin")
 TORCHTUNE_SHARD = re.compile(r"hf_model_(\d+)_(\d+)\.pt")
 INDEX_SUFFIX = ".bin.index.json"
@@ -25,13 +30,17 @@ INDEX_SUFFIX = ".bin.index.json"
 def is_bin_folder(folder: Path) -> bool:
     """Whether `folder` holds such torch files, in Hugging Face's names, and no safetensors of a model."""
     names = sorted(entry.name for entry in folder.iterdir())
-    if SINGLE in names or INDEX in names:
+    if SINGLE in names or INDEX in names or _has_rank_states(folder):
         return False
-    files = [name for name in names if name == BIN or SHARD.fullmatch(name) or TORCHTUNE_SHARD.fullmatch(name)]
+    files = [name for name in names if name in BINS or SHARD.fullmatch(name) or TORCHTUNE_SHARD.fullmatch(name)]
     # torchtune names the file of its own format as a shard, too
     if files and dialect_of(folder / files[0]) not in (None, "torch"):
         return False
     return bool(files) or any(name.endswith(INDEX_SUFFIX) for name in names)
+
+
+def _has_rank_states(folder: Path) -> bool:
+    return any(RANK_STATES.fullmatch(entry.name) for entry in [*folder.glob("*.pt"), *folder.glob("*/*.pt")])
 
 
 def is_shard(path: Path) -> bool:
@@ -54,8 +63,9 @@ def open_bin_folder(folder: Path) -> StateFile:
         )
     if indices:
         return _open_indexed(folder, indices[0])
-    if (folder / BIN).is_file():
-        return union(folder, [_open(folder / BIN)])
+    for name in BINS:
+        if (folder / name).is_file():
+            return union(folder, [_open(folder / name)])
     return union(folder, [_open(file) for file in _numbered(folder)])
 
 

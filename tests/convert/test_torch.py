@@ -202,6 +202,18 @@ def test_a_folder_with_safetensors_already_is_a_model_folder(tmp_path: Path) -> 
         open_training(folder)
 
 
+def test_a_folder_in_which_deepspeed_has_its_own_files_is_left_to_its_format(tmp_path: Path) -> None:
+    folder = sharded(tmp_path)
+    (folder / "global_step5").mkdir()
+    (folder / "global_step5" / "mp_rank_00_model_states.pt").touch()
+    assert not formats()["torch"].detect(folder)
+
+
+def test_what_a_trainer_gathered_from_fsdp_is_found_in_its_folder(tmp_path: Path) -> None:
+    save(tmp_path / "pytorch_model_fsdp.bin", llama_state())
+    assert set(open_training(tmp_path)) == set(llama_state())
+
+
 # What is not the whole model
 
 
