@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
+from llmconv.convert.architectures import causal_lm_classes
 from llmconv.convert.configs import causal_lm_config
 from llmconv.convert.mapping import listing
 from llmconv.convert.state_dict import HEADS, Leaf, check_complete, select, untie
@@ -50,9 +51,14 @@ def config_folder(path: Path) -> Path:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """`config.json` in or beside `path`, or nothing."""
+    """`config.json` in or beside `path`, or nothing; where it names only a class, as in 2019, with its `model_type`."""
     file = config_folder(path) / "config.json"
-    return read_json(file) if file.is_file() else {}
+    config = read_json(file) if file.is_file() else {}
+    said = config.get("architectures")
+    if "model_type" in config or not isinstance(said, list):
+        return config
+    kinds = [kind for kind, name in causal_lm_classes().items() if said[:1] == [name] and model_names(kind).embedding]
+    return {**config, "model_type": kinds[0]} if len(kinds) == 1 else config
 
 
 def side_files_of(path: Path, tokenizer: Path | None) -> dict[str, bytes]:

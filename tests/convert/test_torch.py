@@ -110,6 +110,12 @@ def test_tokenizer_and_generation_files_travel_and_can_be_replaced(tmp_path: Pat
     assert open_training(path, tokenizer=tmp_path / "tokenizer.json").side_files["tokenizer.json"] == b"new"
 
 
+def test_a_configuration_of_2019_that_names_only_the_class_is_enough(tmp_path: Path) -> None:
+    config = {name: value for name, value in GPT2.items() if name != "model_type"}
+    path = save(tmp_path / "x.bin", gpt2_base_state(), config | {"architectures": ["GPT2LMHeadModel"]})
+    assert open_training(path).config["model_type"] == "gpt2"
+
+
 def test_a_configuration_can_be_given(tmp_path: Path) -> None:
     path = save(tmp_path / "x.bin", llama_state(), None)
     with pytest.raises(InputRefused, match="no model configuration"):
