@@ -30,7 +30,7 @@ class Inspection:
 
     Attributes:
         path: the file or folder.
-        format: `composer`, `meta`, …, or `hf`, `adapter`, `safetensors`, `torch`.
+        format: `composer`, `meta`, …, or `hf`, `adapter`, `safetensors`, `torch-file`.
         config: its configuration, empty where there is none.
         tensors: its tensors, in the names a conversion would give them.
         side_files: names of the tokenizer and generation files.
@@ -105,7 +105,7 @@ def _inspect(place: Path) -> Inspection:
     if place.is_file() and ".safetensors" in place.suffixes:
         return Inspection(place, "safetensors", {}, read_header(place).tensors)
     if is_torch_file(place):
-        return Inspection(place, "torch", {}, torch_tensors(place))
+        return Inspection(place, "torch-file", {}, torch_tensors(place))
     raise explain(place)
 
 

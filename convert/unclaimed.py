@@ -7,9 +7,11 @@ from pathlib import Path
 
 from llmconv.convert.formats import formats
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
+from llmconv.pickle_machine import Stub
 from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
 
-PACKED = re.compile(r"\.(?:pth?\.(?:gz|bz2|xz|lzma|lz4|zst)|tar(?:\.\w+)?|tgz)$")
+PACKED = re.compile(r"\.(?:(?:pth?|bin|ckpt)\.(?:gz|bz2|xz|lzma|lz4|zst)|tar(?:\.\w+)?|tgz)$")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def explain(path: Path) -> LlmconvError:
@@ -35,6 +37,11 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` is a static graph of Paddle, which is not converted back",
             hint="give the folder with `model_state.pdparams` that it was exported from",
         )
+    if "checkpoint" in names and any(name.startswith("zero_to_fp32") or name == "latest" for name in names):
+        return UnsupportedInput(
+            f"`{folder}` is a Lightning checkpoint that DeepSpeed wrote",
+            hint=f"give the folder inside: `{folder / 'checkpoint'}`",
+        )
     checkpoints = sorted(name for name in names if PACKED.search(name) or _is_torch(folder / name))
     if checkpoints:
         return InputRefused(
@@ -45,17 +52,22 @@ def _explain_folder(folder: Path) -> LlmconvError:
 
 
 def _is_torch(path: Path) -> bool:
-    return path.suffix in (".pt", ".pth") and is_torch_file(path)
+    return path.suffix in TORCH_SUFFIXES and is_torch_file(path)
 
 
 def _explain_file(path: Path) -> LlmconvError:
     with open(path, "rb") as file:
         head = file.read(300)
-    if head.startswith(b"PK"):
+    if head.startswith(b"PK") or is_torch_file(path):
         try:
             content = open_torch_file(path).content
         except LlmconvError as problem:
             return problem
+        if isinstance(content, Stub):
+            return UnsupportedInput(
+                f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
+                hint="load it where its code is, and save its `state_dict()`",
+            )
         keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "no dict"
         return UnsupportedInput(
             f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()

