@@ -94,9 +94,7 @@ def _refuse_shards(decoder: Decoder, shards: int) -> None:
         "num_attention_heads": decoder.heads,
         "vocab_size": decoder.vocabulary,
     }
-    if shards % decoder.kv_heads:
-        sizes["num_key_value_heads"] = decoder.kv_heads
-    refuse_shards(decoder.source, shards, sizes)
+    refuse_shards(decoder.source, shards, sizes, {"num_key_value_heads": decoder.kv_heads})
 
 
 def _parts(name: str, tensor: LazyTensor, decoder: Decoder, shards: int, *, by_words: bool) -> Sequence[LazyTensor]:
