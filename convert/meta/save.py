@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.decoder import Decoder, read_decoder, refuse_shards
+from llmconv.convert.decoder import Decoder, read_decoder, refuse_shards, with_head
 from llmconv.convert.mapping import (
     inverse_order,
     inverted,
@@ -57,18 +57,15 @@ def llama_tensors(checkpoint: Checkpoint, decoder: Decoder) -> dict[str, LazyTen
     Raises:
         MalformedInput: a tensor is missing, left over, or of another shape than the config says.
     """
-    tensors = {"lm_head.weight": checkpoint.tensors["model.embed_tokens.weight"], **checkpoint.tensors}
+    tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
     shapes = decoder.shapes()
     require(shapes, tensors, decoder.source)
     renamed = rename(tensors, inverted(LLAMA), decoder.source)
     check_shapes(tensors, shapes, decoder.source)
-    order = inverse_order(rope_order(decoder.head_dim))
-    rows = [row.format(layer) for row in LLAMA for layer in range(decoder.layers)]
-    turned = (".wq.weight", ".wk.weight")
+    order, turned = inverse_order(rope_order(decoder.head_dim)), (".wq.weight", ".wk.weight")
     return {
-        name: permute_rows(tensors[renamed[name]], order) if name.endswith(turned) else tensors[renamed[name]]
-        for name in dict.fromkeys(rows)
-        if name in renamed
+        name: permute_rows(tensors[target], order) if name.endswith(turned) else tensors[target]
+        for name, target in renamed.items()
     }
 
 

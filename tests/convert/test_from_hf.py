@@ -206,8 +206,8 @@ def test_a_folder_whose_config_is_another_models_is_refused(tmp_path: Path, to: 
             from_hf(model, tmp_path / "out", to=to)
 
 
-JUNK: st.SearchStrategy[Any] = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just([]) | st.just({"a": [1]})
+JUNK: st.SearchStrategy[Any] = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.just([]), st.just({"a": [1]}))
 )
 FIELDS = st.sampled_from([*LLAMA, "rope_scaling", "rope_parameters", "head_dim", "hidden_act", "attention_bias"])
 
@@ -225,6 +225,18 @@ def test_no_config_gives_a_traceback(
         from_hf(folder, folder.parent / "nowhere", to=to, dry_run=True)
     except LlmconvError as error:
         assert error.hint
+
+
+@pytest.mark.parametrize("to", ["meta", "accessory"])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_folder_that_lacks_a_tensor_is_refused(
+    tmp_path: Path, save_tensors: Callable[..., Path], to: str, name: str
+) -> None:
+    tensors = load_file(save_model(tmp_path / "whole", LLAMA) / "model.safetensors")
+    del tensors[name]
+    config = {field: value for field, value in LLAMA.items() if field != "tie_word_embeddings"}
+    with pytest.raises(MalformedInput, match=name.rpartition(".")[0].rpartition(".")[2]):
+        from_hf(save_tensors("model", tensors, {"config.json": config}), tmp_path / "out", to=to)
 
 
 def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
