@@ -15,7 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.cli import main
@@ -351,6 +351,16 @@ def test_heads_that_are_copied_are_counted_as_metas_code_counts_them(tmp_path: P
     assert read_json(tmp_path / "out" / "params.json")["n_kv_heads"] == 8
     heads = [state["layers.0.attention.wk.weight"] for state in shards_of(tmp_path / "out").values()]
     assert torch.equal(heads[0], heads[3]) and not torch.equal(heads[3], heads[4])
+
+
+def test_keys_that_happen_to_be_equal_are_no_copies(tmp_path: Path) -> None:
+    plain = save_model(tmp_path / "plain", LLAMA)
+    tensors = load_file(plain / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.weight"][:] = 0
+    save_file(tensors, plain / "model.safetensors")
+    from_hf(plain, tmp_path / "out", to="meta", shards=4)
+    to_hf(tmp_path / "out", tmp_path / "back")
+    assert contents(open_checkpoint(tmp_path / "back")) == contents(open_checkpoint(plain))
 
 
 SCALING = {"rope_type": "llama3", "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
