@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmconv.convert.composer.sharded import is_sharded, open_sharded, refuse_rank_file
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file, open_torch_file
 
@@ -23,11 +24,13 @@ class Run:
         content: the nested dict, as `torch.load` of one whole file would give it; its tensors are leaves for `tensor`.
         tensor: `tensor(name, leaf)` gives the LazyTensor of a leaf; the name is for error messages.
         shards: files that the weights lie in.
+        dropped: what else is in them, one phrase each.
     """
 
     content: Mapping[str, Any]
     tensor: Callable[[str, Any], LazyTensor]
     shards: int = 1
+    dropped: tuple[str, ...] = ()
 
     def branch(self, *keys: str) -> dict[Any, Any]:
         """The dict under `keys`, or an empty one."""
@@ -44,7 +47,7 @@ def branch(value: Any, *keys: str) -> dict[Any, Any]:
 def is_run(path: Path) -> bool:
     """Whether `path` holds a Composer run, by its content."""
     if not is_torch_file(path):
-        return False
+        return is_sharded(path)
     content = open_torch_file(path).content
     return isinstance(content, dict) and "state" in content
 
@@ -55,5 +58,8 @@ def open_run(path: Path) -> Run:
     Raises:
         InputRefused: it is malformed or of an unsupported kind.
     """
+    if is_sharded(path):
+        return Run(*open_sharded(path))
     file = open_torch_file(path)
+    refuse_rank_file(path, branch(file.content, "state", "model"))
     return Run(file.content, file.tensor)

@@ -1,4 +1,4 @@
-"""Composer (LLM Foundry) monolithic `.pt`: `state.model`, `state.integrations.huggingface`, and much that is not read.
+"""Composer (LLM Foundry), one `.pt` or sharded: `state.model`, `state.integrations.huggingface`, much that is not read.
 
 Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`, `models/huggingface.py`): the state dict of a
 ComposerModel, so each Hugging Face name has one `model.` in front, and wrappers may have left theirs anywhere.
@@ -42,7 +42,18 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = untie(tensors, settings, warnings)
     check_complete(tensors, settings, path.name)
     side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, warnings)
-    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings))
+    version = run.branch("state", "metadata", "composer_env_info").get("composer_version")
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        tensors,
+        settings,
+        side_files,
+        tuple(warnings),
+        version=f"composer {version}" if isinstance(version, str) else "",
+        shards=run.shards,
+        dropped=run.dropped,
+    )
 
 
 def _refuse_adapter(path: Path, model: Mapping[Any, Any], integration: Mapping[Any, Any]) -> None:
@@ -64,7 +75,7 @@ def _tokenizer(path: Path, run: Run, warnings: list[str]) -> dict[str, bytes]:
 
 FORMAT = Format(
     name="composer",
-    title="Composer / LLM Foundry checkpoint (one .pt file)",
+    title="Composer / LLM Foundry checkpoint (one .pt file, or a sharded folder)",
     detect=_detect,
     open=_open,
 )
