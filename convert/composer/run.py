@@ -7,7 +7,7 @@ Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`): `state.model`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ class Run:
         content: the nested dict, as `torch.load` of one whole file would give it; its tensors are leaves for `tensor`.
         tensor: `tensor(name, leaf)` gives the LazyTensor of a leaf; the name is for error messages.
         shards: files that the weights lie in.
-        dropped: what else is in them, one phrase each.
+        beside: what lies beside `content` and is not converted, and how many bytes of it.
     """
 
     content: Mapping[str, Any]
     tensor: Callable[[str, Any], LazyTensor]
     shards: int = 1
-    dropped: tuple[str, ...] = ()
+    beside: Mapping[str, int] = field(default_factory=dict)
 
     def branch(self, *keys: str) -> dict[Any, Any]:
         """The dict under `keys`, or an empty one."""

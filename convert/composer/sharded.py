@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import read_json
-from llmconv.convert.dcp.folder import Folder, described, is_folder, open_folder
+from llmconv.convert.dcp.folder import Folder, is_folder, open_folder, sizes_of
 from llmconv.convert.dcp.metadata import FILE, TensorItem, is_kind
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor
@@ -21,6 +21,7 @@ MODEL = "model"
 TRACES = {"integrations", "metadata", "timestamp", "run_name", "rank_zero_seed"}
 """Keys of a Composer state beside the model; one of them is there whatever was left out."""
 
+BESIDE = {"optim": "the optimizer's state", "resumption.pkl": "what resuming the run needs"}
 WAY_OUT = (
     "load all ranks' files with the Composer that wrote them, in as many processes, and save once with "
     "`state_dict_type: full`"
@@ -38,28 +39,35 @@ def is_sharded(path: Path) -> bool:
     return isinstance(state, dict) and MODEL in state and ("rng" in tree or bool(TRACES & set(state)))
 
 
-def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyTensor], int, tuple[str, ...]]:
-    """The nested dict of the run, how to get a tensor of it, its number of shards, and what is left unread.
+def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyTensor], int, dict[str, int]]:
+    """The nested dict of the run, how to get a tensor of it, its number of shards, and the bytes of what is not in it.
 
     Raises:
         MalformedInput, UnsupportedInput: see `open_folder`; a part of the model that cannot be read.
     """
-    split = (path / SETTINGS).is_file()
-    folder = open_folder(path / MODEL if split else path)
-    if split:
-        settings, model, state = read_json(path / SETTINGS), folder.tree, {}
+    if (path / SETTINGS).is_file():
+        settings, folder = read_json(path / SETTINGS), open_folder(path / MODEL)
+        model, left = folder.tree, _beside(path)
         known = {
             "integrations": {"huggingface": settings.get("huggingface")},
-            "metadata": {"composer_env_info": settings},
+            "metadata": {"composer_env_info": settings, "torch_version": settings.get("torch_version")},
         }
     else:
+        folder = open_folder(path)
         state = folder.tree["state"]
         model = state[MODEL]
         known = {name: folder.values(state.get(name, {})) for name in ("integrations", "metadata")}
+        rest = {**folder.tree, **state}
+        left = sizes_of({name: tree for name, tree in rest.items() if name not in ("state", MODEL, *known)})
     content = {"state": {MODEL: _lazy(folder, model), **_with_empty_files(known)}}
-    rest = {**folder.tree, **state} if not split else {}
-    left = described({name: tree for name, tree in rest.items() if name not in ("state", MODEL, *known)})
     return content, lambda _, tensor: tensor, folder.shards, left
+
+
+def _beside(path: Path) -> dict[str, int]:
+    """What lies beside the model in the newer layout, and its bytes."""
+    sizes = {what: [path / name, *(path / name).glob("*")] for name, what in BESIDE.items()}
+    found = {what: sum(file.stat().st_size for file in files if file.is_file()) for what, files in sizes.items()}
+    return {what: size for what, size in found.items() if size}
 
 
 def _lazy(folder: Folder, model: Any) -> dict[str, Any]:

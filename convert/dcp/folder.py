@@ -5,6 +5,7 @@ Layout (pytorch `torch/distributed/checkpoint`): `.metadata`, and `__RANK_N.dist
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,8 +24,25 @@ GAP_LIMIT = 64
 """Elements that may be missing from a list: torch does not store empty dicts."""
 
 
+OPTIMIZER, SCHEDULER, GENERATORS = "the optimizer's state", "the learning rate schedule", "the random number generators"
+PARTS = {
+    "optimizers": OPTIMIZER,
+    "optimizer": OPTIMIZER,
+    "optim": OPTIMIZER,
+    "optimizer_states": OPTIMIZER,
+    "schedulers": SCHEDULER,
+    "lr_scheduler": SCHEDULER,
+    "lr_schedulers": SCHEDULER,
+    "scheduler": SCHEDULER,
+    "rng": GENERATORS,
+    "rng_state": GENERATORS,
+    "dataloader": "the data loader's position",
+    "dataset_state": "the data loader's position",
+}
 PARTS_LISTED = 6
 """Parts of a checkpoint that a report names before it counts the rest."""
+
+UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -186,13 +204,12 @@ def leaves(tree: Any) -> Iterator[Item]:
         yield tree
 
 
-def described(parts: Mapping[Any, Any]) -> tuple[str, ...]:
-    """One phrase for each part of a nested dict, with its size as `.metadata` gives it; nothing is read."""
-    sizes = {str(name): sum(map(_nbytes, leaves(tree))) for name, tree in parts.items()}
-    large = sorted(sizes, key=lambda name: -sizes[name])
-    return tuple(f"{shown(name)} ({_size_text(sizes[name])})" for name in large[:PARTS_LISTED]) + (
-        (f"{len(large) - PARTS_LISTED} smaller parts",) if len(large) > PARTS_LISTED else ()
-    )
+def sizes_of(parts: Mapping[Any, Any]) -> dict[str, int]:
+    """What the parts of a nested dict are and how many bytes they have, as `.metadata` tells; nothing is read."""
+    sizes: Counter[str] = Counter()
+    for name, tree in parts.items():
+        sizes[PARTS.get(name, shown(name))] += sum(map(_nbytes, leaves(tree)))
+    return dict(sizes)
 
 
 def _nbytes(item: Item) -> int:
@@ -201,8 +218,13 @@ def _nbytes(item: Item) -> int:
     return sum(place.length for place in places)
 
 
+def phrases(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The largest of `sizes_of`, one phrase each, and how many more there are."""
+    large = sorted(sizes, key=lambda name: -sizes[name])
+    more = (f"{len(large) - PARTS_LISTED} smaller parts",) if len(large) > PARTS_LISTED else ()
+    return tuple(f"{name} ({_size_text(sizes[name])})" for name in large[:PARTS_LISTED]) + more
+
+
 def _size_text(size: int) -> str:
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} bytes"
+    unit = min(len(UNITS) - 1, (len(str(size)) - 1) // 3)
+    return f"{size / 1000**unit:.3g} {UNITS[unit]}"

@@ -13,6 +13,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.composer.run import Run, branch, is_run, open_run
 from llmconv.convert.configs import causal_lm_config
+from llmconv.convert.dcp.folder import phrases
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import listing
 from llmconv.convert.state_dict import check_complete, select, untie
@@ -52,7 +53,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         tuple(warnings),
         version=f"composer {version}" if isinstance(version, str) else "",
         shards=run.shards,
-        dropped=run.dropped,
+        dropped=phrases(run.beside),
     )
 
 

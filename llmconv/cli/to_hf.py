@@ -30,6 +30,7 @@ from llmconv.cli import options
     type=click.Choice(["plain", "interleaved"]),
     help="Order of fused matrices in a MindFormers file: plain up to 1.4, interleaved since 1.5.",
 )
+@click.option("--root", metavar="KEYS", help="Which model of a distributed checkpoint that holds several, as in a.b.")
 def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Convert the training checkpoint SOURCE into the Hugging Face folder OUT.
 
