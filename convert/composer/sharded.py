@@ -12,8 +12,10 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.dcp.folder import Folder, is_folder, open_folder, sizes_of
-from llmconv.convert.dcp.metadata import FILE, TensorItem, is_kind
+from llmconv.convert.dcp.metadata import FILE, TensorItem
 from llmconv.errors import UnsupportedInput
+from llmconv.pickle_data import Global
+from llmconv.pickle_machine import Stub
 from llmconv.tensors import LazyTensor
 
 SETTINGS = "composer_metadata.json"
@@ -93,7 +95,7 @@ def refuse_rank_file(path: Path, model: Any) -> None:
         UnsupportedInput: pickled `ShardedTensor`, or flat parameters of FSDP (`local`).
     """
     entries = model.items() if isinstance(model, Mapping) else ()
-    if any(is_kind(value, "ShardedTensor") for _, value in entries):
+    if any(_is_sharded_tensor(value) for _, value in entries):
         raise UnsupportedInput(
             f"`{path.name}` is one rank's part of a sharded run from before August 2023 (`ShardedTensor`)", hint=WAY_OUT
         )
@@ -102,3 +104,9 @@ def refuse_rank_file(path: Path, model: Any) -> None:
             f"`{path.name}` is one rank's part of a run saved with `state_dict_type: local` (flat parameters)",
             hint=WAY_OUT,
         )
+
+
+def _is_sharded_tensor(value: Any) -> bool:
+    """As torch pickles it today (a call with the class as argument), or as it did at the time (the object itself)."""
+    names = (value.function, *value.args) if isinstance(value, Stub) else ()
+    return any(isinstance(name, Global) and name.name == "ShardedTensor" for name in names)

@@ -59,7 +59,7 @@ def assemble(
 
     def load(start: int, stop: int) -> Array:
         touched = [box for box in boxes if box.offsets[0] < stop and box.offsets[0] + box.sizes[0] > start]
-        if len(touched) == 1:
+        if len(touched) == 1 and touched[0].sizes[1:] == shape[1:]:
             return opened(touched[0]).rows(start - touched[0].offsets[0], stop - touched[0].offsets[0])
         rows = np.empty((stop - start, *shape[1:]), dtype=dtype.numpy)
         for box in touched:

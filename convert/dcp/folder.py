@@ -13,7 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.dcp.chunks import assemble, is_tiled
-from llmconv.convert.dcp.metadata import FILE, BytesItem, Chunk, Item, Place, TensorItem, read_metadata, refuse, shown
+from llmconv.convert.dcp.metadata import (
+    FILE,
+    BytesItem,
+    Chunk,
+    Item,
+    Names,
+    Place,
+    TensorItem,
+    read_metadata,
+    refuse,
+    shown,
+)
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.pickle_data import TensorRef
 from llmconv.tensors import LazyTensor
@@ -115,11 +126,10 @@ class Folder:
         return tensor
 
     def _blob(self, place: Place) -> TorchFile:
-        self._check(place)
-        return _opened(self.path / place.file, place.start, place.length)
+        return _opened(self.path / place.file, place.start, place.length, self._check(place))
 
-    def _check(self, place: Place) -> None:
-        """The blob lies inside a file that is there, as it was written.
+    def _check(self, place: Place) -> int:
+        """Makes sure that the blob lies inside a file that is there, as it was written; returns when that changed.
 
         Raises:
             MalformedInput, UnsupportedInput: see `tensor`.
@@ -129,24 +139,22 @@ class Folder:
                 f"`{self.path.name}` was saved with the extension {shown(place.transforms[0])}",
                 hint="compressed distributed checkpoints are not read; save it without extensions",
             )
-        size = _size(self.path / place.file)
-        if size is None:
+        file = self.path / place.file
+        if not file.is_file():
             raise MalformedInput(
                 f"`{place.file}` is missing from `{self.path.name}`", hint="copy the whole folder, all ranks' files"
             )
-        if place.start + place.length > size:
+        stat = file.stat()
+        if place.start + place.length > stat.st_size:
             raise MalformedInput(
-                f"`{place.file}` ends at byte {size}, an item in it at {place.start + place.length}",
+                f"`{place.file}` ends at byte {stat.st_size}, an item in it at {place.start + place.length}",
                 hint="the file is truncated or of another save; copy the folder again",
             )
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+        return stat.st_mtime_ns
 
 
 @lru_cache(maxsize=1024)
-def _opened(path: Path, start: int, length: int) -> TorchFile:
+def _opened(path: Path, start: int, length: int, _changed: int) -> TorchFile:
     """Kept, because rows of a chunk are asked for block by block."""
     return open_torch_blob(path, start, length)
 
@@ -172,6 +180,11 @@ def open_folder(path: Path) -> Folder:
         UnsupportedInput: see `read_metadata`.
     """
     if not (path / FILE).is_file():
+        if any(path.glob(f"__*{FILE}")):
+            raise UnsupportedInput(
+                f"each rank of `{path.name}` wrote a `{FILE}` of its own (`use_collectives=False`)",
+                hint="load it with the torch that wrote it, and save it with `use_collectives=True`",
+            )
         raise MalformedInput(
             f"`{path.name}` has {SUFFIX} files but no `{FILE}`, which says what they hold",
             hint="copy the hidden file too (`cp *` leaves it out); without it, the save was never finished",
@@ -195,20 +208,20 @@ def _nested(folder: Path, items: Mapping[tuple[Any, ...], Item]) -> dict[Any, An
     return root
 
 
-def leaves(tree: Any) -> Iterator[Item]:
-    """The items of a part of the nested dict."""
+def named_leaves(tree: Any, above: Names = ()) -> Iterator[tuple[Names, Item]]:
+    """The items of a part of the nested dict, each with its keys from there on."""
     if isinstance(tree, dict):
-        for value in tree.values():
-            yield from leaves(value)
+        for key, value in tree.items():
+            yield from named_leaves(value, (*above, key))
     else:
-        yield tree
+        yield above, tree
 
 
 def sizes_of(parts: Mapping[Any, Any]) -> dict[str, int]:
     """What the parts of a nested dict are and how many bytes they have, as `.metadata` tells; nothing is read."""
     sizes: Counter[str] = Counter()
     for name, tree in parts.items():
-        sizes[PARTS.get(name, shown(name))] += sum(map(_nbytes, leaves(tree)))
+        sizes[PARTS.get(name, shown(name))] += sum(_nbytes(item) for _, item in named_leaves(tree))
     return dict(sizes)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.composer.sharded import is_sharded
 from llmconv.convert.configs import causal_lm_config
-from llmconv.convert.dcp.folder import Folder, is_folder, open_folder, phrases, sizes_of
+from llmconv.convert.dcp.folder import PARTS, Folder, is_folder, named_leaves, open_folder, phrases, sizes_of
 from llmconv.convert.dcp.metadata import TensorItem
 from llmconv.convert.dcp.roots import is_meta_named, outside, prefix_of, roots
 from llmconv.convert.formats import Format
@@ -168,13 +168,8 @@ def _without(tree: Mapping[Any, Any], place: Sequence[str]) -> dict[Any, Any]:
 
 def _peek(path: Path) -> Mapping[str, LazyTensor]:
     folder = open_folder(_place(path) or path)
-    found = roots(folder.tree) or {(): folder.tree}
-    return {
-        ".".join((*place, str(name))): folder.tensor(str(name), item)
-        for place, state in found.items()
-        for name, item in state.items()
-        if isinstance(item, TensorItem) and item.dtype
-    }
+    found = [(".".join(map(str, keys)), item) for keys, item in named_leaves(folder.tree) if keys[0] not in PARTS]
+    return {name: folder.tensor(name, item) for name, item in found if isinstance(item, TensorItem) and item.dtype}
 
 
 FORMAT = Format(
