@@ -31,6 +31,9 @@ BUFFER = 16 << 10
 
 MEMBER_LIMIT = 1_000_000
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+END_RECORD = 22
+"""Bytes of the last record of a zip without a comment."""
+
 HAS_DESCRIPTOR = 0x08
 ENCRYPTED = 0x01
 
@@ -256,6 +259,9 @@ def _checked_members(
     prefix = infos[0].filename.partition("/")[0] + "/" if infos else ""
     if len(infos) > MEMBER_LIMIT or not infos or infos[0].header_offset != 0:
         _refuse(path, "is a zip with bytes in front, or without members")
+    file.seek(size - END_RECORD)
+    if file.read(4) != b"PK\x05\x06":
+        _refuse(path, "is a zip with bytes behind it")
     members: dict[str, tuple[zipfile.ZipInfo, int]] = {}
     end = 0
     for info in infos:
