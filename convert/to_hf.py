@@ -31,6 +31,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     drop: bool = False,
     qkv_layout: str | None = None,
     adapter: str | None = None,
+    root: str | None = None,
     dtype: str = "keep",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -49,6 +50,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         drop: leave out parts of the model that no model of transformers can hold, instead of refusing it.
         qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
         adapter: what becomes of a LoRA adapter in a Composer checkpoint: `merge` or `split`; merged when None.
+        root: keys, joined with dots, under which a distributed checkpoint holds the model, where it holds several.
         dtype, max_shard_size: `keep` or the float type of the weights; largest safetensors file, such as `5GB`.
         overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; write nothing.
 
@@ -60,7 +62,13 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
     configs = tuple(Path(path) for path in config)
     base = local_path(base) if base else None
-    options = {"base": str(base) if base else None, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter}
+    options = {
+        "base": str(base) if base else None,
+        "drop": drop or None,
+        "qkv_layout": qkv_layout,
+        "adapter": adapter,
+        "root": root,
+    }
     given = {name: value for name, value in options.items() if value}
     checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, given)
     warn_all(checkpoint.warnings)

@@ -21,11 +21,6 @@ def explain(path: Path) -> LlmconvError:
 
 def _explain_folder(folder: Path) -> LlmconvError:
     names = {entry.name for entry in folder.iterdir()}
-    if any(name.endswith(".distcp") for name in names):
-        return UnsupportedInput(
-            f"`{folder}` is a sharded (DCP) checkpoint",
-            hint="join it first: `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE`",
-        )
     if "adapter_config.json" in names:
         return UnsupportedInput(f"`{folder}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):

@@ -6,14 +6,17 @@ Layout since torch 1.6 (pytorch `caffe2/serialize/inline_container.cc`): a zip o
 
 from __future__ import annotations
 
+import io
+import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import numpy as np
 
@@ -24,8 +27,14 @@ from llmconv.safetensors_io import FileTensor
 from llmconv.tensors import Array, DType, LazyTensor
 
 PICKLE_LIMIT = 256 << 20
+BUFFER = 16 << 10
+"""Bytes read at once: all of a small torch file; of a large one its directory and its pickle."""
+
 MEMBER_LIMIT = 1_000_000
 LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+END_RECORD = 22
+"""Bytes of the last record of a zip without a comment."""
+
 HAS_DESCRIPTOR = 0x08
 ENCRYPTED = 0x01
 
@@ -138,31 +147,79 @@ def open_torch_file(path: Path) -> TorchFile:
     return _open(path, stat.st_size, stat.st_mtime_ns)
 
 
+def open_torch_blob(path: Path, start: int, size: int) -> TorchFile:
+    """The torch file that lies at bytes `start:start + size` of a larger file; its tensors know their place in that.
+
+    Raises:
+        UnsupportedInput, MalformedInput: as for `open_torch_file`; nothing outside the range counts as its own.
+    """
+    if not 0 <= start <= start + size <= path.stat().st_size:
+        _refuse(path, f"ends before byte {start + size}, where a part of it should end")
+    return _read(path, start, size)
+
+
 @lru_cache(maxsize=32)
 def _open(path: Path, size: int, _changed: int) -> TorchFile:
     """Kept, because a file is first asked what it is and then opened."""
-    with open(path, "rb") as file:
+    return _read(path, 0, size)
+
+
+class _Range(io.RawIOBase):
+    """Bytes `start:start + size` of an open file, as a file of its own."""
+
+    def __init__(self, fd: int, start: int, size: int) -> None:
+        self.fd, self.start, self.size, self.position = fd, start, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        position = offset + (0, self.position, self.size)[whence]
+        if position < 0:
+            raise ValueError("a position before the start")
+        self.position = position
+        return position
+
+    def readinto(self, buffer: Any) -> int:
+        left = max(0, self.size - self.position)
+        count = os.preadv(self.fd, [memoryview(buffer)[:left]], self.start + self.position) if left else 0
+        self.position += count
+        return count
+
+
+def _part(fd: int, start: int, size: int) -> IO[bytes]:
+    """Bytes `start:start + size` of an open file, as a file."""
+    return (
+        io.BytesIO(os.pread(fd, size, start)) if size <= BUFFER else io.BufferedReader(_Range(fd, start, size), BUFFER)
+    )
+
+
+def _read(path: Path, start: int, size: int) -> TorchFile:
+    with open(path, "rb", buffering=0) as whole, _part(whole.fileno(), start, size) as file:
         head = file.read(300)
-    if is_legacy(path):
-        return TorchFile(path, *read_legacy(path))
-    if not head.startswith(b"PK"):
-        raise explain_no_zip(path, head)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = _checked_members(path, archive, size)
-            content = read_pickle(_read_member(path, archive, members, "data.pkl"), path.name)
-            if "byteorder" in members and archive.read(members["byteorder"][0]) != b"little":
+        if not start and is_legacy(path):
+            return TorchFile(path, *read_legacy(path))
+        if not head.startswith(b"PK"):
+            raise explain_no_zip(path, head)
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = _checked_members(path, archive, file, size)
+            content = read_pickle(_read_member(path, file, members, "data.pkl"), path.name)
+            if "byteorder" in members and _read_member(path, file, members, "byteorder") != b"little":
                 raise UnsupportedInput(f"`{path.name}` is big-endian", hint="save it again on a little-endian machine")
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, struct.error, ValueError) as error:
-        raise MalformedInput(
-            f"`{path.name}` is truncated or damaged: {error}", hint="copy it again from where it was saved"
-        ) from error
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, struct.error, ValueError) as error:
+            raise MalformedInput(
+                f"`{path.name}` is truncated or damaged: {error}", hint="copy it again from where it was saved"
+            ) from error
     return TorchFile(
         path,
         content,
         {
-            name.removeprefix("data/"): (start, info.file_size)
-            for name, (info, start) in members.items()
+            name.removeprefix("data/"): (start + position, info.file_size)
+            for name, (info, position) in members.items()
             if name.startswith("data/")
         },
     )
@@ -180,40 +237,46 @@ def explain_no_zip(path: Path, head: bytes) -> UnsupportedInput | MalformedInput
     )
 
 
-def _read_member(
-    path: Path, archive: zipfile.ZipFile, members: Mapping[str, tuple[zipfile.ZipInfo, int]], name: str
-) -> bytes:
+def _read_member(path: Path, file: IO[bytes], members: Mapping[str, tuple[zipfile.ZipInfo, int]], name: str) -> bytes:
     if name not in members:
         _refuse(path, f"holds no `{name}`")
-    info = members[name][0]
+    info, position = members[name]
     if info.file_size > PICKLE_LIMIT:
         _refuse(path, f"has a `{name}` of {info.file_size} bytes, over the limit of {PICKLE_LIMIT}")
-    return archive.read(info)
+    file.seek(position)
+    data = file.read(info.file_size)
+    if zlib.crc32(data) != info.CRC:
+        raise zipfile.BadZipFile(f"bad CRC-32 of `{name}`")
+    return data
 
 
-def _checked_members(path: Path, archive: zipfile.ZipFile, size: int) -> dict[str, tuple[zipfile.ZipInfo, int]]:
+def _checked_members(
+    path: Path, archive: zipfile.ZipFile, file: IO[bytes], size: int
+) -> dict[str, tuple[zipfile.ZipInfo, int]]:
     """Member name without the folder to (entry, position of its data); every rule that torch's own writer keeps."""
     infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
     prefix = infos[0].filename.partition("/")[0] + "/" if infos else ""
     if len(infos) > MEMBER_LIMIT or not infos or infos[0].header_offset != 0:
         _refuse(path, "is a zip with bytes in front, or without members")
+    file.seek(size - END_RECORD)
+    if file.read(4) != b"PK\x05\x06":
+        _refuse(path, "is a zip with bytes behind it")
     members: dict[str, tuple[zipfile.ZipInfo, int]] = {}
     end = 0
-    with open(path, "rb") as file:
-        for info in infos:
-            name = info.filename.removeprefix(prefix)
-            if name == info.filename or name in members:
-                _refuse(path, f"has a doubled or misplaced member `{info.filename[:80]}`")
-            if name == "constants.pkl" or name.startswith("code/"):
-                raise UnsupportedInput(
-                    f"`{path.name}` is a TorchScript program, no checkpoint", hint="save the `state_dict()` instead"
-                )
-            file.seek(info.header_offset)
-            start = info.header_offset + _check_local(path, info, file.read(LOCAL_HEADER.size + 4 * 1024))
-            if info.header_offset < end or start + info.file_size > size:
-                _refuse(path, f"has a member `{name}` that overlaps another or ends outside the file")
-            end = start + info.file_size
-            members[name] = (info, start)
+    for info in infos:
+        name = info.filename.removeprefix(prefix)
+        if name == info.filename or name in members:
+            _refuse(path, f"has a doubled or misplaced member `{info.filename[:80]}`")
+        if name == "constants.pkl" or name.startswith("code/"):
+            raise UnsupportedInput(
+                f"`{path.name}` is a TorchScript program, no checkpoint", hint="save the `state_dict()` instead"
+            )
+        file.seek(info.header_offset)
+        start = info.header_offset + _check_local(path, info, file.read(LOCAL_HEADER.size + 4 * 1024))
+        if info.header_offset < end or start + info.file_size > size:
+            _refuse(path, f"has a member `{name}` that overlaps another or ends outside the file")
+        end = start + info.file_size
+        members[name] = (info, start)
     return members
 
 

@@ -18,7 +18,7 @@ import torch
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.pickle_data import TensorRef
 from llmconv.tensors import LazyTensor
-from llmconv.torch_file import is_torch_file, open_torch_file
+from llmconv.torch_file import is_torch_file, open_torch_blob, open_torch_file
 
 BASE = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 
@@ -255,3 +255,25 @@ def test_a_tensor_is_known_before_it_is_read(tmp_path: Path) -> None:
     assert tensor.nbytes == 96
     with pytest.raises(FileNotFoundError):
         tensor.read()
+
+
+# A torch file inside of another file
+
+
+@pytest.mark.parametrize("rows", [4, 4000], ids=["read at once", "read in parts"])
+def test_a_torch_file_within_a_file_reads_as_torch_reads_it(tmp_path: Path, rows: int) -> None:
+    value = torch.arange(rows * 6.0).reshape(rows, 6)
+    data = save(tmp_path / "x.pt", value).read_bytes()
+    (tmp_path / "many").write_bytes(b"front" + data + data)
+    blob = open_torch_blob(tmp_path / "many", 5, len(data))
+    tensor = blob.tensor("a", blob.content)
+    assert np.array_equal(tensor.read(), value.numpy())
+    assert np.array_equal(tensor.rows(1, 3), value[1:3].numpy())
+
+
+@pytest.mark.parametrize(("start", "more"), [(4, 0), (6, 0), (5, -1), (5, 400), (5, 1 << 40), (-1, 0), (5, -10000)])
+def test_a_range_that_is_no_torch_file_is_refused(tmp_path: Path, start: int, more: int) -> None:
+    data = save(tmp_path / "x.pt", {"a": BASE}).read_bytes()
+    (tmp_path / "many").write_bytes(b"front" + data + data)
+    with pytest.raises(MalformedInput):
+        open_torch_blob(tmp_path / "many", start, len(data) + more)

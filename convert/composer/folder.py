@@ -1,7 +1,8 @@
 """Composer's newer folder layout `ep0-ba1/`, as the nested dict that one file would hold.
 
 Layout (mosaicml/composer `checkpoint/save.py`): `composer_metadata.json` (versions, and under `huggingface` what one
-file has in `state.integrations.huggingface`), `model/model.pt` (the bare state dict), `optim/`, `resumption.pkl`.
+file has in `state.integrations.huggingface`), `model/model.pt` (the bare state dict) or a distributed checkpoint in
+`model/`, `optim/`, `resumption.pkl`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput
 
 METADATA = "composer_metadata.json"
 MODEL = "model/model.pt"
@@ -26,16 +27,10 @@ def model_file(folder: Path) -> Path:
     """The torch file with the weights.
 
     Raises:
-        UnsupportedInput: the weights are sharded.
-        InputRefused: there are none.
+        InputRefused: there is none.
     """
     if (folder / MODEL).is_file():
         return folder / MODEL
-    if (folder / "model" / ".metadata").is_file():
-        raise UnsupportedInput(
-            f"the weights in `{folder.name}/model` are sharded (DCP)",
-            hint="join them first: `python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE`",
-        )
     raise InputRefused(
         f"`{folder.name}` has no `{MODEL}`, so there are no weights in it",
         hint="it was saved without the model, or the copy is not complete",

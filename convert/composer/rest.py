@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from llmconv.convert.composer.run import Run
+from llmconv.convert.leftovers import phrases
 from llmconv.pickle_data import TensorRef
 from llmconv.pickle_machine import Stub
 from llmconv.tensors import LazyTensor
@@ -31,7 +32,6 @@ PARTS = {
 
 KEPT = {"model", "integrations", "metadata", "run_name", "rank_zero_seed"}
 VERSION = re.compile(r"[\w.+-]{1,60}")
-UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def version(run: Run) -> str:
@@ -54,18 +54,9 @@ def _text(value: Any) -> Any:
 def dropped(run: Run) -> tuple[str, ...]:
     """What is in the run and not converted, one phrase each, with the size of its tensors; none of them is read."""
     parts = {key: value for key, value in run.content.items() if key != "state"} | run.branch("state")
-    phrases = [_phrase(str(key), [*_leaves(value)]) for key, value in parts.items() if key not in KEPT]
-    beside = [f"{what} ({_size(size)})" for what, size in run.beside.items()]
-    return (*filter(None, phrases), *beside)
-
-
-def _phrase(key: str, leaves: list[Any]) -> str:
-    """Empty where nothing is in it: `{"ClosureGradScaler": {}}` is as empty as `{}`."""
-    if not leaves:
-        return ""
-    name = PARTS.get(key, f"`{key[:40]}`")
-    size = sum(_nbytes(leaf) for leaf in leaves)
-    return f"{name} ({_size(size)})" if size else name
+    leaves = {str(key): [*_leaves(value)] for key, value in parts.items() if key not in KEPT}
+    sizes = {PARTS.get(key, f"`{key[:40]}`"): sum(map(_nbytes, found)) for key, found in leaves.items() if found}
+    return phrases({**sizes, **run.beside})
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -85,8 +76,3 @@ def _nbytes(leaf: Any) -> int:
     if isinstance(leaf, TensorRef):
         return prod(leaf.shape) * (leaf.dtype.itemsize if leaf.dtype else 1)
     return leaf.nbytes if isinstance(leaf, LazyTensor) else 0
-
-
-def _size(count: int) -> str:
-    unit = min(len(UNITS) - 1, (len(str(count)) - 1) // 3)
-    return f"{count / 1000**unit:.3g} {UNITS[unit]}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.composer import folder
+from llmconv.convert.composer.sharded import is_sharded, open_sharded, refuse_rank_file
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file, open_torch_file
 
@@ -49,7 +50,7 @@ def is_run(path: Path) -> bool:
     if folder.is_folder(path):
         return True
     if not is_torch_file(path):
-        return False
+        return is_sharded(path)
     content = open_torch_file(path).content
     return isinstance(content, dict) and "state" in content
 
@@ -60,8 +61,11 @@ def open_run(path: Path) -> Run:
     Raises:
         InputRefused: it is malformed or of an unsupported kind.
     """
+    if is_sharded(path):
+        return Run(*open_sharded(path))
     if folder.is_folder(path):
         model = open_torch_file(folder.model_file(path))
         return Run(folder.content(path, model.content), model.tensor, beside=folder.beside(path))
     file = open_torch_file(path)
+    refuse_rank_file(path, branch(file.content, "state", "model"))
     return Run(file.content, file.tensor)

@@ -1,4 +1,4 @@
-"""Composer (LLM Foundry) checkpoints: `state.model`, `state.integrations.huggingface`, and much that is not read.
+"""Composer (LLM Foundry) runs: `state.model`, `state.integrations.huggingface`, and much that is not read.
 
 Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`, `models/huggingface.py`): the state dict of a
 ComposerModel, so each Hugging Face name has one `model.` in front, and wrappers may have left theirs anywhere.
@@ -97,7 +97,7 @@ def _peek(path: Path) -> Mapping[str, LazyTensor]:
 
 FORMAT = Format(
     name="composer",
-    title="Composer / LLM Foundry checkpoint (one .pt file, packed or not, or a folder)",
+    title="Composer / LLM Foundry checkpoint (one .pt file, packed or not, or a folder, sharded or not)",
     detect=_detect,
     open=_open,
     covers=(

@@ -35,6 +35,7 @@ from llmconv.cli import options
     type=click.Choice(["merge", "split"]),
     help="A LoRA adapter in a Composer checkpoint: merge it into the weights, or write it apart [default: merge].",
 )
+@click.option("--root", metavar="KEYS", help="Which model of a distributed checkpoint that holds several, as in a.b.")
 def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Convert the training checkpoint SOURCE into the Hugging Face folder OUT.
 

@@ -22,6 +22,12 @@ def composer() -> Path:
 
 
 @pytest.fixture(scope="session")
+def dcp() -> Path:
+    """The folder of genuine distributed checkpoints."""
+    return FIXTURES / "dcp"
+
+
+@pytest.fixture(scope="session")
 def meta() -> Path:
     """The folder of genuine Meta checkpoints."""
     return FIXTURES / "meta"

@@ -108,7 +108,7 @@ def test_an_output_that_exists_needs_overwrite(tmp_path: Path) -> None:
 def test_a_wrong_format_name_is_a_usage_error_that_lists_the_right_ones(tmp_path: Path) -> None:
     result = llmconv("to-hf", LLAMA, "-o", tmp_path / "hf", "--from", "compozer")
     assert result.exit_code == 2
-    assert "accessory, composer, " in result.stderr
+    assert "accessory, composer, dcp, " in result.stderr
 
 
 def test_a_format_that_the_content_contradicts_is_a_usage_error(tmp_path: Path) -> None:
@@ -155,7 +155,10 @@ UNCLAIMED: dict[str, tuple[Any, str]] = {
     "a text file": (write_text, "of no training format"),
     "a bare state dict": (write_state_dict, "it holds `weight`"),
     "a truncated file": (write_truncated, "truncated or damaged"),
-    "a sharded folder": (lambda path: make_folder(path, ".metadata", "__0_0.distcp"), "sharded (DCP)"),
+    "a sharded folder without what says what it holds": (
+        lambda path: make_folder(path, "__0_0.distcp"),
+        "but no `.metadata`",
+    ),
     "an adapter": (lambda path: make_folder(path, "adapter_config.json"), "is an adapter"),
     "a model folder": (lambda path: make_folder(path, "config.json", "model.safetensors"), "already is a Hugging Face"),
     "an empty folder": (make_folder, "of no training format"),
