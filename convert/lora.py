@@ -12,14 +12,15 @@ from pathlib import Path
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
 from llmconv.convert.adapters.low_rank import add_low_rank
 from llmconv.convert.adapters.placement import HEAD, Edits
-from llmconv.convert.adapters.reading import CONFIG, Adapter, open_adapter
+from llmconv.convert.adapters.reading import Adapter, open_adapter
 from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
 from llmconv.convert.configs import with_dtype
+from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
 from llmconv.storage import local_path
-from llmconv.tensors import BY_NAME, FLOATS, LazyTensor, cast
+from llmconv.tensors import BLOCK_BYTES, BY_NAME, FLOATS, LazyTensor, cast
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
 
 TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
@@ -64,7 +65,8 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
 
     Args:
         base: Hugging Face folder or hub id.
-        adapters: PEFT LoRA folders or hub ids; s = alpha/r, or alpha/√r with `use_rslora` (PEFT `LoraLayer.scaling`).
+        adapters: LoRA folders of PEFT or PaddleNLP, or hub ids; s = alpha/r, or alpha/√r with `use_rslora` (PEFT
+            `LoraLayer.scaling`, PaddleNLP `LoRALinear.scaling`).
         output: the folder to make.
         weights: w, one per adapter; all 1 by default.
         alpha: `lora_alpha` where an adapter's config does not carry it.
@@ -84,7 +86,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     if dtype not in ("keep", *FLOATS):
         raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
     checkpoint = open_checkpoint(local_path(base))
-    opened = [open_adapter(local_path(adapter), alpha) for adapter in adapters]
+    opened = [_open(local_path(adapter), alpha) for adapter in adapters]
     merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size)
     warn_all(merge.warnings)
     if not dry_run:
@@ -93,6 +95,10 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         steps, sources = [*steps_of_weights(checkpoint.path), done], _sources(checkpoint, opened)
         write_checkpoint(merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
     return merge
+
+
+def _open(path: Path, alpha: float | None) -> Adapter:
+    return open_paddle_adapter(path, alpha) if is_paddle_adapter(path) else open_adapter(path, alpha)
 
 
 def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> list[float]:
@@ -108,13 +114,17 @@ def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> l
 
 
 def _identity(adapter: Adapter) -> dict[str, str]:
-    with open(adapter.weights, "rb") as file:
-        return {"name": adapter.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    digest = hashlib.sha256()
+    for path in adapter.weights:
+        with open(path, "rb") as file:
+            while chunk := file.read(BLOCK_BYTES):
+                digest.update(chunk)
+    return {"name": adapter.name, "sha256": digest.hexdigest()}
 
 
 def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
     files = sorted(path for path in checkpoint.path.iterdir() if path.suffix in (".safetensors", ".json"))
-    return files + [path for adapter in adapters for path in (adapter.weights, adapter.path / CONFIG)]
+    return files + [path for adapter in adapters for path in (*adapter.weights, adapter.settings)]
 
 
 def plan_merge(

@@ -59,14 +59,16 @@ class Adapter:
 
     Attributes:
         path: its folder.
-        weights: the file with the tensors.
+        weights: the files with the tensors.
+        settings: the file with the config.
         config: what the config says about the merged weight.
         pairs: module path to its A and B.
         whole: tensor name to a tensor that replaces the base's.
     """
 
     path: Path
-    weights: Path
+    weights: tuple[Path, ...]
+    settings: Path
     config: LoraConfig
     pairs: Mapping[str, Pair]
     whole: Mapping[str, LazyTensor] = field(default_factory=dict)
@@ -97,8 +99,8 @@ def open_adapter(path: Path, alpha: float | None = None) -> Adapter:
     if weights is None:
         raise InputRefused(f"`{folder}` holds no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
     pairs, whole = _sort(read_tensors(weights), weights.name)
-    adapter = Adapter(folder, weights, config, pairs, whole)
-    _check(adapter)
+    adapter = Adapter(folder, (weights,), folder / CONFIG, config, pairs, whole)
+    check(adapter)
     return adapter
 
 
@@ -190,10 +192,15 @@ def _check_shapes(module: str, a: LazyTensor, b: LazyTensor) -> None:
         )
 
 
-def _check(adapter: Adapter) -> None:
-    """Ranks and alphas fit the config, and every value is finite."""
+def check(adapter: Adapter) -> None:
+    """Ranks and alphas fit the config, and every value is finite.
+
+    Raises:
+        MalformedInput: they do not.
+        UnsupportedInput: a tensor that is no floating-point one.
+    """
     if not adapter.pairs and not adapter.whole:
-        raise MalformedInput(f"`{adapter.weights.name}` holds no tensors", hint="save the adapter again")
+        raise MalformedInput(f"`{adapter.weights[0].name}` holds no tensors", hint="save the adapter again")
     for module, pair in adapter.pairs.items():
         adapter.config.scale(module, pair.rank)
         for part, tensor in (("lora_A", pair.a), ("lora_B", pair.b), ("lora_B.bias", pair.bias)):

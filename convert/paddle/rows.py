@@ -42,26 +42,31 @@ def place(rows: Sequence[Row], ranks: Sequence[Rank], layers: int, source: str) 
             f"`{source}` holds {len(unknown)} tensors that no rule places: {listing(unknown)}",
             hint="the configuration is of another model, or the model has parts that this format does not know",
         )
-    return {name: tensor for row in steps for name, tensor in _converted(row, ranks, source).items()}
+    return {name: tensor for row in steps for name, tensor in converted(row, ranks, source).items()}
 
 
 def _unrolled(rows: Sequence[Row], layers: int) -> list[Row]:
     """The rows with the layers' numbers put in."""
-    numbered = [place for place, row in enumerate(rows) if "{}" in row.sources[0]]
-    first, last = numbered[0], numbered[-1] + 1
+    places = [place for place, row in enumerate(rows) if "{}" in row.sources[0]]
+    first, last = places[0], places[-1] + 1
     steps = list(rows[:first])
     for layer in range(layers):
-        steps += [_numbered(row, layer) for row in rows[first:last]]
+        steps += [numbered(row, layer) for row in rows[first:last]]
     return [*steps, *rows[last:]]
 
 
-def _numbered(row: Row, layer: int) -> Row:
+def numbered(row: Row, layer: int) -> Row:
+    """The row of one layer."""
     sources, targets = ([name.format(layer) for name in names] for names in (row.sources, row.targets))
     return Row(tuple(sources), tuple(targets), row.shape, row.split, row.linear, row.pieces, row.groups)
 
 
-def _converted(row: Row, ranks: Sequence[Rank], source: str) -> dict[str, LazyTensor]:
-    """The target tensors of one row."""
+def converted(row: Row, ranks: Sequence[Rank], source: str) -> dict[str, LazyTensor]:
+    """The target tensors of one row, by name.
+
+    Raises:
+        MalformedInput: a source has another shape than the row, or the ranks' parts do not make it up.
+    """
     outputs = 0 if row.linear else len(row.shape) - 1
     parts = [_oriented(row, _shards(row, name, ranks, source)) for name in row.sources]
     if row.pieces:

@@ -83,7 +83,7 @@ def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Tensors]:
     if not present:
         raise _no_weights(path)
     if ranks:
-        return _parallel(path, ranks, config)
+        return open_rank_files(path, ranks, config)
     if kinds["safetensors"]:
         return [as_bfloat16(open_weights(path))]
     return [_state(path / WHOLE) if kinds[WHOLE] else _sharded(path)]
@@ -135,8 +135,17 @@ def _sharded(folder: Path) -> Tensors:
     return tensors
 
 
-def _parallel(folder: Path, files: Mapping[tuple[int, int], Path], config: Mapping[str, Any]) -> list[Tensors]:
-    """Every rank of the grid; the names of one are those of all its neighbours."""
+def open_rank_files(folder: Path, files: Mapping[tuple[int, int], Path], config: Mapping[str, Any]) -> list[Tensors]:
+    """Every rank of the grid; the names of one are those of all its neighbours.
+
+    Args:
+        folder: for error messages.
+        files: by tensor-parallel rank and pipeline stage.
+        config: its `tensor_parallel_degree` tells whether a last rank is missing.
+
+    Raises:
+        MalformedInput: a rank is missing, or the files are of different runs.
+    """
     degree = config.get("tensor_parallel_degree")
     count = max(max(tp for tp, _ in files) + 1, min(degree, 1000) if type(degree) is int else 1)
     stages = max(pp for _, pp in files) + 1
