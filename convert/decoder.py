@@ -145,14 +145,27 @@ def refuse_fields(decoder: Decoder, held: Mapping[str, tuple[Any, ...]], what: s
     Raises:
         UnsupportedInput: lists the fields.
     """
-    odd = [
-        f"{name} {decoder.fields[name]}"
+    odd = {
+        name: decoder.fields[name]
         for name, values in held.items()
         if decoder.fields.get(name) not in OFF and decoder.fields[name] not in values
-    ]
+    }
+    _refuse(decoder, odd, what)
+
+
+def refuse_other_values(decoder: Decoder, own: Mapping[str, Any], told: Mapping[str, Any], what: str) -> None:
+    """Refuses a model with values other than those that the format's own code takes.
+
+    Raises:
+        UnsupportedInput: lists the fields.
+    """
+    _refuse(decoder, {name: value for name, value in own.items() if value != told[name]}, what)
+
+
+def _refuse(decoder: Decoder, odd: Mapping[str, Any], what: str) -> None:
     if odd:
         raise UnsupportedInput(
-            f"`{decoder.source}` has what {what} cannot hold: {listing(odd)}",
+            f"`{decoder.source}` has what {what} cannot hold: {listing([f'{name} {odd[name]}' for name in odd])}",
             hint="choose another `--to`, or keep the Hugging Face folder",
         )
 

@@ -11,8 +11,9 @@ import numpy as np
 from llmconv.convert.accessory.params import Params
 from llmconv.convert.accessory.shards import Tensors
 from llmconv.convert.adapters.low_rank import LowRank, add_low_rank
-from llmconv.convert.mapping import concat, listing, permute_rows, rename, require, rope_order, slice_rows
+from llmconv.convert.mapping import listing, permute_rows, rename, require, rope_order, slice_rows
 from llmconv.convert.meta.names import LLAMA, SUFFIX
+from llmconv.convert.regroup import interleave_rows
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
@@ -61,7 +62,7 @@ def _placed(whole: Tensors, params: Params, source: str) -> Tensors:
     if params.family == "falcon":
         whole = _fuse_falcon(whole, params)
     _check_layers(whole, params.layers, source)
-    table = _table(params)
+    table = table_of(params)
     renamed = rename(dict.fromkeys(map(_owner, whole)), table, source)
     expected = [target.format(layer) for target in table.values() if target for layer in range(params.layers)]
     require(dict.fromkeys(expected), renamed, source)
@@ -77,7 +78,8 @@ def _placed(whole: Tensors, params: Params, source: str) -> Tensors:
     return tensors
 
 
-def _table(params: Params) -> Table:
+def table_of(params: Params) -> Table:
+    """Accessory's names to Hugging Face's; of linear layers the weights only, unless they are Falcon's."""
     if params.family == "falcon":
         return _falcon_table(params)
     if params.family != "mixtral":
@@ -222,10 +224,4 @@ def _interleave(query: LazyTensor, key: LazyTensor, value: LazyTensor, head_dim:
     groups = key.num_rows // head_dim
     if not groups or key.num_rows % head_dim or query.num_rows % groups or value.shape != key.shape:
         raise ValueError(f"{query.num_rows}, {key.num_rows} and {value.num_rows} rows are not heads of {head_dim}")
-    step = query.num_rows // groups
-    pieces = []
-    for group in range(groups):
-        heads = slice(group * head_dim, (group + 1) * head_dim)
-        pieces.append(slice_rows(query, group * step, (group + 1) * step))
-        pieces += [slice_rows(part, heads.start, heads.stop) for part in (key, value)]
-    return concat(pieces, 0)
+    return interleave_rows((query, key, value), (query.num_rows // groups, head_dim, head_dim))

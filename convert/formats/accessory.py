@@ -16,13 +16,15 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.accessory.names import ATTENTION, MLP, has_biases, to_hugging_face
 from llmconv.convert.accessory.params import Params, is_field, read_params, to_config
 from llmconv.convert.accessory.plugins import leave_out, plugin_family
+from llmconv.convert.accessory.save import save
+from llmconv.convert.accessory.shapes import check_shapes
 from llmconv.convert.accessory.shards import DELTA, SHARD, Tensors, differing_copies, join, open_shards, peek
 from llmconv.convert.configs import without_code
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import equal, listing
 from llmconv.convert.meta.tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
 from llmconv.convert.tokenizers.ids import special_ids
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, UnsupportedInput
 
 
 def _detect(path: Path) -> bool:
@@ -82,39 +84,13 @@ def _config(path: Path, params: Params, tensors: Tensors) -> dict[str, Any]:
     """The config, its sizes compared with the tensors; a head that equals the embedding is dropped as tied."""
     embedding = "transformer.word_embeddings.weight" if params.family == "falcon" else "model.embed_tokens.weight"
     settings = to_config(params, tensors[embedding].num_rows, path.name)
-    _check_shapes(path, params, settings, tensors)
+    check_shapes(tensors, params, settings, path.name)
     if settings["model_type"] == "llama":
         settings |= {"attention_bias": has_biases(tensors, ATTENTION), "mlp_bias": has_biases(tensors, MLP)}
     if equal(tensors["lm_head.weight"], tensors[embedding]):
         del tensors["lm_head.weight"]
         settings["tie_word_embeddings"] = True
     return settings
-
-
-def _check_shapes(path: Path, params: Params, settings: Mapping[str, Any], tensors: Tensors) -> None:
-    """Every matrix has the shape that transformers will expect.
-
-    Raises:
-        MalformedInput: lists those that have not.
-    """
-    dim, hidden, kv = params.dim, params.intermediate, params.kv_heads * params.head_dim
-    fused = dim + 2 * settings.get("num_kv_heads", 0) * params.head_dim
-    rows = {"k_proj": kv, "v_proj": kv, "query_key_value": fused, "gate": params.experts}
-    rows |= dict.fromkeys(("gate_proj", "up_proj", "w1", "w3", "dense_h_to_4h"), hidden)
-    rows |= dict.fromkeys(("lm_head", "embed_tokens", "word_embeddings"), settings["vocab_size"])
-    columns = dict.fromkeys(("down_proj", "w2", "dense_4h_to_h"), hidden)
-    wrong = []
-    for name, tensor in tensors.items():
-        layer = name.split(".")[-2]
-        expected = (rows.get(layer, dim), columns.get(layer, dim))
-        is_vector = name.endswith(".bias") or "norm" in layer or layer.startswith("ln_")
-        if tensor.shape != (expected[:1] if is_vector else expected):
-            wrong.append(f"{name} {list(tensor.shape)}")
-    if wrong:
-        raise MalformedInput(
-            f"`{path.name}` has {len(wrong)} tensors of another shape than its configuration says: {listing(wrong)}",
-            hint="the configuration is of another model, or a shard is missing",
-        )
 
 
 def _tokenizer(path: Path, given: Path | None, base: Path | None, vocabulary: int) -> tuple[MetaTokenizer, list[str]]:
@@ -147,4 +123,5 @@ FORMAT = Format(
     open=_open,
     options=("base", "drop"),
     peek=peek,
+    save=save,
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import floor
 from typing import Any
 
-from llmconv.convert.decoder import Decoder, refuse_fields
-from llmconv.convert.mapping import listing
+from llmconv.convert.decoder import Decoder, refuse_fields, refuse_other_values
 from llmconv.convert.meta.params import SMALL_DIMS, Sizes, intermediate_of, to_config
-from llmconv.errors import UnsupportedInput
 
+CODE = "Meta's code"
 HELD: dict[str, tuple[Any, ...]] = {
     "model_type": ("llama",),
     "hidden_act": ("silu",),
@@ -31,7 +31,7 @@ def params_of(decoder: Decoder, shards: int) -> dict[str, Any]:
     Raises:
         UnsupportedInput: Meta's code has no such model; lists the fields.
     """
-    refuse_fields(decoder, HELD, "Meta's code")
+    refuse_fields(decoder, HELD, CODE)
     params: dict[str, Any] = {
         "dim": decoder.hidden,
         "n_layers": decoder.layers,
@@ -44,17 +44,12 @@ def params_of(decoder: Decoder, shards: int) -> dict[str, Any]:
         **_scaling(decoder),
     }
     back = config_of(params, decoder)
-    own = {"head_dim": decoder.head_dim, "rope_scaling": decoder.scaling or None}
-    odd = [f"{name} {value}" for name, value in own.items() if back[name] != value]
-    if odd:
-        raise UnsupportedInput(
-            f"`{decoder.source}` has what Meta's code cannot hold: {listing(odd)}",
-            hint="choose another `--to`, or keep the Hugging Face folder",
-        )
+    own = {"head_dim": decoder.head_dim, "rope_scaling": dict(decoder.scaling) or None}
+    refuse_other_values(decoder, own, back, CODE)
     return params
 
 
-def config_of(params: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+def config_of(params: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     """What `to-hf` makes of `params.json`."""
     return to_config(params, Sizes(decoder.vocabulary, decoder.intermediate, decoder.kv_heads), decoder.source)
 

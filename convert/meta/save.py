@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from llmconv.convert.mapping import (
 from llmconv.convert.meta.names import LLAMA, split_dim
 from llmconv.convert.meta.params_of import config_of, params_of
 from llmconv.convert.meta.tokenizer import TOKENIZER
-from llmconv.convert.tokenizers.tiktoken_json import is_tiktoken
+from llmconv.convert.tokenizers.tiktoken_json import NUM_SPECIAL, is_tiktoken, tiktoken_of
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 from llmconv.torch_writer import torch_pieces
@@ -38,7 +39,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     """
     decoder = read_decoder(checkpoint)
     params = params_of(decoder, shards)
-    tokenizer = checkpoint.side_files.get(TOKENIZER)
+    tokenizer = _tokenizer(checkpoint, decoder)
     by_words = is_tiktoken(tokenizer) if tokenizer else decoder.theta == 5e5
     _refuse_shards(decoder, shards)
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
@@ -46,8 +47,8 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
         for rank, part in zip(ranks, _parts(name, tensor, decoder, shards, by_words=by_words), strict=True):
             rank[name] = part
     files = tuple(Shard(f"consolidated.{number:02}.pth", rank, torch_pieces) for number, rank in enumerate(ranks))
-    small = {TOKENIZER: tokenizer} if tokenizer else {}
-    return Plan(checkpoint, files, {**small, "params.json": json_bytes(params)}, _losses(checkpoint, decoder, params))
+    small = ({TOKENIZER: tokenizer} if tokenizer else {}) | {"params.json": json_bytes(params)}
+    return Plan(checkpoint, files, small, _losses(checkpoint, decoder, params, tokenizer))
 
 
 def llama_tensors(checkpoint: Checkpoint, decoder: Decoder) -> dict[str, LazyTensor]:
@@ -111,10 +112,25 @@ def _parts(name: str, tensor: LazyTensor, decoder: Decoder, shards: int, *, by_w
     return split(tensor, dim, shards)
 
 
-def _losses(checkpoint: Checkpoint, decoder: Decoder, params: dict[str, Any]) -> tuple[str, ...]:
+def _tokenizer(checkpoint: Checkpoint, decoder: Decoder) -> bytes | None:
+    """`tokenizer.model`: byte for byte where there is one; Llama 3's can be made from `tokenizer.json`."""
+    files = checkpoint.side_files
+    if TOKENIZER in files or "tokenizer.json" not in files:
+        return files.get(TOKENIZER)
+    try:
+        content = json.loads(files["tokenizer.json"])
+    except (ValueError, RecursionError):
+        return None
+    made = tiktoken_of(content) if isinstance(content, dict) else None
+    return made if made and made.count(b"\n") + NUM_SPECIAL == decoder.vocabulary else None
+
+
+def _losses(
+    checkpoint: Checkpoint, decoder: Decoder, params: Mapping[str, Any], tokenizer: bytes | None
+) -> tuple[str, ...]:
     """What Meta's folder has no place for."""
     losses = []
-    if TOKENIZER not in checkpoint.side_files:
+    if tokenizer is None:
         left = listing([name for name in checkpoint.side_files if name.startswith("tokenizer")])
         there = f" ({left} stay behind)" if left else ""
         losses.append(f"`{decoder.source}` has no `{TOKENIZER}`, the only tokenizer that Meta's code reads{there}")

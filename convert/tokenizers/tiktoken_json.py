@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from llmconv.convert.tokenizers.sentencepiece_json import added_token, bos_template
@@ -103,3 +105,24 @@ def tiktoken_json(ranks: dict[bytes, int], *, since_3_1: bool) -> dict[str, Any]
             "merges": [[spelled[left], spelled[right]] for left, right in merges_of(ranks)],
         },
     }
+
+
+def tiktoken_of(content: Mapping[str, Any]) -> bytes | None:
+    """The reverse of `tiktoken_json`: `tokenizer.model`, or None where `tokenizer.json` is of another tokenizer."""
+    model, split = content.get("model"), json.dumps({"Regex": PATTERN})
+    if not isinstance(model, Mapping) or split not in json.dumps(content.get("pre_tokenizer")):
+        return None
+    vocabulary, merges = model.get("vocab"), model.get("merges")
+    if not isinstance(vocabulary, Mapping) or not isinstance(merges, list):
+        return None
+    byte_of = {character: byte for byte, character in enumerate(byte_alphabet())}
+    try:
+        ranks = {bytes(byte_of[character] for character in token): rank for token, rank in vocabulary.items()}
+        pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
+        stored = [tuple(bytes(byte_of[character] for character in part) for part in pair) for pair in pairs]
+    except (KeyError, TypeError):
+        return None
+    if sorted(map(repr, ranks.values())) != sorted(map(repr, range(len(ranks)))) or stored != merges_of(ranks):
+        return None
+    lines = (base64.b64encode(token) + f" {ranks[token]}\n".encode() for token in sorted(ranks, key=ranks.__getitem__))
+    return b"".join(lines)
