@@ -124,8 +124,9 @@ class StagedFolder:
         write_durably(self.path / JOURNAL, self._encode_journal())
 
     def write_file(self, name: str, content: bytes) -> None:
-        """Writes one small file."""
+        """Writes one small file, which may lie one folder down."""
         with failing_safely():
+            (self.path / name).parent.mkdir(exist_ok=True)
             write_durably(self.path / name, content)
             self.record(name, {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
 

@@ -209,6 +209,8 @@ def _write_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> di
     pieces = list(shard.container(shard.tensors))
     sums = _Sums([0] * len(shard.tensors) if any(callable(piece) for piece in pieces) else [])
     size = flushed = 0
+    with failing_safely():
+        path.parent.mkdir(exist_ok=True)
     with failing_safely(), open(part, "wb", buffering=0) as file, ThreadPoolExecutor(2) as helpers:
         hashing: Future[None] = helpers.submit(lambda: None)
         flushing = hashing
