@@ -89,8 +89,8 @@ def _head(source: str, config: Mapping[str, Any], shapes: Shapes, rows: int, wid
         return []
     shape = shapes[source]
     tied = shape[-1] == width and (shape[0] != width or bool(config.get("tie_word_embeddings", True)))
-    layout: tuple[Any, ...] = ((rows, width), 0) if tied else ((width, rows), 1, True)
-    return [Row((source,), ("lm_head.weight",), *layout, units=rows)]
+    layout, split = ((rows, width), 0) if tied else ((width, rows), 1)
+    return [Row((source,), ("lm_head.weight",), layout, split, not tied, units=rows)]
 
 
 def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Shapes], list[Row]]:

@@ -12,7 +12,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.pickle_encoder import Call, Name, pickle_pieces
 from llmconv.tensors import LazyTensor, Piece
 
-CODES = {dtype.name: code for code, dtype in NUMPY_CODES.items()}
+CODES = {dtype.name: code for code, dtype in NUMPY_CODES.items() if not dtype.name.startswith("float8")}
 RECONSTRUCT = Name("numpy.core.multiarray", "_reconstruct")
 EMPTY_ARRAY = (Name("numpy", "ndarray"), (0,), b"b")
 VERSION = 1
