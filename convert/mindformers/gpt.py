@@ -155,11 +155,13 @@ def store_gpt2(settings: Settings, tensors: Tensors, source: str) -> Stored:
     Raises:
         UnsupportedInput: a setting that MindFormers' GPT-2 does not have.
     """
-    held = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+    held = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     refuse_settings(source, settings, held, "MindFormers")
     parts = _apart(tensors, "c_attn", lambda whole: [transposed(part) for part in split(whole, 1, 3)], _thirds)
-    fields = _fields(settings, source, settings["intermediate_size"])
-    fields |= {"type": "GPT2Config", "max_position_embeddings": settings["max_position_embeddings"]}
+    fields = _fields(settings, source) | {
+        "type": "GPT2Config",
+        "max_position_embeddings": settings["max_position_embeddings"],
+    }
     fields |= {"seq_length": settings["max_position_embeddings"]}
     renamed = rename(parts, inverted(GPT2), source)
     return Stored({target: parts[name] for target, name in renamed.items()}, "GPT2LMHeadModel", fields)
@@ -171,10 +173,11 @@ def store_bloom(settings: Settings, tensors: Tensors, source: str) -> Stored:
     Raises:
         UnsupportedInput: a setting that MindFormers' BLOOM does not have.
     """
-    held = {"layer_norm_epsilon": 1e-5, "apply_residual_connection_post_layernorm": False}
+    usual = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    held = {**usual, "apply_residual_connection_post_layernorm": False}
     refuse_settings(source, settings, held, "MindFormers")
-    fields = _fields(settings, source, 4 * settings["hidden_size"]) | {"type": "BloomConfig", "seq_length": SEQ_LENGTH}
-    dim = settings["hidden_size"] // settings["num_attention_heads"]
+    fields = _fields(settings, source) | {"type": "BloomConfig", "seq_length": SEQ_LENGTH}
+    dim = fields["hidden_size"] // fields["num_heads"]
 
     def heads(whole: LazyTensor) -> list[LazyTensor]:
         return [pick_rows(whole, 3 * dim, part * dim, dim) for part in range(3)]
@@ -205,18 +208,19 @@ def _apart(tensors: Tensors, module: str, weights: Cut, biases: Cut) -> Tensors:
     return parts
 
 
-def _fields(settings: Settings, source: str, inner: int) -> dict[str, Any]:
+def _fields(settings: Settings, source: str) -> dict[str, Any]:
     """What both models' configurations say.
 
     Raises:
         UnsupportedInput: the feed-forward is no multiple of the hidden size.
-        InputRefused: a size is missing.
+        InputRefused: a size is missing or no number.
     """
     names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
     names |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
-    run = RunConfig(source, {**settings, "intermediate_size": inner}, "", {})
+    run = RunConfig(source, settings, "", {})
     fields = {ours: run.integer(theirs) for ours, theirs in names.items()}
-    if run.integer("intermediate_size") % fields["hidden_size"]:
+    inner = run.integer("intermediate_size", default=4 * fields["hidden_size"])
+    if inner % fields["hidden_size"]:
         refuse(source, {"intermediate_size": inner}, "MindFormers")
     return fields | {"expand_ratio": inner // fields["hidden_size"]}
 

@@ -20,8 +20,8 @@ from llmconv.convert.paddle.pickled import pdparams_pieces
 from llmconv.convert.to_hf import open_training, to_hf
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
-from tests.convert.hf_models import contents, identity, save_tiny
 from tests.convert.paddle_models import FIXTURES
+from tests.convert.tiny_models import contents, identity, save_tiny
 
 TABLE = "StructuredToParameterName@@"
 GENUINE = {
