@@ -12,8 +12,11 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.mapping import listing
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.tensors import LazyTensor
 
 COUNT_LIMIT = 1 << 31
+SHARD_LIMIT = 256
+FITS_SHOWN = 12
 OFF = (None, False, 0)
 """Values that switch a field off."""
 DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
@@ -26,7 +29,7 @@ class Decoder:
 
     Attributes:
         source: name of the folder, for error messages.
-        model_type: as in the config.
+        model_type: the config's.
         hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary, max_positions: sizes.
         eps: of the norms.
         theta: base of the rotary frequencies.
@@ -77,6 +80,8 @@ def read_decoder(checkpoint: Checkpoint) -> Decoder:
         MalformedInput: a size is missing or no number, or the sizes contradict each other.
     """
     fields, source = checkpoint.config, checkpoint.path.name
+    if not isinstance(fields.get("model_type"), str):
+        raise MalformedInput(f"`config.json` of `{source}` names no `model_type`", hint="repair it; copy it again")
     hidden, heads = _count(fields, "hidden_size", source), _count(fields, "num_attention_heads", source)
     kv_heads = _count(fields, "num_key_value_heads", source, heads)
     head_dim = _count(fields, "head_dim", source, max(1, hidden // heads))
@@ -88,7 +93,7 @@ def read_decoder(checkpoint: Checkpoint) -> Decoder:
     theta, scaling = _rope(fields, source)
     return Decoder(
         source,
-        str(fields.get("model_type")),
+        fields["model_type"],
         hidden,
         _count(fields, "intermediate_size", source),
         _count(fields, "num_hidden_layers", source),
@@ -128,10 +133,34 @@ def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
     if not isinstance(stored, Mapping):
         raise MalformedInput(f"the rope settings of `{source}` are {stored!r}", hint="repair its `config.json`")
     scaling = {name: value for name, value in stored.items() if name not in ("type", "rope_type", "rope_theta")}
+    if scaling.get("partial_rotary_factor") == 1:
+        del scaling["partial_rotary_factor"]
     kind = stored.get("rope_type", stored.get("type", "default"))
     theta = stored.get("rope_theta", fields.get("rope_theta"))
     theta = _number(10000.0 if theta is None else theta, "rope_theta", source)
     return theta, ({} if kind == "default" and not scaling else {"rope_type": kind, **scaling})
+
+
+def with_head(checkpoint: Checkpoint, embedding: str, *, tied: bool) -> dict[str, LazyTensor]:
+    """The tensors, with the output head written out where it is tied to the embedding.
+
+    Args:
+        checkpoint: the model, its head under `lm_head.weight` if it has one.
+        embedding: name of the embedding.
+        tied: what transformers takes where the config does not say whether it is tied.
+
+    Raises:
+        MalformedInput: there is no head, and it is not tied; or there is no embedding.
+    """
+    tensors = dict(checkpoint.tensors)
+    if "lm_head.weight" in tensors:
+        return tensors
+    if embedding not in tensors or not checkpoint.config.get("tie_word_embeddings", tied):
+        missing = "lm_head.weight" if embedding in tensors else embedding
+        raise MalformedInput(
+            f"`{checkpoint.path.name}` has no `{missing}`", hint="the folder is incomplete; copy it again"
+        )
+    return {**tensors, "lm_head.weight": tensors[embedding]}
 
 
 def refuse_fields(decoder: Decoder, held: Mapping[str, tuple[Any, ...]], what: str) -> None:
@@ -170,16 +199,26 @@ def _refuse(decoder: Decoder, odd: Mapping[str, Any], what: str) -> None:
         )
 
 
-def refuse_shards(source: str, shards: int, sizes: Mapping[str, int]) -> None:
+def refuse_shards(source: str, shards: int, sizes: Mapping[str, int], copied: Mapping[str, int] | None = None) -> None:
     """Refuses a number of shards that does not divide every one of `sizes` (what it is to its number).
+
+    Args:
+        source: folder name for error messages.
+        shards: how many.
+        sizes: what ranks share out.
+        copied: what they share out too, or where there is too little of it hold copies of.
 
     Raises:
         UsageProblem: lists what does not divide, and the numbers that do.
     """
-    odd = [f"{name} {size}" for name, size in sizes.items() if size % shards]
-    if odd:
-        fits = [str(count) for count in range(1, 257) if not any(size % count for size in sizes.values())]
+
+    def odd(count: int) -> list[str]:
+        found = [f"{name} {size}" for name, size in sizes.items() if size % count]
+        return found + [f"{name} {size}" for name, size in (copied or {}).items() if size % count and count % size]
+
+    if odd(shards):
+        fits = [str(count) for count in range(1, SHARD_LIMIT + 1) if not odd(count)]
         raise UsageProblem(
-            f"`{source}` does not divide among {shards} shards: {listing(odd)}",
-            hint=f"`--shards` may be {', '.join(fits[:12])}",
+            f"`{source}` does not divide among {shards} shards: {listing(odd(shards))}",
+            hint=f"`--shards` may be {', '.join(fits[:FITS_SHOWN])}",
         )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.convert.decoder import SHARD_LIMIT
 from llmconv.convert.formats import Format, formats
 from llmconv.convert.state_dict import DROPPED, check_complete, untie
 from llmconv.convert.to_hf import with_cast
@@ -15,8 +16,6 @@ from llmconv.progress import warn_all
 from llmconv.storage import local_path
 from llmconv.tensors import FLOATS
 from llmconv.writer import Plan, write_checkpoint
-
-SHARD_LIMIT = 256
 
 
 def from_hf(

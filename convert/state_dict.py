@@ -117,6 +117,7 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
     for name in tensors:
         if number := LAYER.search(name):
             layers.setdefault(int(number[1]), set()).add(name[number.end() :])
+    # counted first: a damaged configuration may say anything
     if wanted is not None and (len(layers) != wanted or set(layers) != set(range(len(layers)))):
         raise MalformedInput(
             f"`{source}` has {len(layers)} layers, its configuration says {wanted}",

@@ -95,13 +95,13 @@ def _fields(decoder: Decoder) -> dict[str, Any]:
 def _like_a_llama(checkpoint: Checkpoint) -> Checkpoint:
     """A Falcon's config with the sizes under a llama's names too."""
     config = {**FALCON_DEFAULTS, **checkpoint.config}
-    heads = config.get("num_attention_heads")
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     kv_heads = config.get("num_kv_heads") or heads
     if config["multi_query"] and not config["new_decoder_architecture"]:
         kv_heads = 1
     sizes = {
         "num_key_value_heads": kv_heads,
-        "intermediate_size": config.get("ffn_hidden_size") or 4 * int(config.get("hidden_size") or 0),
+        "intermediate_size": config.get("ffn_hidden_size") or (4 * hidden if isinstance(hidden, int) else None),
         "rms_norm_eps": config.get("layer_norm_epsilon", 1e-5),
     }
     return replace(checkpoint, config={**config, **sizes})

@@ -15,7 +15,7 @@ from llmconv.convert.accessory.names import Table, table_of
 from llmconv.convert.accessory.params import Params
 from llmconv.convert.accessory.shapes import check_shapes
 from llmconv.convert.accessory.shards import EXPERT
-from llmconv.convert.decoder import refuse_shards
+from llmconv.convert.decoder import refuse_shards, with_head
 from llmconv.convert.mapping import inverse_order, inverted, permute_rows, rename, require, rope_order, split
 from llmconv.convert.meta.names import split_dim
 from llmconv.convert.regroup import pick_rows
@@ -58,11 +58,9 @@ def _whole(checkpoint: Checkpoint, args: Args) -> dict[str, LazyTensor]:
         MalformedInput: a tensor is missing, left over, or of another shape than the config says.
     """
     params, source = args.params, checkpoint.path.name
-    tensors = dict(checkpoint.tensors)
     table = _with_biases(table_of(params), args.biases)
     embedding = next(target for name, target in table.items() if name.endswith("_embeddings.weight"))
-    if embedding in tensors:
-        tensors.setdefault("lm_head.weight", tensors[embedding])
+    tensors = with_head(checkpoint, embedding, tied=params.family == "falcon")
     expected = [target.format(layer) for target in table.values() if target for layer in range(params.layers)]
     require(dict.fromkeys(expected), tensors, source)
     renamed = rename(tensors, inverted(table), source)

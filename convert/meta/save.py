@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.decoder import Decoder, read_decoder, refuse_shards
+from llmconv.convert.decoder import Decoder, read_decoder, refuse_shards, with_head
 from llmconv.convert.mapping import (
     inverse_order,
     inverted,
@@ -57,18 +57,15 @@ def llama_tensors(checkpoint: Checkpoint, decoder: Decoder) -> dict[str, LazyTen
     Raises:
         MalformedInput: a tensor is missing, left over, or of another shape than the config says.
     """
-    tensors = {"lm_head.weight": checkpoint.tensors["model.embed_tokens.weight"], **checkpoint.tensors}
+    tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
     shapes = decoder.shapes()
     require(shapes, tensors, decoder.source)
     renamed = rename(tensors, inverted(LLAMA), decoder.source)
     check_shapes(tensors, shapes, decoder.source)
-    order = inverse_order(rope_order(decoder.head_dim))
-    rows = [row.format(layer) for row in LLAMA for layer in range(decoder.layers)]
-    turned = (".wq.weight", ".wk.weight")
+    order, turned = inverse_order(rope_order(decoder.head_dim)), (".wq.weight", ".wk.weight")
     return {
-        name: permute_rows(tensors[renamed[name]], order) if name.endswith(turned) else tensors[renamed[name]]
-        for name in dict.fromkeys(rows)
-        if name in renamed
+        name: permute_rows(tensors[target], order) if name.endswith(turned) else tensors[target]
+        for name, target in renamed.items()
     }
 
 
@@ -94,9 +91,7 @@ def _refuse_shards(decoder: Decoder, shards: int) -> None:
         "num_attention_heads": decoder.heads,
         "vocab_size": decoder.vocabulary,
     }
-    if shards % decoder.kv_heads:
-        sizes["num_key_value_heads"] = decoder.kv_heads
-    refuse_shards(decoder.source, shards, sizes)
+    refuse_shards(decoder.source, shards, sizes, {"num_key_value_heads": decoder.kv_heads})
 
 
 def _parts(name: str, tensor: LazyTensor, decoder: Decoder, shards: int, *, by_words: bool) -> Sequence[LazyTensor]:
