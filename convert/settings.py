@@ -27,6 +27,7 @@ ALIASES = {
 """Names of GPT-2 and BLOOM for what the others call so."""
 
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+PARTIAL = "partial_rotary_factor"
 FLAGS = {"hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
 ROTARY = {**FLAGS, "rms_norm_eps": 1e-6}
 GLM = {
@@ -35,7 +36,7 @@ GLM = {
     "num_key_value_heads": 2,
     "head_dim": 128,
     "attention_bias": True,
-    "partial_rotary_factor": 0.5,
+    PARTIAL: 0.5,
 }
 GPT2 = {
     "activation_function": "gelu_new",
@@ -94,8 +95,8 @@ def settings_of(checkpoint: Checkpoint) -> dict[str, Any]:
 def _rotary(checkpoint: Checkpoint) -> dict[str, Any]:
     """The settings of Llama and its kin."""
     fields, decoder = checkpoint.config, read_decoder(checkpoint)
-    scaling = dict(decoder.scaling)
-    partial = scaling.pop("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    scaling = {name: value for name, value in decoder.scaling.items() if name != PARTIAL}
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     sizes = (decoder.vocabulary, decoder.hidden, decoder.intermediate, decoder.layers, decoder.heads)
     return {
         **dict(zip(SIZES, sizes, strict=True)),
@@ -105,7 +106,7 @@ def _rotary(checkpoint: Checkpoint) -> dict[str, Any]:
         "rms_norm_eps": decoder.eps,
         "rope_theta": decoder.theta,
         "rope_scaling": None if scaling in ({}, {"rope_type": "default"}) else scaling,
-        "partial_rotary_factor": partial,
+        PARTIAL: rope.get(PARTIAL, fields.get(PARTIAL, 1.0)),
         **{name: fields[name] for name in FLAGS},
         "sliding_window": _window(fields, decoder.layers),
     }
