@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -36,17 +37,21 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     model = run["model"]
     config = RunConfig(source, model["model_config"], stored.arch, {})
     back = family_of(stored.tensors, source).build(config, dict(stored.tensors))
+    warnings: tuple[str, ...] = ()
+    if back.config["tie_word_embeddings"] and not settings["tie_word_embeddings"]:
+        checkpoint = replace(checkpoint, config={**checkpoint.config, "tie_word_embeddings": True})
+        warnings = (f"the output head of `{source}` equals its embedding; `to-hf` will tie them",)
     refuse_other_settings(checkpoint, back.config, "MindFormers")
     small = {**checkpoint.side_files, RUN: yaml.safe_dump(run, sort_keys=False).encode()}
     if shards == 1:
-        return Plan(checkpoint, (Shard(MODEL, stored.tensors, ckpt_pieces),), small)
+        return Plan(checkpoint, (Shard(MODEL, stored.tensors, ckpt_pieces),), small, warnings)
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     refuse_shards(source, shards, {name: settings[name] for name in names if name in settings})
     ranks = ranks_of(stored.tensors, shards, source)
     files = [Shard(f"rank_{n}/checkpoint_{n}.ckpt", rank, ckpt_pieces) for n, rank in enumerate(ranks.tensors)]
     strategy = strategy_bytes(ranks.layouts)
     strategies = {f"strategy/ckpt_strategy_rank_{rank}.ckpt": strategy for rank in range(shards)}
-    return Plan(checkpoint, tuple(files), {**small, **strategies})
+    return Plan(checkpoint, tuple(files), {**small, **strategies}, warnings)
 
 
 def _stored(checkpoint: Checkpoint, settings: Settings) -> Stored:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from llmconv.convert.formats import formats
 from llmconv.convert.from_hf import from_hf
@@ -226,6 +227,19 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused(tmp_path: Path, kind:
     save_tiny(tmp_path / "model", kind)
     with pytest.raises(UsageProblem, match="does not divide"):
         from_hf(tmp_path / "model", tmp_path / "out", to="mindformers", shards=shards)
+
+
+def test_a_head_that_equals_the_embedding_is_written_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny(tmp_path / "model", "llama")
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    save_file(weights, model / "model.safetensors")
+    from_hf(model, tmp_path / "out", to="mindformers")
+    assert "`to-hf` will tie them" in capsys.readouterr().err
+    written = read_ckpt(tmp_path / "out" / "model.ckpt").tensors
+    assert np.array_equal(written["lm_head.weight"].read(), weights["lm_head.weight"])
 
 
 WRONG = ("hidden_size", "intermediate_size", "num_key_value_heads", "n_embd", "n_layer", "n_head", "vocab_size")
