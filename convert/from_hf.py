@@ -8,6 +8,7 @@ from pathlib import Path
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.decoder import SHARD_LIMIT
 from llmconv.convert.formats import Format, formats
+from llmconv.convert.mapping import listing
 from llmconv.convert.state_dict import DROPPED, check_complete, untie
 from llmconv.convert.to_hf import with_cast
 from llmconv.errors import UnsupportedInput, UsageProblem
@@ -51,7 +52,7 @@ def from_hf(
     checkpoint = open_model(local_path(model))
     assert chosen.save
     plan = chosen.save(with_cast(checkpoint, dtype), shards)
-    warn_all((*checkpoint.warnings, *plan.warnings))
+    warn_all((*checkpoint.warnings, *plan.warnings, *_left_behind(plan, to)))
     if not dry_run:
         done = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
         steps = [*steps_of_weights(checkpoint.path), done]
@@ -71,6 +72,12 @@ def _savable(name: str) -> Format:
         problem = "cannot be written" if name in formats() else "is not known"
         raise UsageProblem(f"the format `{name}` {problem}", hint=f"`--to` is one of: {', '.join(known)}")
     return known[name]
+
+
+def _left_behind(plan: Plan, to: str) -> list[str]:
+    """A warning that lists the small files which the format has no place for."""
+    names = [name for name in plan.checkpoint.side_files if name not in plan.small_files]
+    return [f"a checkpoint of the format `{to}` has no place for {listing(names)}"] if names else []
 
 
 def open_model(path: Path) -> Checkpoint:

@@ -94,6 +94,13 @@ def test_a_conversion_does_not_load_torch(tmp_path: Path) -> None:
     assert not loaded & {"torch", "transformers", "onnx", "onnxruntime"}
 
 
+def test_the_way_back_does_not_load_torch(tmp_path: Path) -> None:
+    loaded_by("to-hf", CHECKPOINT, "-o", str(tmp_path / "base"))
+    loaded = loaded_by("from-hf", str(tmp_path / "base"), "-o", str(tmp_path / "out"), "--to", "meta")
+    assert (tmp_path / "out/consolidated.00.pth").exists()
+    assert not loaded & {"torch", "transformers", "onnx", "onnxruntime"}
+
+
 def test_every_file_of_the_command_line_is_a_command() -> None:
     files = {path.stem.replace("_", "-") for path in (ROOT / "llmconv/cli").glob("*.py")}
     assert files - {"--init--", "options"} == set(llmconv.cli.COMMANDS)

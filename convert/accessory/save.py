@@ -59,7 +59,7 @@ def _whole(checkpoint: Checkpoint, args: Args) -> dict[str, LazyTensor]:
     """
     params, source = args.params, checkpoint.path.name
     table = _with_biases(table_of(params), args.biases)
-    embedding = next(target for name, target in table.items() if name.endswith("_embeddings.weight"))
+    embedding = next(to for name, to in table.items() if to and name.endswith("_embeddings.weight"))
     tensors = with_head(checkpoint, embedding, tied=params.family == "falcon")
     expected = [target.format(layer) for target in table.values() if target for layer in range(params.layers)]
     require(dict.fromkeys(expected), tensors, source)

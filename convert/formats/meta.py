@@ -138,7 +138,8 @@ def _copies(shards: Sequence[Shard], keys: int, head_dim: int) -> int:
     """How many neighbours hold the same head: with more ranks than heads Meta repeats them, and counts the copies."""
     if keys != head_dim or len(shards) == 1:
         return 1
-    heads = [shard["layers.0.attention.wk.weight"].read().tobytes() for shard in shards]
+    names = ("layers.0.attention.wk.weight", "layers.0.attention.wv.weight")
+    heads = [b"".join(shard[name].read().tobytes() for name in names) for shard in shards]
     run = next((number for number, head in enumerate(heads) if head != heads[0]), len(heads))
     repeats = len(heads) % run == 0 and all(head == heads[number // run * run] for number, head in enumerate(heads))
     return run if repeats else 1

@@ -48,7 +48,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
             rank[name] = part
     files = tuple(Shard(f"consolidated.{number:02}.pth", rank, torch_pieces) for number, rank in enumerate(ranks))
     small = ({TOKENIZER: tokenizer} if tokenizer else {}) | {"params.json": json_bytes(params)}
-    return Plan(checkpoint, files, small, _losses(checkpoint, decoder, params, tokenizer))
+    return Plan(checkpoint, files, small, _losses(decoder, params, tokenizer))
 
 
 def llama_tensors(checkpoint: Checkpoint, decoder: Decoder) -> dict[str, LazyTensor]:
@@ -120,15 +120,11 @@ def _tokenizer(checkpoint: Checkpoint, decoder: Decoder) -> bytes | None:
     return made if made and made.count(b"\n") + NUM_SPECIAL == decoder.vocabulary else None
 
 
-def _losses(
-    checkpoint: Checkpoint, decoder: Decoder, params: Mapping[str, Any], tokenizer: bytes | None
-) -> tuple[str, ...]:
+def _losses(decoder: Decoder, params: Mapping[str, Any], tokenizer: bytes | None) -> tuple[str, ...]:
     """What Meta's folder has no place for."""
     losses = []
     if tokenizer is None:
-        left = listing([name for name in checkpoint.side_files if name.startswith("tokenizer")])
-        there = f" ({left} stay behind)" if left else ""
-        losses.append(f"`{decoder.source}` has no `{TOKENIZER}`, the only tokenizer that Meta's code reads{there}")
+        losses.append(f"`{decoder.source}` has no `{TOKENIZER}`, the only tokenizer that Meta's code reads")
     told = config_of(params, decoder)["max_position_embeddings"]
     if told != decoder.max_positions:
         losses.append(f"`params.json` does not hold `max_position_embeddings`; `to-hf` will take {told} for it")

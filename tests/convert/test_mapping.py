@@ -7,9 +7,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from llmconv.convert.mapping import concat, equal, permute_rows, rename, replicated, require, rope_order
+from llmconv.convert.mapping import (
+    concat,
+    equal,
+    inverse_order,
+    inverted,
+    permute_rows,
+    rename,
+    replicated,
+    require,
+    rope_order,
+    split,
+)
 from llmconv.errors import MalformedInput
-from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
+from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, LazyTensor, in_memory
 
 TABLE = {"in.{}.weight": "out.{}.w", "head": "head", "freqs": None}
 
@@ -56,6 +67,50 @@ def test_rows_of_a_concatenation_are_rows_of_the_whole(count: int, rows: int, di
 def test_parts_that_do_not_fit_are_an_error() -> None:
     with pytest.raises(ValueError, match="cannot join"):
         concat([lazy(numbers(2, 3)), lazy(numbers(2, 4))], 0)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 1), st.data())
+def test_split_undoes_concat(count: int, size: int, dim: int, data: st.DataObject) -> None:
+    whole = numbers(*((size * count, 3) if dim == 0 else (3, size * count)))
+    parts = split(lazy(whole), dim, count)
+    expected = np.split(whole, count, axis=dim)
+    start = data.draw(st.integers(0, parts[0].num_rows - 1))
+    stop = data.draw(st.integers(start + 1, parts[0].num_rows))
+    for part, array in zip(parts, expected, strict=True):
+        assert part.shape == array.shape
+        assert np.array_equal(part.rows(start, stop), array[start:stop])
+    assert np.array_equal(concat(parts, dim).read(), whole)
+
+
+def test_columns_are_read_by_no_more_than_a_block() -> None:
+    asked: list[int] = []
+
+    def load(start: int, stop: int) -> Array:
+        asked.append(stop - start)
+        return np.full((stop - start, 1 << 18), start, np.float32)
+
+    part = split(LazyTensor(BY_NAME["float32"], (64, 1 << 18), load), 1, 2)[1]
+    assert part.rows(3, 60).shape == (57, 1 << 17)
+    assert sum(asked) == 57 and max(asked) == BLOCK_BYTES >> 20
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_size_that_does_not_divide_is_an_error(dim: int) -> None:
+    with pytest.raises(ValueError, match=f"no 2 equal parts along dim {dim}"):
+        split(lazy(numbers(3, 3)), dim, 2)
+
+
+@given(st.permutations(range(8)))
+def test_the_inverse_order_undoes_an_order(order: list[int]) -> None:
+    array = numbers(16, 2)
+    there = permute_rows(lazy(array), order)
+    assert np.array_equal(permute_rows(there, inverse_order(order)).read(), array)
+
+
+def test_an_inverted_table_renames_back() -> None:
+    names = rename(["in.7.weight", "head"], TABLE, "x")
+    assert rename(names, inverted(TABLE), "x") == {source: target for target, source in names.items()}
 
 
 def test_rope_rows_of_a_head_of_four() -> None:
