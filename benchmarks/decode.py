@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from benchmarks import optimum_env
+from benchmarks import environments
 from benchmarks.measure import FOLDER, Target, llmconv, remove, report, run
 from llmconv.checkpoint import Checkpoint
 from llmconv.tensors import BY_NAME, Array, LazyTensor
@@ -85,7 +85,7 @@ def exports() -> dict[str, Path]:
     rival = FOLDER / "optimum"
     remove(rival)
     command = [
-        str(optimum_env.python()),
+        str(environments.python("optimum")),
         "-m",
         "optimum.commands.optimum_cli",
         "export",

@@ -11,6 +11,7 @@ import yaml
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.architectures import causal_lm_classes
+from llmconv.convert.composer import mpt
 from llmconv.convert.mapping import listing
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
@@ -103,7 +104,7 @@ def causal_lm_config(
 
     Raises:
         InputRefused: there is no `model_type`.
-        UnsupportedInput: it is none that transformers has.
+        UnsupportedInput: it is none that transformers has, or an MPT that it cannot express.
     """
     config, dropped = without_code({**stored, **given})
     if "model_type" not in config:
@@ -112,11 +113,8 @@ def causal_lm_config(
         )
     if dropped:
         warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
-    if config["model_type"] == "mpt":
-        raise UnsupportedInput(
-            f"`{source}` is an MPT of LLM Foundry, whose code is not part of transformers",
-            hint="MPT comes later; transformers' own MPT differs and would give wrong results silently",
-        )
+    if config["model_type"] in mpt.MODEL_TYPES:
+        config = mpt.native_config(config, source, warnings)
     return with_architecture(config)
 
 

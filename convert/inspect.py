@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from llmconv.safetensors_io import read_header
 from llmconv.storage import local_path
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file, open_torch_file
+from llmconv.unpacking import unpacked
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -29,7 +30,7 @@ class Inspection:
 
     Attributes:
         path: the file or folder.
-        format: `composer`, `meta`, …, or `hf`, `adapter`, `safetensors`, `torch`.
+        format: `composer`, `meta`, …, or `hf`, `adapter`, `safetensors`, `torch-file`.
         config: its configuration, empty where there is none.
         tensors: its tensors, in the names a conversion would give them.
         side_files: names of the tokenizer and generation files.
@@ -56,7 +57,7 @@ class Inspection:
     @property
     def file_bytes(self) -> int:
         """Bytes on disk of the file, or of the files of the folder."""
-        entries = [self.path] if self.path.is_file() else [*self.path.iterdir(), *self.path.glob("rank_*/*")]
+        entries = [self.path] if self.path.is_file() else [*self.path.iterdir(), *self.path.glob("*/*")]
         return sum(entry.stat().st_size for entry in entries if entry.is_file())
 
     @property
@@ -87,7 +88,12 @@ def inspect(path: str | Path) -> Inspection:
     Raises:
         InputRefused: nothing that llmconv can read, or something malformed.
     """
-    place = local_path(path)
+    given = local_path(path, keep=False)
+    found = _inspect(unpacked(given))
+    return replace(found, path=given)
+
+
+def _inspect(place: Path) -> Inspection:
     found = detect(place)
     if found:
         return _inspect_training(place, found)
@@ -96,10 +102,10 @@ def inspect(path: str | Path) -> Inspection:
     if place.is_dir() and (place / "config.json").is_file():
         opened = open_checkpoint(place)
         return Inspection(place, "hf", opened.config, opened.tensors, tuple(sorted(opened.side_files)), opened.warnings)
-    if place.is_file() and place.suffix == ".safetensors":
+    if place.is_file() and ".safetensors" in place.suffixes:
         return Inspection(place, "safetensors", {}, read_header(place).tensors)
     if is_torch_file(place):
-        return Inspection(place, "torch", {}, torch_tensors(place))
+        return Inspection(place, "torch-file", {}, torch_tensors(place))
     raise explain(place)
 
 

@@ -131,6 +131,20 @@ def plan_merge(
     base: Checkpoint, adapters: Sequence[Adapter], weights: Sequence[float], dtype: str, max_shard_size: str | int
 ) -> Merge:
     """Places every tensor of every adapter and makes the lazy result; see `merge_lora` for arguments and errors."""
+    checkpoint, edits = merged(base, adapters, weights, dtype)
+    return Merge(
+        plan_checkpoint(checkpoint, max_shard_size),
+        merged=tuple(name for name in checkpoint if name in edits.changes),
+        replaced=tuple(name for name in checkpoint if name in edits.whole and name in base),
+        added=tuple(name for name in checkpoint if name not in base),
+        warnings=tuple(edits.warnings),
+    )
+
+
+def merged(
+    base: Checkpoint, adapters: Sequence[Adapter], weights: Sequence[float], dtype: str = "keep"
+) -> tuple[Checkpoint, Edits]:
+    """The lazy result, and what was done to the base; see `merge_lora` for arguments and errors."""
     if base.config.get("quantization_config"):
         raise UnsupportedInput(
             "the base is quantized", hint="merge into the unquantized model the adapter was trained on, then quantize"
@@ -149,13 +163,7 @@ def plan_merge(
     if dtype != "keep":
         config = with_dtype(config, tensors)
     side_files = _side_files(base, adapters if resized else ())
-    return Merge(
-        plan_checkpoint(replace(base, tensors=tensors, config=config, side_files=side_files), max_shard_size),
-        merged=tuple(name for name in tensors if name in edits.changes),
-        replaced=tuple(name for name in tensors if name in edits.whole and name in base),
-        added=tuple(name for name in tensors if name not in base),
-        warnings=tuple(edits.warnings),
-    )
+    return replace(base, tensors=tensors, config=config, side_files=side_files), edits
 
 
 def _result(edits: Edits, name: str, dtype: str) -> LazyTensor:

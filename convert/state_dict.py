@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llmconv.convert.composer import mpt_tensors
 from llmconv.convert.mapping import equal, listing
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.pickle_data import TensorRef
@@ -117,10 +118,9 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
     for name in tensors:
         if number := LAYER.search(name):
             layers.setdefault(int(number[1]), set()).add(name[number.end() :])
-    # counted first: a damaged configuration may say anything
-    if wanted is not None and (len(layers) != wanted or set(layers) != set(range(len(layers)))):
+    if wanted is not None and (type(wanted) is not int or wanted != len(layers) or max(layers, default=-1) >= wanted):
         raise MalformedInput(
-            f"`{source}` has {len(layers)} layers, its configuration says {wanted}",
+            f"`{source}` has {len(layers)} layers, its configuration says {str(wanted)[:40]}",
             hint="the configuration is of another model, or the checkpoint is partial",
         )
     uneven = [f"{number}.{rest}" for number, parts in layers.items() for rest in set.union(*layers.values()) - parts]
@@ -130,6 +130,8 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
             hint="the checkpoint is partial; transformers would fill the gaps with random weights",
         )
     _check_ends(tensors, config, source)
+    if config.get("model_type") == "mpt":
+        mpt_tensors.check_tensors(tensors, config, source)
 
 
 def _check_ends(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:

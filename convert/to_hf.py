@@ -16,6 +16,7 @@ from llmconv.manifest import step
 from llmconv.progress import warn_all
 from llmconv.storage import local_path
 from llmconv.tensors import BY_NAME, FLOATS, cast
+from llmconv.unpacking import unpacked
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
 
 
@@ -29,6 +30,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     base: str | Path | None = None,
     drop: bool = False,
     qkv_layout: str | None = None,
+    adapter: str | None = None,
     dtype: str = "keep",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -46,6 +48,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         base: the model that training started from, where the checkpoint holds only what was trained.
         drop: leave out parts of the model that no model of transformers can hold, instead of refusing it.
         qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
+        adapter: what becomes of a LoRA adapter in a Composer checkpoint: `merge` or `split`; merged when None.
         dtype, max_shard_size: `keep` or the float type of the weights; largest safetensors file, such as `5GB`.
         overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; write nothing.
 
@@ -57,7 +60,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
     configs = tuple(Path(path) for path in config)
     base = local_path(base) if base else None
-    options = {"base": str(base) if base else None, "drop": drop or None, "qkv_layout": qkv_layout}
+    options = {"base": str(base) if base else None, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter}
     given = {name: value for name, value in options.items() if value}
     checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, given)
     warn_all(checkpoint.warnings)
@@ -83,11 +86,12 @@ def open_training(
     Raises:
         InputRefused: see `to_hf`.
     """
-    path = local_path(source)
-    chosen = by_name(format) if format else detect(path)
+    path = local_path(source, keep=False)
+    inside = unpacked(path)
+    chosen = by_name(format) if format else detect(inside)
     if chosen is None:
-        raise explain(path)
-    if format and not chosen.detect(path):
+        raise explain(inside)
+    if format and not chosen.detect(inside):
         raise UsageProblem(
             f"`{path.name}` is not of the format `{format}`", hint="leave out `--from`; formats are told by content"
         )
@@ -96,7 +100,8 @@ def open_training(
         raise UsageProblem(
             f"`--{foreign[0].replace('_', '-')}` means nothing for the format `{chosen.name}`", hint="leave it out"
         )
-    return chosen.open(path, {**merged_configs(config), **(options or {})}, tokenizer)
+    opened = chosen.open(inside, {**merged_configs(config), **(options or {})}, tokenizer)
+    return opened if inside is path else replace(opened, path=path)
 
 
 def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
@@ -104,10 +109,14 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     tensors = dict(checkpoint.tensors)
     if dtype != "keep":
         tensors = {name: cast(tensor, BY_NAME[dtype]) for name, tensor in tensors.items()}
-    return replace(checkpoint, tensors=tensors, config=with_dtype(checkpoint.config, tensors))
+    adapter = checkpoint.adapter
+    if adapter and dtype != "keep":
+        own = {name: cast(tensor, BY_NAME[dtype]) for name, tensor in adapter.tensors.items()}
+        adapter = replace(adapter, tensors=own)
+    return replace(checkpoint, tensors=tensors, config=with_dtype(checkpoint.config, tensors), adapter=adapter)
 
 
 def _files(path: Path) -> list[Path]:
-    """The files whose size and time guard `--resume`, those of rank folders included."""
-    entries = [path] if path.is_file() else [*path.iterdir(), *path.glob("rank_*/*")]
+    """The files whose size and time guard `--resume`, those one folder deeper (of a rank, of the model) included."""
+    entries = [path] if path.is_file() else [*path.iterdir(), *path.glob("rank_*/*"), *path.glob("model/*")]
     return sorted(entry for entry in entries if entry.is_file())

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from llmconv.convert.formats import formats
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
+from llmconv.pickle_machine import Stub
 from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
+
+PACKED = re.compile(r"\.(?:(?:pth?|bin|ckpt)\.(?:gz|bz2|xz|lzma|lz4|zst)|tar(?:\.\w+)?|tgz)$")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def explain(path: Path) -> LlmconvError:
@@ -32,11 +37,12 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` is a static graph of Paddle, which is not converted back",
             hint="give the folder with `model_state.pdparams` that it was exported from",
         )
-    if "composer_metadata.json" in names:
+    if "checkpoint" in names and any(name.startswith("zero_to_fp32") or name == "latest" for name in names):
         return UnsupportedInput(
-            f"`{folder}` is a Composer checkpoint in the newer folder layout", hint="this layout comes later"
+            f"`{folder}` is a Lightning checkpoint that DeepSpeed wrote",
+            hint=f"give the folder inside: `{folder / 'checkpoint'}`",
         )
-    checkpoints = sorted(name for name in names if name.endswith((".pt", ".pth")) and is_torch_file(folder / name))
+    checkpoints = sorted(name for name in names if PACKED.search(name) or _is_torch(folder / name))
     if checkpoints:
         return InputRefused(
             f"`{folder}` is a folder with {len(checkpoints)} checkpoint file(s), not one of them",
@@ -45,14 +51,23 @@ def _explain_folder(folder: Path) -> LlmconvError:
     return _unknown(folder)
 
 
+def _is_torch(path: Path) -> bool:
+    return path.suffix in TORCH_SUFFIXES and is_torch_file(path)
+
+
 def _explain_file(path: Path) -> LlmconvError:
     with open(path, "rb") as file:
         head = file.read(300)
-    if head.startswith(b"PK"):
+    if head.startswith(b"PK") or is_torch_file(path):
         try:
             content = open_torch_file(path).content
         except LlmconvError as problem:
             return problem
+        if isinstance(content, Stub):
+            return UnsupportedInput(
+                f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
+                hint="load it where its code is, and save its `state_dict()`",
+            )
         keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "no dict"
         return UnsupportedInput(
             f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
@@ -62,7 +77,7 @@ def _explain_file(path: Path) -> LlmconvError:
 
 
 def _unknown(path: Path) -> LlmconvError:
-    return UnsupportedInput(f"`{path}` is of no training format that llmconv knows", hint=_known())
+    return UnsupportedInput(f"`{path.name}` is of no training format that llmconv knows", hint=_known())
 
 
 def _known() -> str:

@@ -14,6 +14,9 @@ from llmconv.tensors import LazyTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_FOLDER = "adapter"
+"""Where the two files of an adapter lie beside a model; without one they lie in the folder itself."""
 
 SIDE_FILES = (
     "generation_config.json",
@@ -46,6 +49,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         warnings: what a user should know, one line each.
         version: what the files tell of their writer, such as `composer 0.32.1`; empty where they tell nothing.
         shards: files that the weights lie in.
+        adapter: a PEFT adapter of this model that stays apart: its tensors, and as `config` its `adapter_config.json`.
         dropped: what is in the files and not in `tensors`, one phrase each, such as `the optimizer's state`.
     """
 
@@ -58,6 +62,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     version: str = ""
     shards: int = 1
     dropped: tuple[str, ...] = ()
+    adapter: Checkpoint | None = None
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.tensors[name]

@@ -131,9 +131,14 @@ def _storage(reference: Any) -> StorageRef:
     """A persistent id: `("storage", type, key, location, numel)`."""
     match reference:
         case ("storage", Global() as kind, str() as key, str(), int() as numel) if 0 <= numel < 1 << 62:
-            return StorageRef(BY_NAME.get(STORAGES.get(kind.name, "")), kind.name, key, numel)
+            return StorageRef(storage_dtype(kind), kind.name, key, numel)
         case _:
             raise Refused("refers to something outside that is no storage")
+
+
+def storage_dtype(kind: Global) -> DType | None:
+    """The element type of a storage class of torch, None for an untyped or quantized one."""
+    return BY_NAME.get(STORAGES.get(kind.name, ""))
 
 
 def _ordered_dict(pairs: Any = ()) -> dict[Any, Any]:
@@ -161,6 +166,7 @@ def _from_type(function: Any, _kind: Any, args: tuple[Any, ...], _state: Any = N
 
 
 RECORDS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor,
     "torch._utils._rebuild_parameter": _first,

@@ -55,11 +55,12 @@ class Refused(Exception):
 
 
 class Machine:
-    """The state of one interpretation: stacks, memo and the position in the bytes."""
+    """The state of one interpretation: stacks, memo and the position in the bytes; `alone`: the bytes hold no more."""
 
-    def __init__(self, data: bytes | mmap, hooks: Hooks) -> None:
+    def __init__(self, data: bytes | mmap, hooks: Hooks, *, alone: bool = True) -> None:
         self.data = data
         self.hooks = hooks
+        self.alone = alone
         self.position = 0
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
@@ -114,7 +115,7 @@ def run(machine: Machine) -> Any:
         machine.position += 1
         if code == STOP:
             value = machine.stack.pop()
-            if machine.position != len(data):
+            if machine.alone and machine.position != len(data):
                 raise Refused(f"goes on after its end at byte {machine.position}")
             return value
         operation = operations[code]

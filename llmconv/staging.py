@@ -23,6 +23,9 @@ from typing import IO, Any
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed
 from llmconv.manifest import MANIFEST, Manifest
 
+MARKS = ("config.json", "adapter_config.json", MANIFEST)
+"""One of these lies in every folder that may be replaced: a model's, an adapter's, or whatever was made here."""
+
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
 RENAME_EXCHANGE, AT_FDCWD = 2, -100
@@ -69,7 +72,7 @@ class StagedFolder:
         resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
         if not (resumable and self.finished):
             shutil.rmtree(self.path, ignore_errors=True)
-        for part in self.path.glob("*.part"):
+        for part in self.path.rglob("*.part"):
             part.unlink(missing_ok=True)
         self._close_lock()
 
@@ -88,10 +91,12 @@ class StagedFolder:
     def _open_journal(self) -> None:
         if self._resume:
             self.finished = self._read_journal()
-        for item in self.path.iterdir():
+        kept = {self.path / name for name in (*self.finished, LOCK)}
+        for item in sorted(self.path.rglob("*"), reverse=True):
             if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item)
-            elif item.name not in self.finished and item.name != LOCK:
+                if not any(item in path.parents for path in kept):
+                    item.rmdir()
+            elif item not in kept:
                 item.unlink()
         write_durably(self.path / JOURNAL, self._encode_journal())
 
@@ -106,7 +111,7 @@ class StagedFolder:
         return {line.pop("file"): line for line in lines[1:] if self._intact(line)}
 
     def _intact(self, line: Any) -> bool:
-        if not isinstance(line, dict) or not isinstance(name := line.get("file"), str) or Path(name).name != name:
+        if not isinstance(line, dict) or not isinstance(name := line.get("file"), str) or not is_inner(name):
             return False
         path = self.path / name
         if not path.is_file() or path.stat().st_size != line.get("bytes"):
@@ -123,17 +128,28 @@ class StagedFolder:
         self.finished[name] = entry
         write_durably(self.path / JOURNAL, self._encode_journal())
 
+    def place(self, name: str) -> Path:
+        """Where the file `name` is to be written; it may lie one folder down, as `rank_0/model.ckpt` does."""
+        assert is_inner(name), name
+        path = self.path / name
+        if not path.parent.is_dir():
+            with failing_safely():
+                path.parent.mkdir()
+        return path
+
     def write_file(self, name: str, content: bytes) -> None:
-        """Writes one small file, which may lie one folder down."""
+        """Writes one small file; see `place` for `name`."""
+        path = self.place(name)
         with failing_safely():
-            (self.path / name).parent.mkdir(exist_ok=True)
-            write_durably(self.path / name, content)
+            write_durably(path, content)
             self.record(name, {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
 
     def commit(self, manifest: Manifest) -> None:
         """Adds the manifest and makes the folder visible as `output`."""
         manifest.files = dict(self.finished)
         with failing_safely():
+            for folder in {(self.path / name).parent for name in self.finished} - {self.path}:
+                sync_folder(folder)
             write_durably(self.path / MANIFEST, manifest.encode())
             (self.path / JOURNAL).unlink()
             (self.path / LOCK).unlink()
@@ -147,6 +163,12 @@ class StagedFolder:
             self.path.rename(self.output)
 
 
+def is_inner(name: str) -> bool:
+    """Whether `name` is a file's name, or one in a folder: `a` or `a/b`, and nothing that leads elsewhere."""
+    parts = name.split("/")
+    return len(parts) <= 2 and all(Path(part).name == part for part in parts)
+
+
 def require_free(output: Path, overwrite: bool) -> None:
     """`--overwrite` replaces a model folder, and nothing else that happens to have that name."""
     if not os.path.lexists(output):
@@ -154,8 +176,7 @@ def require_free(output: Path, overwrite: bool) -> None:
     if not overwrite:
         raise InputRefused(f"`{output}` already exists", hint="choose another `-o`, or give `--overwrite`")
     ours = output.is_dir() and not output.is_symlink()
-    known = ("config.json", MANIFEST)
-    if not ours or (any(output.iterdir()) and not any((output / name).is_file() for name in known)):
+    if not ours or (any(output.iterdir()) and not any((output / name).is_file() for name in MARKS)):
         raise InputRefused(
             f"`{output}` is no model folder, so it is not overwritten",
             hint="choose another `-o`, or remove it yourself",

@@ -2,44 +2,89 @@
 
 from __future__ import annotations
 
+import atexit
 import re
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from llmconv.errors import InputRefused
+from llmconv.pointers import TEXT_LIMIT, LocalTree, follow, follow_local
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
-def local_path(name: str | Path) -> Path:
+def local_path(name: str | Path, *, keep: bool = True) -> Path:
     """A local path for `name`: itself when it exists, a download when it is a URI or a hub id (`org/name[@revision]`).
+
+    A pointer file of Composer is followed, on the disk and in a bucket.
+
+    Args:
+        name: path, URI or hub id.
+        keep: whether what is fetched from a URI stays when the process ends.
 
     Raises:
         InputRefused: there is no such path, and it is neither a reachable URI nor a hub id.
     """
-    path = Path(name)
+    path = follow_local(Path(name))
     if path.exists():
         return path
+    if path.is_symlink():
+        raise InputRefused(
+            f"`{path}` is a link to `{path.readlink()}`, which is not there", hint="fetch that too, or mend the link"
+        )
     text = str(name)
     if "://" in text:
-        return _download(text)
+        return _download(text, keep)
     if HUB_ID.fullmatch(text):
         return _from_hub(*text.partition("@")[::2])
     raise InputRefused(f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name`")
 
 
-def _download(uri: str) -> Path:
+def _download(uri: str, keep: bool) -> Path:
     import fsspec  # noqa: PLC0415 - a local path does without it
 
     folder = Path(tempfile.mkdtemp(prefix="llmconv-"))
+    if not keep:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         filesystem, remote = fsspec.url_to_fs(uri)
+        remote = follow(remote, LocalTree() if uri.startswith(("file:", "local:")) else Bucket(filesystem))
         filesystem.get(remote, str(folder) + "/", recursive=filesystem.isdir(remote))
-    except (OSError, ImportError, ValueError) as error:
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError | ImportError | ValueError):
+            raise
         raise InputRefused(
             f"cannot fetch `{uri.partition('?')[0]}`: {error}", hint="check the address and the credentials"
         ) from error
     return next(folder.iterdir(), folder)
+
+
+class Bucket:
+    """The files of a bucket, for `follow`; `filesystem` is one of fsspec."""
+
+    def __init__(self, filesystem: Any) -> None:
+        self._filesystem = filesystem
+
+    def exists(self, path: str) -> bool:
+        """Whether an object or a folder is there."""
+        return bool(self._filesystem.exists(path))
+
+    def head(self, path: str) -> bytes | None:
+        """The first bytes of an object, None for a folder."""
+        if not self._filesystem.isfile(path):
+            return None
+        with self._filesystem.open(path, "rb") as file:
+            return bytes(file.read(TEXT_LIMIT + 1))
+
+    def roots(self, path: str) -> Iterator[str]:
+        """The top first: the bucket is the first part of an object's path; an address has its host in front."""
+        scheme, mark, rest = path.rpartition("://")
+        parts = rest.split("/")
+        yield from (scheme + mark + "/".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def _from_hub(repository: str, revision: str) -> Path:

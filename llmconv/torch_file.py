@@ -1,7 +1,7 @@
-"""Torch files (`torch.save`, zip format) read lazily: the pickle becomes data, a tensor becomes a range of the file.
+"""Torch files (`torch.save`) read lazily: the pickle becomes data, a tensor becomes a range of the file.
 
-Layout (pytorch `caffe2/serialize/inline_container.cc`): a zip of STORED members under one folder: `data.pkl`,
-`data/KEY` (one per storage), `byteorder`, `version`.
+Layout since torch 1.6 (pytorch `caffe2/serialize/inline_container.cc`): a zip of STORED members under one folder:
+`data.pkl`, `data/KEY` (one per storage), `byteorder`, `version`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.legacy_torch_file import is_legacy, read_legacy
 from llmconv.pickle_data import TensorRef, read_pickle
 from llmconv.safetensors_io import FileTensor
 from llmconv.tensors import Array, DType, LazyTensor
@@ -37,7 +38,6 @@ MAGICS: tuple[tuple[bytes, int, str], ...] = (
     (b"\x5d\x00\x00", 0, "is compressed with lzma"),
     (b"ustar", 257, "is a tar archive"),
 )
-LEGACY_MAGIC = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ def _strided(storage: FileTensor, dtype: DType, ref: TensorRef) -> LazyTensor:
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether `path` is a zip with a `data.pkl`, as `torch.save` writes (content, not name, decides)."""
+    """Whether `path` is a zip with a `data.pkl`, or begins as `torch.save` did before 1.6 (content decides)."""
     if not path.is_file() or not zipfile.is_zipfile(path):
-        return False
+        return is_legacy(path)
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())
@@ -128,10 +128,10 @@ def is_torch_file(path: Path) -> bool:
 
 
 def open_torch_file(path: Path) -> TorchFile:
-    """Reads the zip directory and the pickle; no tensor data.
+    """Reads the zip directory (before torch 1.6: the sizes of the storages) and the pickle; no tensor data.
 
     Raises:
-        UnsupportedInput: compressed, tar, TorchScript, or the format before torch 1.6.
+        UnsupportedInput: compressed, tar, or TorchScript.
         MalformedInput: truncated, or a zip whose parts contradict each other.
     """
     stat = path.stat()
@@ -143,6 +143,8 @@ def _open(path: Path, size: int, _changed: int) -> TorchFile:
     """Kept, because a file is first asked what it is and then opened."""
     with open(path, "rb") as file:
         head = file.read(300)
+    if is_legacy(path):
+        return TorchFile(path, *read_legacy(path))
     if not head.startswith(b"PK"):
         raise explain_no_zip(path, head)
     try:
@@ -170,12 +172,9 @@ def explain_no_zip(path: Path, head: bytes) -> UnsupportedInput | MalformedInput
     """The error for a file that is no zip, from its first 300 bytes."""
     for magic, position, what in MAGICS:
         if head[position:].startswith(magic):
-            return UnsupportedInput(f"`{path.name}` {what}", hint="unpack it and give the `.pt` file inside")
-    if LEGACY_MAGIC in head[:16]:
-        return UnsupportedInput(
-            f"`{path.name}` is in the format from before torch 1.6",
-            hint="load it with a torch you trust it to, and save it again with `torch.save`",
-        )
+            return UnsupportedInput(
+                f"`{path.name}` {what}", hint="unpack it first; only a checkpoint of one file may be packed"
+            )
     return MalformedInput(
         f"`{path.name}` is no torch file", hint="it should be a zip as `torch.save` writes; is the download complete?"
     )

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import INDEX, SINGLE, Checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, INDEX, SINGLE, Checkpoint
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.manifest import Manifest
 from llmconv.progress import bytes_bar
@@ -87,7 +87,7 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -
         UsageProblem: `max_shard_size` is no size such as `5GB`.
         InputRefused: there are no tensors.
     """
-    if not checkpoint:
+    if not checkpoint and not checkpoint.adapter:
         raise InputRefused(f"`{checkpoint.path}` holds no tensors", hint="look at it with `llmconv inspect`")
     limit = parse_size(max_shard_size)
     groups: list[dict[str, LazyTensor]] = [{}]
@@ -98,8 +98,13 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -
             size = 0
         groups[-1][name] = tensor
         size += tensor.nbytes
-    shards = tuple(Shard(_shard_name(i, len(groups)), group) for i, group in enumerate(groups, 1))
-    return Plan(checkpoint, shards, _small_files(checkpoint, shards))
+    shards = tuple(Shard(_shard_name(i, len(groups)), group) for i, group in enumerate(groups, 1) if group)
+    small_files = _small_files(checkpoint, shards)
+    if checkpoint.adapter:
+        place = f"{ADAPTER_FOLDER}/" if shards else ""
+        shards = (*shards, Shard(place + ADAPTER_WEIGHTS, checkpoint.adapter.tensors))
+        small_files[place + ADAPTER_CONFIG] = json_bytes(checkpoint.adapter.config)
+    return Plan(checkpoint, shards, small_files)
 
 
 def _shard_name(number: int, count: int) -> str:
@@ -156,7 +161,7 @@ def write_checkpoint(
                 if shard.name in folder.finished:
                     advance(shard.nbytes)
                 else:
-                    folder.record(shard.name, _write_shard(folder.path / shard.name, shard, advance))
+                    folder.record(shard.name, _write_shard(folder.place(shard.name), shard, advance))
         for name, content in plan.small_files.items():
             folder.write_file(name, content)
         manifest = Manifest(list(steps))
@@ -167,8 +172,10 @@ def write_checkpoint(
 
 
 def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard]) -> dict[str, bytes]:
-    """Side files, `config.json`, and last the index."""
-    files = {**checkpoint.side_files, "config.json": json_bytes(checkpoint.config)}
+    """Side files, `config.json` where there is a model, and last the index."""
+    files = dict(checkpoint.side_files)
+    if shards:
+        files["config.json"] = json_bytes(checkpoint.config)
     if len(shards) > 1:
         weight_map = {name: shard.name for shard in shards for name in shard.tensors}
         metadata = {"total_size": sum(shard.nbytes for shard in shards)}
@@ -209,8 +216,6 @@ def _write_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> di
     pieces = list(shard.container(shard.tensors))
     sums = _Sums([0] * len(shard.tensors) if any(callable(piece) for piece in pieces) else [])
     size = flushed = 0
-    with failing_safely():
-        path.parent.mkdir(exist_ok=True)
     with failing_safely(), open(part, "wb", buffering=0) as file, ThreadPoolExecutor(2) as helpers:
         hashing: Future[None] = helpers.submit(lambda: None)
         flushing = hashing

@@ -32,17 +32,18 @@ Files = dict[str, bytes]
 def sample(offset: int = 0, count: int = 3) -> Checkpoint:
     """Tensors of 80 bytes each, one per shard."""
     tensors = {f"t{i}": in_memory(np.arange(20, dtype=np.float32) + i + offset, F32) for i in range(count)}
-    return Checkpoint(Path("sample"), "test", tensors, {"model_type": "llama"}, {"tokenizer.json": b"{}"})
+    side_files = {"tokenizer.json": b"{}", "inner/notes.json": b"[]"}
+    return Checkpoint(Path("sample"), "test", tensors, {"model_type": "llama"}, side_files)
 
 
 def write(folder: Path, checkpoint: Checkpoint | None = None, **options: Any) -> Files:
-    """Writes three shards, and returns the content of every file."""
+    """Writes three shards and a folder with a file, and returns the content of every file."""
     write_checkpoint(plan_checkpoint(checkpoint or sample(), 100), folder, steps=[], sources=[], **options)
     return content(folder)
 
 
 def content(folder: Path) -> Files:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def in_child(work: Callable[[], object]) -> int:

@@ -231,12 +231,6 @@ def test_torchscript_is_refused_by_name(tmp_path: Path) -> None:
         open_torch_file(path)
 
 
-def test_the_format_before_zip_is_refused_by_name(tmp_path: Path) -> None:
-    torch.save({"a": BASE}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedInput, match=r"before torch 1\.6"):
-        open_torch_file(tmp_path / "x.pt")
-
-
 def test_tar_and_gzip_are_refused_by_name(tmp_path: Path) -> None:
     inner = save(tmp_path / "x.pt", {"a": BASE})
     with tarfile.open(tmp_path / "tar.pt", "w") as archive:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from llmconv import tensors as tensors_module
 from llmconv import writer
-from llmconv.checkpoint import INDEX, Checkpoint, open_checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 from llmconv.writer import parse_size, plan_checkpoint, write_checkpoint
@@ -54,6 +54,25 @@ def test_the_manifest_has_size_and_sha256_of_every_other_file(tmp_path: Path) ->
     manifest = json.loads(files.pop("llmconv.json"))
     hashes = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
     assert manifest["files"] == hashes
+
+
+def adapter() -> Checkpoint:
+    """An adapter of one tensor."""
+    tensor = in_memory(np.ones((2, 2), dtype=np.float32), F32)
+    return Checkpoint(Path("sample"), "adapter", {"lora_A.weight": tensor}, {"r": 2})
+
+
+def test_an_adapter_lies_in_a_sub_folder_and_not_in_the_index(tmp_path: Path) -> None:
+    write_checkpoint(plan_checkpoint(replace(sample(), adapter=adapter()), 100), tmp_path / "out", steps=[], sources=[])
+    assert {path.name for path in (tmp_path / "out" / "adapter").iterdir()} == {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sample().nbytes and set(index["weight_map"]) == set(sample())
+    assert open_checkpoint(tmp_path / "out").keys() == sample().keys()
+
+
+def test_an_adapter_alone_lies_in_the_folder_itself(tmp_path: Path) -> None:
+    files = write(replace(sample(), tensors={}, adapter=adapter()), tmp_path / "out")
+    assert set(files) == {ADAPTER_CONFIG, ADAPTER_WEIGHTS, "tokenizer.json", "llmconv.json"}
 
 
 def test_shards_are_named_and_indexed_as_hugging_face_does(tmp_path: Path) -> None:

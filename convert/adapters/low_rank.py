@@ -70,7 +70,7 @@ def add_low_rank(base: LazyTensor, changes: Sequence[LowRank], dtype: DType) -> 
         right = np.vstack([pair[1] for pair in pairs]).astype(work)
         return _sum_rows(base.rows(start, stop), left, right, dtype)
 
-    return LazyTensor(dtype, base.shape, load)
+    return LazyTensor(dtype, base.shape, load, lambda other: add_low_rank(base, changes, other))
 
 
 def _sum_rows(rows: Array, left: Array, right: Array, dtype: DType) -> Array:

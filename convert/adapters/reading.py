@@ -98,8 +98,23 @@ def open_adapter(path: Path, alpha: float | None = None) -> Adapter:
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise InputRefused(f"`{folder}` holds no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
-    pairs, whole = _sort(read_tensors(weights), weights.name)
-    adapter = Adapter(folder, (weights,), folder / CONFIG, config, pairs, whole)
+    return to_adapter(folder, (weights,), config, read_tensors(weights))
+
+
+def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensors: Mapping[str, LazyTensor]) -> Adapter:
+    """The adapter that `tensors` are, in the names that PEFT saves or gives at run time.
+
+    Args:
+        path: where it lies, for messages.
+        weights: the files with the tensors.
+        config: what its config says.
+        tensors: all of them.
+
+    Raises:
+        MalformedInput, UnsupportedInput: see `open_adapter`.
+    """
+    pairs, whole = _sort(tensors, weights[0].name)
+    adapter = Adapter(path, weights, path / CONFIG, config, pairs, whole)
     check(adapter)
     return adapter
 

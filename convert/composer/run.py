@@ -7,10 +7,11 @@ Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`): `state.model`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from llmconv.convert.composer import folder
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file, open_torch_file
 
@@ -23,11 +24,13 @@ class Run:
         content: the nested dict, as `torch.load` of one whole file would give it; its tensors are leaves for `tensor`.
         tensor: `tensor(name, leaf)` gives the LazyTensor of a leaf; the name is for error messages.
         shards: files that the weights lie in.
+        beside: what lies beside `content` and is not converted, and how many bytes of it.
     """
 
     content: Mapping[str, Any]
     tensor: Callable[[str, Any], LazyTensor]
     shards: int = 1
+    beside: Mapping[str, int] = field(default_factory=dict)
 
     def branch(self, *keys: str) -> dict[Any, Any]:
         """The dict under `keys`, or an empty one."""
@@ -43,6 +46,8 @@ def branch(value: Any, *keys: str) -> dict[Any, Any]:
 
 def is_run(path: Path) -> bool:
     """Whether `path` holds a Composer run, by its content."""
+    if folder.is_folder(path):
+        return True
     if not is_torch_file(path):
         return False
     content = open_torch_file(path).content
@@ -55,5 +60,8 @@ def open_run(path: Path) -> Run:
     Raises:
         InputRefused: it is malformed or of an unsupported kind.
     """
+    if folder.is_folder(path):
+        model = open_torch_file(folder.model_file(path))
+        return Run(folder.content(path, model.content), model.tensor, beside=folder.beside(path))
     file = open_torch_file(path)
     return Run(file.content, file.tensor)

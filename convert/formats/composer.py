@@ -1,4 +1,4 @@
-"""Composer (LLM Foundry) monolithic `.pt`: `state.model`, `state.integrations.huggingface`, and much that is not read.
+"""Composer (LLM Foundry) checkpoints: `state.model`, `state.integrations.huggingface`, and much that is not read.
 
 Layout (mosaicml/composer `core/state.py`, `utils/checkpoint.py`, `models/huggingface.py`): the state dict of a
 ComposerModel, so each Hugging Face name has one `model.` in front, and wrappers may have left theirs anywhere.
@@ -7,18 +7,30 @@ ComposerModel, so each Hugging Face name has one `model.` in front, and wrappers
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.composer.run import Run, branch, is_run, open_run
+from llmconv.convert.composer.adapter import (
+    OPTIONS,
+    differences,
+    generation_settings,
+    with_adapter,
+    without_adapter,
+)
+from llmconv.convert.composer.mpt_tensors import native_tensors
+from llmconv.convert.composer.peft_run import find_adapter
+from llmconv.convert.composer.rest import dropped, version
+from llmconv.convert.composer.run import Run, is_run, open_run
 from llmconv.convert.configs import causal_lm_config
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import listing
 from llmconv.convert.state_dict import check_complete, select, untie
 from llmconv.convert.tokenizers.embedded_files import plain, restore_files
 from llmconv.convert.tokenizers.source import read_tokenizer
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.errors import InputRefused
+from llmconv.tensors import LazyTensor
 
 
 def _detect(path: Path) -> bool:
@@ -33,38 +45,66 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             f"`{path.name}` has no `state.model`, so there are no weights in it",
             hint="it was saved without the model; give another checkpoint of the run",
         )
-    integration = run.branch("state", "integrations", "huggingface", "model")
-    _refuse_adapter(path, model, integration)
     warnings: list[str] = []
-    embedded = plain(branch(integration, "config", "content"), path.name)
-    settings = causal_lm_config(embedded, config, path.name, warnings)
     tensors = select(model, run.tensor, path.name, warnings, prefix="model.")
-    settings = untie(tensors, settings, warnings)
-    check_complete(tensors, settings, path.name)
-    side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, warnings)
-    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings))
+    given = {name: value for name, value in config.items() if name not in FORMAT.options}
+    open_model = partial(_open_model, path, run, given, tokenizer, warnings)
+    if adapted := find_adapter(run, tensors, path):
+        return with_adapter(adapted, config, open_model)
+    without_adapter(config, path.name)
+    return open_model(tensors)
 
 
-def _refuse_adapter(path: Path, model: Mapping[Any, Any], integration: Mapping[Any, Any]) -> None:
-    if integration.get("peft_config") or any("lora_" in str(key) for key in model):
-        raise UnsupportedInput(
-            f"`{path.name}` is a PEFT (LoRA) run; its adapter is not part of a plain model",
-            hint="save the adapter with PEFT and use `llmconv merge-lora BASE ADAPTER`; reading it here comes later",
-        )
+def _open_model(
+    path: Path,
+    run: Run,
+    given: Mapping[str, Any],
+    tokenizer: Path | None,
+    warnings: list[str],
+    tensors: dict[str, LazyTensor],
+    base: Checkpoint | None = None,
+) -> Checkpoint:
+    """The model of `tensors` with the run's configuration and tokenizer; those of `base` fill what the run lacks."""
+    settings: dict[str, Any] = {}
+    if tensors:
+        embedded = plain(run.branch("state", "integrations", "huggingface", "model", "config", "content"), path.name)
+        warnings += differences(embedded, base.config) if embedded and base else []
+        settings = causal_lm_config(embedded or (base.config if base else {}), given, path.name, warnings)
+        tensors = native_tensors(tensors, path.name) if settings["model_type"] == "mpt" else tensors
+        settings = untie(tensors, settings, warnings)
+        check_complete(tensors, settings, path.name)
+    side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, base, warnings)
+    side_files = {**generation_settings(base), **side_files}
+    told = (version(run), run.shards, dropped(run))
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), *told)
 
 
-def _tokenizer(path: Path, run: Run, warnings: list[str]) -> dict[str, bytes]:
+def _tokenizer(path: Path, run: Run, base: Checkpoint | None, warnings: list[str]) -> dict[str, bytes]:
     files, left_out = restore_files(run.branch("state", "integrations", "huggingface", "tokenizer"), path.name)
     if left_out:
         warnings.append(f"left out {listing(left_out)}: not among the files a tokenizer needs")
+    if not files and base:
+        return dict(base.side_files)
     if not files:
         warnings.append(f"`{path.name}` holds no tokenizer; give one with `--tokenizer` if you need it")
     return files
 
 
+def _peek(path: Path) -> Mapping[str, LazyTensor]:
+    run = open_run(path)
+    return select(run.branch("state", "model"), run.tensor, path.name, [], prefix="model.")
+
+
 FORMAT = Format(
     name="composer",
-    title="Composer / LLM Foundry checkpoint (one .pt file)",
+    title="Composer / LLM Foundry checkpoint (one .pt file, packed or not, or a folder)",
     detect=_detect,
     open=_open,
+    covers=(
+        "runs of Composer 0.13 to 0.32 with any causal language model of transformers, in one file, packed (`.gz`, "
+        "`.zst`, `.tar`, …), behind a `.symlink` pointer or in a folder; LoRA runs, merged or kept apart; MPT as far "
+        "as transformers' own computes the same"
+    ),
+    options=OPTIONS,
+    peek=_peek,
 )

@@ -30,6 +30,11 @@ from llmconv.cli import options
     type=click.Choice(["plain", "interleaved"]),
     help="Order of fused matrices in a MindFormers file: plain up to 1.4, interleaved since 1.5.",
 )
+@click.option(
+    "--adapter",
+    type=click.Choice(["merge", "split"]),
+    help="A LoRA adapter in a Composer checkpoint: merge it into the weights, or write it apart [default: merge].",
+)
 def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Convert the training checkpoint SOURCE into the Hugging Face folder OUT.
 
@@ -40,16 +45,18 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
     llmconv to-hf llama-2-13b -o base --dry-run     a folder of consolidated.NN.pth
     llmconv to-hf epoch3 -o tuned --base llama-2    what LLaMA2-Accessory trained
     llmconv to-hf llama.ckpt -o base --config run.yaml     a MindFormers checkpoint
+    llmconv to-hf latest-rank0.pt -o tuned --base llama-2    a LoRA run that holds the adapter alone
     """
     from llmconv.convert.to_hf import to_hf
 
     plan = to_hf(source, output, dry_run=dry_run, **choices)
     checkpoint = plan.checkpoint
+    tensors = [(name, tensor) for shard in plan.shards for name, tensor in shard.tensors.items()]
     result = {
         "format": checkpoint.format,
         "model_type": checkpoint.config.get("model_type"),
         "output": str(output),
-        "tensors": len(checkpoint),
+        "tensors": len(tensors),
         "bytes": plan.nbytes,
         "files": [shard.name for shard in plan.shards],
         "written": not dry_run,
@@ -58,8 +65,8 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
         options.print_json(result)
         return
     verb = "would write" if dry_run else "wrote"
-    click.echo(f"{verb} {output}: {len(checkpoint)} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)")
+    click.echo(f"{verb} {output}: {len(tensors)} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)")
     if dry_run:
         click.echo(f"disk needed: {plan.nbytes:,} bytes")
-        for name, tensor in checkpoint.items():
+        for name, tensor in tensors:
             click.echo(f"  {name}  {tensor.dtype.name}  {list(tensor.shape)}")

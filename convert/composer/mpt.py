@@ -1,0 +1,232 @@
+"""MPT of LLM Foundry as transformers' own MPT, where that computes the same; where it does not, each option that stands
+in the way is named.
+
+Foundry's formula: mosaicml/llm-foundry `models/mpt/`, `models/layers/{attention,blocks,ffn,norm}.py`. transformers'
+class (`models/mpt/modeling_mpt.py`) has ALiBi of at most 8, as many key heads as query heads, no biases, an MLP four
+times as wide with an exact GELU, and reads only some fields of its configuration; the others it ignores silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmconv.errors import MalformedInput, UnsupportedInput
+
+MODEL_TYPES = ("mpt", "mosaic_gpt")
+
+FOUNDRY_ONLY = frozenset(
+    ("norm_eps", "ffn_config", "fc_type", "init_config", "attention_bias", "block_overrides", "final_logit_softcapping")
+    + ("head_dim", "use_pad_tok_in_ffn", "fuse_norm_attn_norm", "loss_fn", "name", "verbose", "moe_world_size")
+)
+"""Fields of Foundry's configuration that transformers' has not."""
+
+OLD_ATTENTION = {"attn_qk_ln": "qk_ln", "attn_clip_qkv": "clip_qkv"} | {
+    name: name
+    for name in ("attn_pdrop", "attn_impl", "softmax_scale", "prefix_lm", "attn_uses_sequence_id", "alibi")
+    + ("alibi_bias_max",)
+}
+OLD_INIT = ("param_init_fn", "init_div_is_residual", "init_std", "emb_init_std", "emb_init_uniform_lim", "init_gain")
+OLD_FIELDS = {*OLD_ATTENTION, *OLD_INIT, "fan_mode", "init_nonlinearity", "mlp_ratio", "low_precision_layernorm"}
+ATTENTION: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
+    "alibi": (False, (True,)),
+    "alibi_bias_max": (8, (8,)),
+    "rope": (False, (False, None)),
+    "sliding_window_size": (-1, (-1,)),
+    "qk_ln": (False, (False, None)),
+    "qk_gn": (False, (False, None)),
+    "nope": (False, (False, None)),
+    "prefix_lm": (False, (False, None)),
+    "attn_logit_softcapping": (None, (None,)),
+}
+"""Options of `attn_config`: what Foundry takes where they are left out, and the values that transformers' MPT has."""
+
+MODEL: Mapping[str, tuple[Any, tuple[Any, ...]]] = {
+    "no_bias": (False, (True,)),
+    "norm_type": ("low_precision_layernorm", ("low_precision_layernorm", "layernorm")),
+    "logit_scale": (None, (None, 1)),
+    "final_logit_softcapping": (None, (None,)),
+    "block_overrides": (None, (None,)),
+}
+"""Options of the model, as in `ATTENTION`."""
+
+HARMLESS = frozenset(
+    ("attn_type", "kv_n_heads", "kv_dim", "attn_pdrop", "attn_impl", "clip_qkv", "softmax_scale", "fused_qkv")
+    + ("attn_uses_sequence_id", "attn_temperature_tuning", "rope_theta", "rope_impl", "rope_dail_config")
+    + ("rope_hf_config", "seq_parallel_world_size")
+)
+"""Fields of `attn_config` that are looked at elsewhere, or that change nothing here (`attn_uses_sequence_id` acts only
+on packed sequences, which are given in training)."""
+
+MAX = 1e30
+"""No number of a configuration is larger; a NaN is not smaller."""
+
+SIZES = {"d_model": 2048, "n_heads": 16, "n_layers": 24, "max_seq_len": 2048, "vocab_size": 50368}
+"""Sizes, and what both libraries take where they are left out."""
+
+HINT = "serve it with LLM Foundry; transformers' MPT would compute something else, without an error"
+
+
+def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
+    """The configuration of transformers' MPT that computes what Foundry computes with `config`.
+
+    One that transformers itself wrote (it has `layer_norm_epsilon` and nothing of Foundry's) is returned as it is.
+
+    Args:
+        config: of the model type `mpt` or `mosaic_gpt` (its name before LLM Foundry).
+        source: file name for messages.
+        warnings: gets a line for what matters only in training and is left out.
+
+    Raises:
+        UnsupportedInput: transformers' MPT computes something else; names every option in the way with its value.
+        MalformedInput: a value of the wrong kind.
+    """
+    if config["model_type"] == "mpt" and "layer_norm_epsilon" in config and not FOUNDRY_ONLY & config.keys():
+        return dict(config)
+    old = config["model_type"] == "mosaic_gpt"
+    config = _modern(config) if old else config
+    sizes = read_sizes(config, source)
+    attention, ffn = _branch(config, "attn_config", source), _branch(config, "ffn_config", source)
+    found = _of_attention(attention, sizes) | _of_model(config, attention, sizes) | _of_mlp(config, ffn, sizes)
+    if old and sizes["n_heads"] & (sizes["n_heads"] - 1):
+        found["n_heads"] = f"{sizes['n_heads']} (no power of two, whose ALiBi was another one before April 2023)"
+    if found:
+        options = ", ".join(f"`{name}` {value}" for name, value in found.items())
+        raise UnsupportedInput(
+            f"`{source}` is an MPT of LLM Foundry that transformers' MPT cannot express: {options}", hint=HINT
+        )
+    if attention.get("attn_pdrop"):
+        warnings.append(f"left out `attn_pdrop` {attention['attn_pdrop']}, which matters only in training")
+    kept = {name: value for name, value in config.items() if name not in FOUNDRY_ONLY}
+    epsilon = config.get("norm_eps", config.get("layer_norm_epsilon", 1e-5))
+    native: dict[str, Any] = {
+        "layer_norm_epsilon": _number("norm_eps", epsilon, source),
+        "embedding_fraction": _number("embedding_fraction", config.get("embedding_fraction", 1), source),
+        "attn_config": _native_attention(attention, source),
+    }
+    native |= {"expansion_ratio": 4, "learned_pos_emb": False, "no_bias": True, "logit_scale": None}
+    return kept | sizes | native | {"model_type": "mpt", "init_device": "cpu"}
+
+
+def _native_attention(attention: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """`attn_config` in the types that transformers insists on."""
+    fixed = {"attn_type": "multihead_attention", "attn_impl": "torch", "attn_pdrop": 0, "prefix_lm": False}
+    fixed |= {"qk_ln": False, "attn_uses_sequence_id": False, "alibi": True, "alibi_bias_max": 8}
+    given = {name: attention.get(name) for name in ("clip_qkv", "softmax_scale")}
+    return fixed | {name: None if value is None else _number(name, value, source) for name, value in given.items()}
+
+
+def _of_attention(attention: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, str]:
+    """What of `attn_config` stands in the way: option to value."""
+    found = _other_than(ATTENTION, attention, "attn_config.")
+    kind = attention.get("attn_type", "multihead_attention")
+    heads = {"multihead_attention": sizes["n_heads"], "multiquery_attention": 1}
+    if not _known_attention(kind) or heads.get(kind, attention.get("kv_n_heads")) != sizes["n_heads"]:
+        found["attn_config.attn_type"] = repr(kind)
+    if attention.get("kv_dim") not in (None, sizes["d_model"]):
+        found["attn_config.kv_dim"] = repr(attention["kv_dim"])
+    tuning = attention.get("attn_temperature_tuning")
+    if tuning and not (isinstance(tuning, Mapping) and not tuning.get("attn_scale")):
+        found["attn_config.attn_temperature_tuning"] = repr(tuning)
+    for name, value in attention.items():
+        if name not in ATTENTION and name not in HARMLESS and value not in (None, False):
+            found[f"attn_config.{name}"] = repr(value)
+    return found
+
+
+def _known_attention(kind: Any) -> bool:
+    return kind in ("multihead_attention", "multiquery_attention", "grouped_query_attention")
+
+
+def _of_model(config: Mapping[str, Any], attention: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, str]:
+    """What of the model's own options stands in the way."""
+    norm = config.get("norm_type", "low_precision_layernorm")
+    found = _other_than(MODEL, {**config, "norm_type": norm.lower() if isinstance(norm, str) else norm})
+    # Foundry switches learned positions off where there is ALiBi or rope (`MPTConfig.__init__`).
+    if not attention.get("alibi") and not attention.get("rope") and config.get("learned_pos_emb", True):
+        found["learned_pos_emb"] = "True"
+    if config.get("no_bias") is True and config.get("attention_bias"):
+        found["attention_bias"] = "True"
+    if config.get("norm_eps", same := config.get("layer_norm_epsilon")) != same and same is not None:
+        found["norm_eps"] = f"{config['norm_eps']!r} beside `layer_norm_epsilon` {same!r}"
+    kind = config.get("fc_type", "torch")
+    if (kind.get("name", "torch") if isinstance(kind, Mapping) else kind) not in ("torch", "te"):
+        found["fc_type"] = repr(kind)
+    width = config.get("head_dim")
+    if width is not None and width != sizes["d_model"] / sizes["n_heads"]:
+        found["head_dim"] = repr(width)
+    return found
+
+
+def _of_mlp(config: Mapping[str, Any], ffn: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, str]:
+    """What of the MLP stands in the way."""
+    found: dict[str, str] = {}
+    if (kind := ffn.get("ffn_type", "mptmlp")) != "mptmlp":
+        found["ffn_config.ffn_type"] = repr(kind)
+    activation = ffn.get("ffn_act_fn") or {"name": "gelu"}
+    if activation not in ({"name": "gelu"}, {"name": "gelu", "approximate": "none"}):
+        found["ffn_config.ffn_act_fn"] = repr(activation)
+    hidden, ratio = ffn.get("ffn_hidden_size"), config.get("expansion_ratio", 4)
+    if hidden is not None and hidden != 4 * sizes["d_model"]:
+        found["ffn_config.ffn_hidden_size"] = repr(hidden)
+    elif hidden is None and ratio != 4:
+        found["expansion_ratio"] = repr(ratio)
+    return found
+
+
+def _other_than(
+    table: Mapping[str, tuple[Any, tuple[Any, ...]]], given: Mapping[str, Any], prefix: str = ""
+) -> dict[str, str]:
+    values = {name: (given.get(name, default), allowed) for name, (default, allowed) in table.items()}
+    return {prefix + name: repr(value) for name, (value, allowed) in values.items() if value not in allowed}
+
+
+def _modern(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `mosaic_gpt` configuration with the names of today."""
+    attention = {new: config[old] for old, new in OLD_ATTENTION.items() if old in config}
+    if config.get("multiquery_attention"):
+        attention["attn_type"] = "multiquery_attention"
+    modern = {
+        name: value for name, value in config.items() if name not in OLD_FIELDS and name != "multiquery_attention"
+    }
+    own = config.get("attn_config")
+    merged = attention | own if isinstance(own, dict) else own or attention
+    return modern | {
+        "attn_config": merged,
+        "expansion_ratio": config.get("mlp_ratio", config.get("expansion_ratio", 4)),
+    }
+
+
+def _branch(config: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
+    if not isinstance(value := config.get(name) or {}, dict):
+        raise _odd(name, value, source)
+    return value
+
+
+def read_sizes(config: Mapping[str, Any], source: str) -> dict[str, int]:
+    """The fields of `SIZES`.
+
+    Raises:
+        MalformedInput: one is no positive whole number.
+    """
+    return {name: _size(config, name, default, source) for name, default in SIZES.items()}
+
+
+def _size(config: Mapping[str, Any], name: str, default: int, source: str) -> int:
+    value = config.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1 or value % 1:
+        raise _odd(name, value, source)
+    return int(value)
+
+
+def _number(name: str, value: Any, source: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX < value < MAX:
+        raise _odd(name, value, source)
+    return float(value)
+
+
+def _odd(name: str, value: Any, source: str) -> MalformedInput:
+    return MalformedInput(
+        f"the configuration in `{source}` has {value!r} for `{name}`",
+        hint="give the configuration it was trained with, with `--config`",
+    )

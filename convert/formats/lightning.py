@@ -1,0 +1,54 @@
+"""PyTorch Lightning `.ckpt`: a LightningModule's state dict, in which a Hugging Face model lies under some attribute.
+
+Layout (lightning `pytorch/trainer/connectors/checkpoint_connector.py`, `dump_checkpoint`): `state_dict`,
+`pytorch-lightning_version`, `hyper_parameters`, `optimizer_states`, `lr_schedulers`, `loops`, `callbacks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.formats import Format
+from llmconv.convert.torch_state.dialects import LIGHTNING_KEYS, dialect_of
+from llmconv.convert.torch_state.files import StateFile, open_state
+from llmconv.convert.torch_state.whole import assemble
+from llmconv.errors import InputRefused
+from llmconv.tensors import LazyTensor
+
+
+def _detect(path: Path) -> bool:
+    return dialect_of(path) == FORMAT.name
+
+
+def _read(path: Path) -> StateFile:
+    found = open_state(path)
+    if found is None or not found.around:
+        raise InputRefused(
+            f"`{path.name}` holds no `state_dict`", hint="it was saved without the model; give another checkpoint"
+        )
+    return found
+
+
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    found = _read(path)
+    version = found.around.get(LIGHTNING_KEYS[0])
+    return assemble(found, FORMAT.name, config, tokenizer, f"lightning {str(version)[:20]}")
+
+
+def _peek(path: Path) -> Mapping[str, LazyTensor]:
+    return _read(path).tensors()
+
+
+FORMAT = Format(
+    name="lightning",
+    title="PyTorch Lightning checkpoint (.ckpt) of a module that holds a Hugging Face model",
+    detect=_detect,
+    open=_open,
+    covers="any causal language model of transformers, under any one attribute of the module; give its `config.json` "
+    "with `--config`; `--drop` leaves out what is no part of the model",
+    options=("drop",),
+    peek=_peek,
+)

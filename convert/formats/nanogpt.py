@@ -1,0 +1,192 @@
+"""nanoGPT's `ckpt.pt`: `model`, `model_args`, `optimizer`, `iter_num`, `config`; becomes a GPT-2.
+
+Layout (karpathy/nanoGPT `train.py`, `model.py`): GPT-2's names behind torch.compile's `_orig_mod.`, every matrix as
+nn.Linear has it (out, in), where GPT-2's Conv1D is (in, out); with `bias=False` there are no biases at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.configs import with_architecture, without_code
+from llmconv.convert.formats import Format
+from llmconv.convert.mapping import listing, rename, require
+from llmconv.convert.state_dict import WRAPPERS, untie
+from llmconv.convert.torch_state.dialects import dialect_of
+from llmconv.convert.torch_state.files import StateFile, open_state
+from llmconv.convert.torch_state.whole import left_around, side_files_of
+from llmconv.convert.transpose import transposed
+from llmconv.errors import MalformedInput
+from llmconv.tensors import DType, LazyTensor
+
+FILE = "ckpt.pt"
+SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+SIZE_LIMIT = 1 << 31
+END_OF_TEXT = 50256
+"""GPT-2's only special token; a smaller vocabulary (characters) has none."""
+
+PARTS = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+NAMES: dict[str, str | None] = {
+    "transformer.wte.weight": "transformer.wte.weight",
+    "transformer.wpe.weight": "transformer.wpe.weight",
+    "transformer.ln_f.weight": "transformer.ln_f.weight",
+    "transformer.ln_f.bias": "transformer.ln_f.bias",
+    "lm_head.weight": "lm_head.weight",
+    "transformer.h.{}.attn.bias": None,  # the causal mask of runs without flash attention
+} | {
+    f"transformer.h.{{}}.{part}.{kind}": f"transformer.h.{{}}.{part}.{kind}"
+    for part in PARTS
+    for kind in ("weight", "bias")
+}
+MATRIX = re.compile(r"\.c_\w+\.weight$")
+
+
+def _detect(path: Path) -> bool:
+    return dialect_of(_file(path)) == FORMAT.name
+
+
+def _file(path: Path) -> Path:
+    return path / FILE if path.is_dir() else path
+
+
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    found = _read(path)
+    args = _model_args(found, path.name)
+    stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
+    masks = [name for name in stored if name.endswith(".attn.bias")]
+    renamed = {target: stored[name] for target, name in rename(stored, NAMES, path.name).items()}
+    warnings: list[str] = []
+    tensors = _with_biases(renamed, args, path.name, warnings)
+    _check(tensors, args, path.name)
+    tensors = {name: transposed(tensor) if MATRIX.search(name) else tensor for name, tensor in tensors.items()}
+    extra, code = without_code(config)
+    if code:
+        warnings.append(f"dropped {listing(code)} from the configuration: no code comes from a checkpoint")
+    settings = untie(tensors, with_architecture(_config(args, found, warnings) | extra), warnings)
+    side_files = side_files_of(_file(path), tokenizer)
+    if not side_files:
+        warnings.append("nanoGPT saves no tokenizer; give one with `--tokenizer` (GPT-2's, where the run used it)")
+    dropped = left_around(found) + ((f"{len(masks)} causal masks, which the model computes",) if masks else ())
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), _version(found), 1, dropped)
+
+
+def _read(path: Path) -> StateFile:
+    found = open_state(_file(path))
+    if found is None:
+        raise MalformedInput(f"`{path.name}` holds no `model`", hint="give the `ckpt.pt` of a run")
+    return found
+
+
+def _model_args(found: StateFile, source: str) -> dict[str, int]:
+    args = found.around.get("model_args")
+    said = args if isinstance(args, dict) else {}
+    sizes = {name: said[name] for name in SIZES if type(said.get(name)) is int and 0 < said[name] < SIZE_LIMIT}
+    missing = [name for name in SIZES if name not in sizes]
+    if not missing and sizes["n_layer"] > len(found.state):
+        missing = ["n_layer"]
+    if missing or sizes["n_embd"] % sizes["n_head"]:
+        raise MalformedInput(
+            f"`model_args` of `{source}` has no usable {listing(missing or ['n_head'])}",
+            hint="the file was changed, or another program wrote it",
+        )
+    return sizes
+
+
+def _with_biases(
+    tensors: dict[str, LazyTensor], args: Mapping[str, int], source: str, warnings: list[str]
+) -> dict[str, LazyTensor]:
+    """The tensors with biases of zero where the run had none, which computes the same.
+
+    Raises:
+        MalformedInput: a tensor is missing, or only some of the biases are there.
+    """
+    parts = [f"transformer.h.{layer}.{part}" for layer in range(args["n_layer"]) for part in PARTS]
+    modules = [*parts, "transformer.ln_f"]
+    require([f"{module}.weight" for module in modules], tensors, source)
+    require(["transformer.wte.weight", "transformer.wpe.weight"], tensors, source)
+    if any(f"{module}.bias" in tensors for module in modules):
+        require([f"{module}.bias" for module in modules], tensors, source)
+        return tensors
+    warnings.append("the run had no biases (`bias=False`); GPT-2 has, so zeros were put in, which computes the same")
+    full: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        full[name] = tensor
+        if (module := name.removesuffix(".weight")) in modules:
+            full[f"{module}.bias"] = _zeros(tensor.dtype, tensor.num_rows)
+    return full
+
+
+def _zeros(dtype: DType, size: int) -> LazyTensor:
+    return LazyTensor(dtype, (size,), lambda start, stop: np.zeros(stop - start, dtype.numpy))
+
+
+def _check(tensors: Mapping[str, LazyTensor], args: Mapping[str, int], source: str) -> None:
+    """Every tensor has the shape that `model_args` gives it, and there is no further layer.
+
+    Raises:
+        MalformedInput: lists those that have not.
+    """
+    width = args["n_embd"]
+    outputs = {"c_attn": 3 * width, "c_fc": 4 * width}
+    rows = {"wte": args["vocab_size"], "wpe": args["block_size"], "lm_head": args["vocab_size"]}
+    wrong = []
+    for name, tensor in tensors.items():
+        *stem, module, kind = name.split(".")
+        size = outputs.get(module, rows.get(module, width))
+        inner = 4 * width if stem[-1:] == ["mlp"] and module == "c_proj" else width
+        layer = int(stem[2]) if stem[1:2] == ["h"] else 0
+        is_vector = kind == "bias" or module.startswith("ln_")
+        if tensor.shape != ((size,) if is_vector else (size, inner)) or layer >= args["n_layer"]:
+            wrong.append(f"{name} {list(tensor.shape)}")
+    if wrong:
+        raise MalformedInput(
+            f"`{source}` has {len(wrong)} tensors that its `model_args` have no place for: {listing(wrong)}",
+            hint="the file was changed, or another program wrote it",
+        )
+
+
+def _config(args: Mapping[str, int], found: StateFile, warnings: list[str]) -> dict[str, Any]:
+    """GPT-2's configuration. The GELU is exact since 17 May 2023, before that GPT-2's tanh formula; the file tells its
+    age only where `model_args` has no `bias`, which came on 27 January 2023.
+    """
+    is_old = "bias" not in found.around["model_args"]
+    if not is_old:
+        warnings.append(
+            "nanoGPT has the exact GELU since May 2023; for an older run give `activation_function` `gelu_new` with "
+            "`--config`"
+        )
+    token = END_OF_TEXT if args["vocab_size"] > END_OF_TEXT else None
+    return {
+        "model_type": "gpt2",
+        "vocab_size": args["vocab_size"],
+        "n_positions": args["block_size"],
+        "n_embd": args["n_embd"],
+        "n_layer": args["n_layer"],
+        "n_head": args["n_head"],
+        "n_inner": 4 * args["n_embd"],
+        "activation_function": "gelu_new" if is_old else "gelu",
+        "layer_norm_epsilon": 1e-5,
+        "bos_token_id": token,
+        "eos_token_id": token,
+        "tie_word_embeddings": True,
+    }
+
+
+def _version(found: StateFile) -> str:
+    return "nanoGPT before 27 January 2023" if "bias" not in found.around["model_args"] else ""
+
+
+FORMAT = Format(
+    name="nanogpt",
+    title="nanoGPT checkpoint (ckpt.pt, or the folder it lies in)",
+    detect=_detect,
+    open=_open,
+    covers="GPT-2 of any size, compiled or not, with and without biases",
+    peek=lambda path: _read(path).tensors(),
+)

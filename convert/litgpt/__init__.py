@@ -1,0 +1,1 @@
+"""LitGPT: its configuration, and its names as those of Hugging Face models."""

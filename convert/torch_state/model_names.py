@@ -1,0 +1,95 @@
+"""What a model type calls its parts, read from the installed transformers' source without importing it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from llmconv.convert.architectures import causal_lm_classes
+from llmconv.convert.state_dict import HEADS
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """Names of a causal language model's parts.
+
+    Attributes:
+        base: the attribute that holds the model without its head, such as `model` or `transformer`.
+        embedding: the input embedding, such as `model.embed_tokens.weight`; empty where the source does not say.
+        head: the output head, such as `lm_head.weight`; empty where the source does not say.
+        tied: whether the head is the embedding where a configuration does not say; None where unknown.
+    """
+
+    base: str
+    embedding: str = ""
+    head: str = ""
+    tied: bool | None = None
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """What the names of a whole model begin with; heads had other names in older versions."""
+        return tuple(dict.fromkeys(f"{name.partition('.')[0]}." for name in (self.base, self.head, *HEADS) if name))
+
+
+@lru_cache(maxsize=8)
+def model_names(model_type: str) -> ModelNames:
+    """The names for `model_type`; where the installed transformers does not tell, `model` and no more.
+
+    Source: `base_model_prefix` and `_tied_weights_keys` in transformers `models/*/modeling_*.py`, and the default of
+    `tie_word_embeddings` in `configuration_*.py`.
+    """
+    folder = _folder(model_type)
+    modeling = _classes(folder / f"modeling_{folder.name}.py") if folder else {}
+    causal = modeling.get(causal_lm_classes().get(model_type, ""))
+    bases = [found for body in modeling.values() if isinstance(found := _value(body, "base_model_prefix"), str)]
+    pairs = _value(causal, "_tied_weights_keys") if causal else None
+    head, embedding = next(iter(pairs.items())) if isinstance(pairs, dict) and pairs else ("", "")
+    base = next((name for name in bases if name and embedding.startswith(f"{name}.")), bases[0] if bases else "model")
+    return ModelNames(base, embedding, head, _tied(folder, model_type) if folder else None)
+
+
+def _tied(folder: Path, model_type: str) -> bool | None:
+    for body in _classes(folder / f"configuration_{folder.name}.py").values():
+        if _value(body, "model_type") == model_type:
+            found = _value(body, "tie_word_embeddings")
+            return found if isinstance(found, bool) else None
+    return None
+
+
+def _folder(model_type: str) -> Path | None:
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    models = Path(spec.submodule_search_locations[0], "models")
+    name = Path(model_type).name.replace("-", "_")
+    return next((models / one for one in (name, name.removesuffix("_text")) if (models / one).is_dir()), None)
+
+
+def _classes(source: Path) -> dict[str, list[ast.stmt]]:
+    if not source.is_file():
+        return {}
+    return {node.name: node.body for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.ClassDef)}
+
+
+def _value(body: list[ast.stmt], field: str) -> Any:
+    """The literal that a class gives `field`, or None."""
+    for value in _assigned(body, field):
+        try:
+            return ast.literal_eval(value)
+        except ValueError:
+            return None
+    return None
+
+
+def _assigned(body: list[ast.stmt], field: str) -> Iterator[ast.expr]:
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == field:
+                yield value
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value) if name == field:
+                yield value
