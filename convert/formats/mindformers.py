@@ -42,7 +42,7 @@ FORMAT = Format(
     open=_open,
     options=OPTIONS,
     peek=lambda path: open_parameters(path).tensors,
-    covers="Llama 1 to 3, Qwen 1 to 3, InternLM 1 and 2, Baichuan 1 and 2 (7B), GPT-2, BLOOM, ChatGLM 2 and 3; with LoRA, "
-    "over ranks with their strategy; `from-hf` writes Llama, Qwen 2 and 3, GPT-2, BLOOM and GLM",
+    covers="Llama 1 to 3, Qwen 1 to 3, InternLM 1 and 2, Baichuan 1 and 2 (7B), GPT-2, BLOOM, ChatGLM 2 and 3; "
+    "with LoRA, over ranks with their strategy; `from-hf` writes Llama, Qwen 2 and 3, GPT-2, BLOOM and GLM",
     save=save,
 )

@@ -135,7 +135,7 @@ FORMAT = Format(
     title="PaddleNLP (folder of config.json and model_state*.pdparams, or its safetensors)",
     detect=_detect,
     open=_open,
-    covers="Llama, Baichuan 7B, Qwen 1 and 2, Mistral, BLOOM, GPT, ChatGLM 2 and 3; fused or not, in shards, over tensor "
-    "and pipeline parallel ranks; `from-hf` writes Llama, Qwen 2, Mistral, BLOOM, GPT-2 and GLM, unfused",
+    covers="Llama, Baichuan 7B, Qwen 1 and 2, Mistral, BLOOM, GPT, ChatGLM 2 and 3; fused or not, in shards, "
+    "over tensor and pipeline parallel ranks; `from-hf` writes Llama, Qwen 2, Mistral, BLOOM, GPT-2 and GLM, unfused",
     save=save,
 )
