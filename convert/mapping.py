@@ -61,8 +61,12 @@ def _find(name: str, table: Mapping[str, str | None]) -> tuple[str | None, str]:
 
 
 def inverted(table: Mapping[str, str | None]) -> dict[str, str | None]:
-    """The table of the way back; what was dropped stays away."""
-    return {target: source for source, target in table.items() if target is not None}
+    """The table of the way back, to the first of several names; what was dropped stays away."""
+    back: dict[str, str | None] = {}
+    for source, target in table.items():
+        if target is not None:
+            back.setdefault(target, source)
+    return back
 
 
 def require(targets: Iterable[str], produced: Mapping[str, Any], source: str) -> None:

@@ -5,7 +5,6 @@ Names and layouts: mindformers 1.0 to 1.7, `models/*/convert_reversed.py`; the r
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,17 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import with_architecture
 from llmconv.convert.formats import Format
-from llmconv.convert.mapping import listing
+from llmconv.convert.mindformers.families import family_of
 from llmconv.convert.mindformers.files import is_mindspore, open_parameters
-from llmconv.convert.mindformers.glm import build_glm
-from llmconv.convert.mindformers.gpt import build_bloom, build_gpt2
-from llmconv.convert.mindformers.llama import build_core, build_llama, build_qwen
-from llmconv.convert.mindformers.parts import Family, merge_lora
+from llmconv.convert.mindformers.parts import merge_lora
 from llmconv.convert.mindformers.run_config import OPTIONS, read_run_config
+from llmconv.convert.mindformers.save import save
 from llmconv.convert.tokenizers.source import read_tokenizer
-from llmconv.errors import UnsupportedInput
-from llmconv.tensors import LazyTensor
-
-FAMILIES = (
-    Family(re.compile(r"model\.(?:layers\.\d+\.attention|tok_embeddings)\."), build_llama),
-    Family(re.compile(r"transformer\.(?:layers\.\d+\.attention\.w[qkvo_]|wte\.)"), build_qwen),
-    Family(re.compile(r"^decoder\.layers\."), build_core),
-    Family(re.compile(r"^backbone\."), build_gpt2),
-    Family(re.compile(r"^(?:transformer\.)?blocks\.\d+\.attention\.dense1\."), build_bloom),
-    Family(re.compile(r"^transformer\.encoder\."), build_glm),
-)
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     found = open_parameters(path)
-    family = _family(path, found.tensors)
+    family = family_of(found.tensors, path.name)
     run = read_run_config(path, config)
     tensors, merged = merge_lora(run, found.tensors)
     model = family.build(run, tensors)
@@ -49,21 +35,6 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     return Checkpoint(path, FORMAT.name, model.tensors, with_architecture(model.config), side_files, tuple(warnings))
 
 
-def _family(path: Path, tensors: Mapping[str, LazyTensor]) -> Family:
-    """The family whose sign is among the names.
-
-    Raises:
-        UnsupportedInput: none.
-    """
-    for family in FAMILIES:
-        if any(family.sign.search(name) for name in tensors):
-            return family
-    raise UnsupportedInput(
-        f"`{path.name}` is a MindSpore checkpoint of no known model: it holds {listing(sorted(tensors)) or 'nothing'}",
-        hint="known are llama, qwen, internlm, baichuan, gpt2, bloom and chatglm2/3 under MindFormers' names",
-    )
-
-
 FORMAT = Format(
     name="mindformers",
     title="MindFormers / MindSpore (.ckpt, safetensors with format ms, or a folder of rank_N)",
@@ -71,4 +42,7 @@ FORMAT = Format(
     open=_open,
     options=OPTIONS,
     peek=lambda path: open_parameters(path).tensors,
+    covers="Llama 1 to 3, Qwen 1 to 3, InternLM 1 and 2, Baichuan 1 and 2 (7B), GPT-2, BLOOM, ChatGLM 2 and 3; "
+    "with LoRA, over ranks with their strategy; `from-hf` writes Llama, Qwen 2 and 3, GPT-2, BLOOM and GLM",
+    save=save,
 )

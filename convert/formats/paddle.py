@@ -6,7 +6,6 @@ are (in, out). Its safetensors look like Hugging Face's, but have Paddle's names
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from llmconv.convert.mapping import equal, listing
 from llmconv.convert.paddle.configs import number, to_config
 from llmconv.convert.paddle.families import FAMILIES
 from llmconv.convert.paddle.file import is_pdparams
+from llmconv.convert.paddle.generation import read_generation_config
 from llmconv.convert.paddle.rows import place
+from llmconv.convert.paddle.save import save
 from llmconv.convert.paddle.shards import ADAPTER, first_names, has_pdparams, open_ranks
 from llmconv.convert.paddle.tokenizer import read_paddle_tokenizer
 from llmconv.convert.tokenizers.source import read_tokenizer
@@ -29,8 +30,6 @@ PREFIXES = tuple(family.prefix for family in FAMILIES.values())
 OTHERS = ("model.", "transformer.")
 QUANTIZED = (".quant_weight", ".quant_scale", ".weight_scale", ".activation_quanter")
 HEAD = "lm_head.weight"
-GENERATION = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty")
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def _detect(path: Path) -> bool:
@@ -76,7 +75,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     shapes = {name: tensor.shape for name, tensor in ranks[0].items()}
     tensors = place(family.rows(settings, shapes), ranks, number(settings, family.layers, path.name), path.name)
     _tie(tensors, family.embedding, settings, path, warnings)
-    side_files = {**_tokenizer(tokenizer, folder, paddle["model_type"], warnings), **_generation_config(folder)}
+    side_files = {**_tokenizer(tokenizer, folder, paddle["model_type"], warnings), **read_generation_config(folder)}
     return Checkpoint(path, FORMAT.name, tensors, with_architecture(settings), side_files, tuple(warnings))
 
 
@@ -131,21 +130,12 @@ def _tokenizer(given: Path | None, folder: Path, model_type: str, warnings: list
     return files or read_tokenizer(given)
 
 
-def _generation_config(folder: Path) -> dict[str, bytes]:
-    """What transformers understands of Paddle's `generation_config.json`."""
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return {}
-    stored = read_json(file)
-    kept = {name: stored[name] for name in (*TOKENS, *GENERATION) if stored.get(name) is not None}
-    if stored.get("decode_strategy") == "sampling":
-        kept["do_sample"] = True
-    return {"generation_config.json": (json.dumps(kept, indent=2) + "\n").encode()} if kept else {}
-
-
 FORMAT = Format(
     name="paddle",
     title="PaddleNLP (folder of config.json and model_state*.pdparams, or its safetensors)",
     detect=_detect,
     open=_open,
+    covers="Llama, Baichuan 7B, Qwen 1 and 2, Mistral, BLOOM, GPT, ChatGLM 2 and 3; fused or not, in shards, "
+    "over tensor and pipeline parallel ranks; `from-hf` writes Llama, Qwen 2, Mistral, BLOOM, GPT-2 and GLM, unfused",
+    save=save,
 )

@@ -9,9 +9,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from llmconv.convert.mapping import concat, permute_rows, rename
-from llmconv.convert.mindformers.parts import Heads, Model, Shapes, Tensors, finish, heads_of, refuse_model, split_qkv
+from llmconv.convert.mapping import concat, inverted, permute_rows, rename
+from llmconv.convert.mindformers.parts import (
+    Heads,
+    Model,
+    Shapes,
+    Stored,
+    Tensors,
+    finish,
+    fuse,
+    heads_of,
+    refuse_model,
+    split_qkv,
+)
 from llmconv.convert.mindformers.run_config import RunConfig
+from llmconv.convert.settings import Settings, refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
@@ -127,6 +139,37 @@ def _neighbours(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
     if not re.search(r"\.[qk]_proj\.", name):
         return tensor
     return permute_rows(tensor, [row % 2 * (dim // 2) + row // 2 for row in range(dim)])
+
+
+def store_glm(settings: Settings, tensors: Tensors, source: str) -> Stored:
+    """`glm` as ChatGLM3, with queries, keys and values one after the other as all versions have them.
+
+    Raises:
+        UnsupportedInput: a setting that ChatGLM does not have.
+    """
+    held = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 0.5, "rope_scaling": None}
+    refuse_settings(source, settings, held, "MindFormers")
+    parts = fuse(tensors, tuple(f"{one}_proj" for one in "qkv"), "query_key_value")
+    renamed = {target: parts[name] for target, name in rename(parts, inverted(NAMES), source).items()}
+    fields = {
+        "type": "ChatGLM2Config",
+        "num_layers": settings["num_hidden_layers"],
+        "vocab_size": settings["vocab_size"],
+        "padded_vocab_size": settings["vocab_size"],
+        "hidden_size": settings["hidden_size"],
+        "ffn_hidden_size": settings["intermediate_size"],
+        "kv_channels": settings["head_dim"],
+        "num_attention_heads": settings["num_attention_heads"],
+        "multi_query_attention": True,
+        "multi_query_group_num": settings["num_key_value_heads"],
+        "seq_length": settings["max_position_embeddings"],
+        "layernorm_epsilon": settings["rms_norm_eps"],
+        "rope_ratio": settings["rope_theta"] / 10000.0,
+        "add_qkv_bias": settings["attention_bias"],
+        "tie_word_embeddings": settings["tie_word_embeddings"],
+        **FIXED,
+    }
+    return Stored(renamed, "ChatGLM2ForConditionalGeneration", fields)
 
 
 def _shapes(config: dict[str, Any], heads: Heads) -> Shapes:

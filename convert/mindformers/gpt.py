@@ -6,18 +6,23 @@ Source: mindformers `models/{gpt2,bloom}/{convert_weight,*_config}.py`, `modules
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from llmconv.convert.mapping import concat, rename
-from llmconv.convert.mindformers.parts import Model, Shapes, Tensors, finish, refuse_model
+from llmconv.convert.mapping import concat, inverted, rename, split
+from llmconv.convert.mindformers.parts import Model, Shapes, Stored, Tensors, finish, refuse_model
 from llmconv.convert.mindformers.run_config import RunConfig
-from llmconv.convert.regroup import interleave_rows
+from llmconv.convert.regroup import interleave_rows, pick_rows
+from llmconv.convert.settings import Settings, refuse, refuse_settings
 from llmconv.convert.transpose import transposed
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
 PARTS = ("dense1", "dense2", "dense3")
 """Queries, keys and values."""
+
+SEQ_LENGTH = 2048
+"""What BLOOM was trained with; its positions have no end."""
 
 
 def _names(root: str, parts: dict[str, str]) -> dict[str, str | None]:
@@ -142,6 +147,82 @@ def build_bloom(run: RunConfig, tensors: Tensors) -> Model:
     if inner != 4 * hidden:
         raise refuse_model(run, f"a BLOOM with `expand_ratio` {inner // hidden}", "it always expands four times")
     return _finish(run, flipped, shapes | _norm("transformer.ln_f", hidden), config, heads)
+
+
+def store_gpt2(settings: Settings, tensors: Tensors, source: str) -> Stored:
+    """GPT-2, its `c_attn` taken apart into three matrices, out×in.
+
+    Raises:
+        UnsupportedInput: a setting that MindFormers' GPT-2 does not have.
+    """
+    held = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    refuse_settings(source, settings, held, "MindFormers")
+    parts = _apart(tensors, "c_attn", lambda whole: [transposed(part) for part in split(whole, 1, 3)], _thirds)
+    fields = _fields(settings, source) | {
+        "type": "GPT2Config",
+        "max_position_embeddings": settings["max_position_embeddings"],
+    }
+    fields |= {"seq_length": settings["max_position_embeddings"]}
+    renamed = rename(parts, inverted(GPT2), source)
+    return Stored({target: parts[name] for target, name in renamed.items()}, "GPT2LMHeadModel", fields)
+
+
+def store_bloom(settings: Settings, tensors: Tensors, source: str) -> Stored:
+    """BLOOM, the heads of its `query_key_value` sorted into three matrices.
+
+    Raises:
+        UnsupportedInput: a setting that MindFormers' BLOOM does not have.
+    """
+    usual = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
+    held = {**usual, "apply_residual_connection_post_layernorm": False}
+    refuse_settings(source, settings, held, "MindFormers")
+    fields = _fields(settings, source) | {"type": "BloomConfig", "seq_length": SEQ_LENGTH}
+    dim = fields["hidden_size"] // fields["num_heads"]
+
+    def heads(whole: LazyTensor) -> list[LazyTensor]:
+        return [pick_rows(whole, 3 * dim, part * dim, dim) for part in range(3)]
+
+    parts = _apart(tensors, "query_key_value", heads, heads)
+    flipped = {name: transposed(part) if BLOOM_IN_OUT.search(name) else part for name, part in parts.items()}
+    renamed = rename(flipped, inverted(BLOOM), source)
+    return Stored({target: flipped[name] for target, name in renamed.items()}, "BloomLMHeadModel", fields)
+
+
+Cut = Callable[[LazyTensor], Sequence[LazyTensor]]
+
+
+def _thirds(bias: LazyTensor) -> Sequence[LazyTensor]:
+    return split(bias, 0, 3)
+
+
+def _apart(tensors: Tensors, module: str, weights: Cut, biases: Cut) -> Tensors:
+    """The tensors with `dense1`, `dense2`, `dense3` in place of `module`; the reverse of `_with_attention`."""
+    parts: Tensors = {}
+    for name, tensor in tensors.items():
+        root, _, kind = name.rpartition(f".{module}.")
+        if not root:
+            parts[name] = tensor
+            continue
+        pieces = (weights if kind == "weight" else biases)(tensor)
+        parts |= {f"{root}.{part}.{kind}": piece for part, piece in zip(PARTS, pieces, strict=True)}
+    return parts
+
+
+def _fields(settings: Settings, source: str) -> dict[str, Any]:
+    """What both models' configurations say.
+
+    Raises:
+        UnsupportedInput: the feed-forward is no multiple of the hidden size.
+        InputRefused: a size is missing or no number.
+    """
+    names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
+    names |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
+    run = RunConfig(source, settings, "", {})
+    fields = {ours: run.integer(theirs) for ours, theirs in names.items()}
+    inner = run.integer("intermediate_size", default=4 * fields["hidden_size"])
+    if inner % fields["hidden_size"]:
+        refuse(source, {"intermediate_size": inner}, "MindFormers")
+    return fields | {"expand_ratio": inner // fields["hidden_size"]}
 
 
 def _require_gelu(run: RunConfig, what: str) -> None:

@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from llmconv.convert.mapping import rename
-from llmconv.convert.mindformers.parts import Heads, Model, Shapes, Tensors, finish, heads_of, refuse_model, unfuse
+from llmconv.convert.mapping import inverted, rename
+from llmconv.convert.mindformers.parts import (
+    Heads,
+    Model,
+    Shapes,
+    Stored,
+    Tensors,
+    finish,
+    fuse,
+    heads_of,
+    refuse_model,
+    unfuse,
+)
 from llmconv.convert.mindformers.run_config import RunConfig
+from llmconv.convert.settings import Settings, refuse, refuse_settings
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.tensors import Array, LazyTensor
 
@@ -28,6 +41,10 @@ SCALING = {
     "YARN": ("factor", "beta_fast", "beta_slow"),
 }
 """Settings of rotary methods, by `extend_method`."""
+
+ORIGINAL = "original_max_position_embeddings"
+SEQ_LENGTH = 4096
+"""Tokens that a run is set up for, which is memory and not the model: no more than this unless the user says so."""
 
 WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 
@@ -193,7 +210,7 @@ def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, An
 
 def _scaling(numbers: RunConfig, method: str) -> dict[str, Any]:
     """transformers' `rope_scaling` for the two methods that have settings of their own."""
-    old = {"original_max_position_embeddings": numbers.integer("original_max_position_embeddings")}
+    old = {ORIGINAL: numbers.integer(ORIGINAL)}
     found: dict[str, Any] = {name: numbers.number(name) for name in SCALING[method]}
     found = {"rope_type": method.lower(), **found, **old}
     if method == "YARN":  # FreqsMgr scales the rotary table by this quotient
@@ -204,6 +221,73 @@ def _scaling(numbers: RunConfig, method: str) -> dict[str, Any]:
 
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+HELD: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
+QKV, GATE_UP = tuple(f"linear_{one}" for one in "qkv"), ("gating", "hidden")
+
+
+def store_llama(settings: Settings, tensors: Tensors, source: str) -> Stored:
+    """A Llama or Qwen 2 under Llama's names, with nothing fused, so that no question is open.
+
+    Raises:
+        UnsupportedInput: a setting that MindFormers' Llama does not have.
+    """
+    refuse_settings(source, settings, HELD, "MindFormers")
+    if settings["head_dim"] * settings["num_attention_heads"] != settings["hidden_size"]:
+        refuse(source, {"head_dim": settings["head_dim"]}, "MindFormers")
+    kind = "InternLM" if settings["attention_bias"] else "Llama"  # the same, with biases on all four
+    fields = {
+        "type": f"{kind}Config",
+        "hidden_size": settings["hidden_size"],
+        "num_layers": settings["num_hidden_layers"],
+        "num_heads": settings["num_attention_heads"],
+        "n_kv_heads": settings["num_key_value_heads"],
+        "intermediate_size": settings["intermediate_size"],
+        "vocab_size": settings["vocab_size"],
+        "max_position_embedding": settings["max_position_embeddings"],
+        "seq_length": min(settings["max_position_embeddings"], SEQ_LENGTH),
+        "rms_norm_eps": settings["rms_norm_eps"],
+        "theta": settings["rope_theta"],
+        **_extension(settings["rope_scaling"] or {}),
+        "qkv_has_bias": settings["attention_bias"] or settings["model_type"] == "qwen2",
+        **({"wo_has_bias": True} if settings["attention_bias"] else {}),
+        "qkv_concat": False,
+        "tie_word_embeddings": settings["tie_word_embeddings"],
+    }
+    return Stored(_renamed(tensors, LLAMA, source), f"{kind}ForCausalLM", fields)
+
+
+def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """`extend_method` and `scaling_factor`; nothing for what MindFormers computes by another formula."""
+    names = (*SCALING["LLAMA3"], ORIGINAL)
+    if scaling.get("rope_type") == "linear" and "factor" in scaling:
+        return {"extend_method": "PI", "scaling_factor": scaling["factor"]}
+    if scaling.get("rope_type") == "llama3" and all(name in scaling for name in names):
+        return {"extend_method": "LLAMA3", "scaling_factor": {name: scaling[name] for name in names}}
+    return {}
+
+
+def store_core(settings: Settings, tensors: Tensors, source: str) -> Stored:
+    """A Qwen 3 under Megatron's names, fused in its order, with a configuration in transformers' words.
+
+    Raises:
+        UnsupportedInput: a setting that MindFormers' Qwen 3 does not have.
+    """
+    refuse_settings(source, settings, {**HELD, "attention_bias": False}, "MindFormers")
+    group = settings["num_attention_heads"] // settings["num_key_value_heads"] * settings["head_dim"]
+    parts = fuse(
+        _renamed(tensors, CORE, source), QKV, "linear_qkv", (group, settings["head_dim"], settings["head_dim"])
+    )
+    same = ("rope_scaling", "rope_theta", "tie_word_embeddings", "max_position_embeddings", "rms_norm_eps")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names = (*sizes, "num_key_value_heads", "head_dim", *same)
+    fields = {"type": "Qwen3Config", **{name: settings[name] for name in names if settings[name] is not None}}
+    return Stored(fuse(parts, GATE_UP, "linear_fc1", (1, 1)), "Qwen3ForCausalLM", fields)
+
+
+def _renamed(tensors: Tensors, names: Mapping[str, str | None], source: str) -> Tensors:
+    return {target: tensors[name] for target, name in rename(tensors, inverted(names), source).items()}
 
 
 def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> Shapes:

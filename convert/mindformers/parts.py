@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmconv.convert.adapters.low_rank import LowRank, add_low_rank
-from llmconv.convert.mapping import equal, listing, require
+from llmconv.convert.mapping import concat, equal, listing, require
 from llmconv.convert.mindformers.run_config import RunConfig
-from llmconv.convert.regroup import pick_rows
+from llmconv.convert.regroup import interleave_rows, pick_rows
+from llmconv.convert.settings import Settings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -50,16 +51,27 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """A model as MindFormers has it: tensors under its names, its class, and the fields of its `model_config`."""
+
+    tensors: Tensors
+    arch: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Family:
     """One kind of model.
 
     Attributes:
         sign: a tensor name that only this kind has.
         build: makes the model, or raises where transformers has no exact equal.
+        store: the way back, by `model_type`: `store(settings, tensors, source)`; a ValueError tells of an odd shape.
     """
 
     sign: re.Pattern[str]
     build: Callable[[RunConfig, Tensors], Model]
+    store: Mapping[str, Callable[[Settings, Tensors, str], Stored]] = field(default_factory=dict)
 
 
 def heads_of(run: RunConfig, hidden: int) -> Heads:
@@ -197,6 +209,31 @@ def split_gate(tensor: LazyTensor, layout: str) -> list[LazyTensor]:
     """
     count = tensor.num_rows // 2 if layout == "plain" else 1
     return [pick_rows(tensor, 2 * count, part * count, count) for part in range(2)]
+
+
+def fuse(tensors: Tensors, parts: Sequence[str], whole: str, counts: Sequence[int] | None = None) -> Tensors:
+    """The tensors with those of each layer that `parts` names (modules) put together; the reverse of `unfuse`.
+
+    Args:
+        tensors: by name.
+        parts: what their names end with, before `.weight` or `.bias`.
+        whole: what takes the place of these words.
+        counts: rows of each that follow each other; without, each part stands whole.
+
+    Raises:
+        ValueError: a part is missing, or has another number of rows than the others.
+    """
+    ends = tuple(f".{part}.{kind}" for part in parts for kind in ("weight", "bias"))
+    fused = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
+    for name in tensors:
+        root, _, kind = name.rpartition(f".{parts[0]}.")
+        if root and kind in ("weight", "bias"):
+            found = [tensors.get(f"{root}.{part}.{kind}") for part in parts]
+            present = [tensor for tensor in found if tensor is not None]
+            if len(present) < len(parts):
+                raise ValueError(f"`{name}` has no match in `{parts[1]}` or behind")
+            fused[f"{root}.{whole}.{kind}"] = interleave_rows(present, counts) if counts else concat(present, 0)
+    return fused
 
 
 def finish(

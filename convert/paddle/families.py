@@ -28,6 +28,7 @@ class Row:
         linear: (in, out) in the file, (out, in) at Hugging Face.
         pieces: sizes, along the output axis, of the parts of a fused tensor within one group.
         groups: how often these parts follow each other.
+        units: things along `split` that no rank divides, where each rank has all if they do not divide (0: they do).
     """
 
     sources: tuple[str, ...]
@@ -37,6 +38,7 @@ class Row:
     linear: bool = False
     pieces: tuple[int, ...] = ()
     groups: int = 1
+    units: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def _norm(source: str, target: str, size: int) -> list[Row]:
     return [_vector(f"{source}.{part}", f"{target}.{part}", size) for part in ("weight", "bias")]
 
 
-def _embedding(source: str, target: str, rows: int, width: int) -> Row:
-    return Row((f"{source}.weight",), (f"{target}.weight",), (rows, width), 0)
+def _embedding(source: str, target: str, rows: int, width: int, units: int = 0) -> Row:
+    return Row((f"{source}.weight",), (f"{target}.weight",), (rows, width), 0, units=units)
 
 
 def _head(source: str, config: Mapping[str, Any], shapes: Shapes, rows: int, width: int) -> list[Row]:
@@ -87,7 +89,8 @@ def _head(source: str, config: Mapping[str, Any], shapes: Shapes, rows: int, wid
         return []
     shape = shapes[source]
     tied = shape[-1] == width and (shape[0] != width or bool(config.get("tie_word_embeddings", True)))
-    return [Row((source,), ("lm_head.weight",), *(((rows, width), 0) if tied else ((width, rows), 1, True)))]
+    layout, split = ((rows, width), 0) if tied else ((width, rows), 1)
+    return [Row((source,), ("lm_head.weight",), layout, split, not tied, units=rows)]
 
 
 def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Shapes], list[Row]]:
@@ -99,7 +102,7 @@ def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Shapes], list[Row]]:
         head = config.get("head_dim", hidden // heads)
         old, new = f"{prefix}layers.{{}}.", "model.layers.{}."
         return [
-            _embedding(f"{prefix}embed_tokens", "model.embed_tokens", words, hidden),
+            _embedding(f"{prefix}embed_tokens", "model.embed_tokens", words, hidden, words),
             _vector(f"{old}input_layernorm.weight", f"{new}input_layernorm.weight", hidden),
             *_attention(old + "self_attn.", new + "self_attn.", hidden, (heads, kv_heads, head), shapes),
             _row(f"{old}self_attn.o_proj", f"{new}self_attn.o_proj", heads * head, hidden),
@@ -126,7 +129,14 @@ def _attention(old: str, new: str, hidden: int, sizes: tuple[int, int, int], sha
             rows.append(Row((f"{old}qkv_proj.{part}",), targets, whole, split, part == "weight", pieces, kv_heads))
         elif part == "weight" or _has(shapes, f"{old}q_proj.{part}"):
             rows += [
-                Row((f"{old}{name}.{part}",), (f"{new}{name}.{part}",), (*shape, size), split, part == "weight")
+                Row(
+                    (f"{old}{name}.{part}",),
+                    (f"{new}{name}.{part}",),
+                    (*shape, size),
+                    split,
+                    part == "weight",
+                    units=heads if name == "q_proj" else kv_heads,
+                )
                 for name, size in outputs.items()
             ]
     return rows

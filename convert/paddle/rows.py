@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def place(rows: Sequence[Row], ranks: Sequence[Rank], layers: int, source: str) 
     Raises:
         MalformedInput: tensors are missing, left over, or of another shape than the configuration says.
     """
-    steps = _unrolled(rows, min(layers, len(ranks[0])))
+    steps = unrolled(rows, min(layers, len(ranks[0])))
     used = {name for row in steps for name in row.sources}
     missing = [name for row in steps for name in row.sources if name not in ranks[0]]
     if missing:
@@ -45,7 +46,7 @@ def place(rows: Sequence[Row], ranks: Sequence[Rank], layers: int, source: str) 
     return {name: tensor for row in steps for name, tensor in converted(row, ranks, source).items()}
 
 
-def _unrolled(rows: Sequence[Row], layers: int) -> list[Row]:
+def unrolled(rows: Sequence[Row], layers: int) -> list[Row]:
     """The rows with the layers' numbers put in."""
     places = [place for place, row in enumerate(rows) if "{}" in row.sources[0]]
     first, last = places[0], places[-1] + 1
@@ -57,8 +58,8 @@ def _unrolled(rows: Sequence[Row], layers: int) -> list[Row]:
 
 def numbered(row: Row, layer: int) -> Row:
     """The row of one layer."""
-    sources, targets = ([name.format(layer) for name in names] for names in (row.sources, row.targets))
-    return Row(tuple(sources), tuple(targets), row.shape, row.split, row.linear, row.pieces, row.groups)
+    sources, targets = (tuple(name.format(layer) for name in names) for names in (row.sources, row.targets))
+    return replace(row, sources=sources, targets=targets)
 
 
 def converted(row: Row, ranks: Sequence[Rank], source: str) -> dict[str, LazyTensor]:
