@@ -17,9 +17,7 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 ZERO_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-EXPERT = re.compile(
-    r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
-)
+EXPERT = re.compile(r"(?:(?:layer_\d+_)?expert|expp_rank)_\d+_mp_rank_\d+_(?:model|optim)_states\.pt")
 PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 KINDS = (MODEL, ZERO_MODEL, OPTIMIZER, EXPERT, PIPELINE)
 

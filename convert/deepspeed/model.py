@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from pathlib import Path
 
 from llmconv.convert.deepspeed.folder import Save
 from llmconv.convert.deepspeed.states import ModelStates
@@ -61,7 +61,7 @@ def open_model(save: Save) -> Model:
     return Model(tensors, version, shards, _warnings(save, states, masters, rest), dropped + _dropped(states, rest))
 
 
-def _states_path(save: Save) -> Any:
+def _states_path(save: Save) -> Path:
     if save.model and save.zero_models:
         raise MalformedInput(
             f"`{save.name}` holds model states of ZeRO-3 and of a lower stage",
@@ -79,7 +79,8 @@ def _states_path(save: Save) -> Any:
 
 def _masters(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
     if save.universal:
-        return open_universal(save.universal)
+        shapes = states.param_shapes() or []
+        return open_universal(save.universal, {name: shape for group in shapes for name, shape in group.items()})
     if save.optimizers:
         return open_masters(save, states)
     if save.model is None:
@@ -114,13 +115,9 @@ def _warnings(
     warnings = []
     half = _half(states)
     if masters and half:
-        warnings.append(
-            f"these are the float32 master weights; `--dtype {half}` gives those that the model computed with"
-        )
+        warnings.append(f"these are the float32 master weights; `--dtype {half}` gives those that the model ran with")
     if not masters and states.param_shapes() is not None:
-        warnings.append(
-            f"`{save.name}` has no optimizer states, so the weights are those of the module, not the masters"
-        )
+        warnings.append(f"`{save.name}` has no optimizer states: the weights are the module's, not the masters")
     return tuple(warnings)
 
 

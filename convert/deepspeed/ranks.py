@@ -95,8 +95,11 @@ class Rank:
         if stored is None:
             return [0] * parameters
         gaps = stored[group] if isinstance(stored, list) and group < len(stored) else None
-        fit = isinstance(gaps, list) and len(gaps) == parameters
-        if not fit or any(type(gap) is not int or gap < 0 for gap in gaps):
+        if (
+            not isinstance(gaps, list)
+            or any(type(gap) is not int or gap < 0 for gap in gaps)
+            or len(gaps) != parameters
+        ):
             refuse(self.path, f"has paddings that do not fit the {parameters} parameters of group {group}")
         return list(gaps)
 

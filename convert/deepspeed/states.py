@@ -101,10 +101,9 @@ class ModelStates:
 
 
 def _is_shape(value: Any) -> bool:
-    sizes = value if isinstance(value, tuple) and len(value) <= RANK_LIMIT else (-1,)
-    return (
-        all(type(size) is int and 0 <= size < NUMEL_LIMIT for size in sizes) and prod(filter(None, sizes)) < NUMEL_LIMIT
-    )
+    if not isinstance(value, tuple) or len(value) > RANK_LIMIT:
+        return False
+    return all(type(size) is int and size >= 0 for size in value) and prod(filter(None, value)) < NUMEL_LIMIT
 
 
 def refuse(path: Path, problem: str) -> NoReturn:

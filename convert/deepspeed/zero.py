@@ -92,7 +92,7 @@ def open_frozen(save: Save, states: ModelStates) -> dict[str, LazyTensor]:
         return {}
     files = [states]
     if states.path != save.model:
-        check_ranks(save, save.zero_models, len(save.optimizers))
+        check_ranks(save, save.zero_models, len(save.optimizers) or max(save.zero_models) + 1)
         files = [ModelStates(file) for file in save.zero_models.values()]
     fragments = [file.tensors("frozen_param_fragments") for file in files]
     missing = [name for name in shapes if any(name not in rank for rank in fragments)]

@@ -41,7 +41,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         warnings.append(f"`{path.name}` holds no tokenizer; give one with `--tokenizer` if you need it")
     if any((save.home / name).is_file() for name in (SINGLE, INDEX)):
         warnings.append(
-            f"`{save.home.name}` also holds weights in safetensors: it can be used as it is, without masters"
+            f"`{save.home.name}` also holds safetensors: it already is a Hugging Face folder, without masters"
         )
     return Checkpoint(
         path, FORMAT.name, tensors, settings, side_files, tuple(warnings), model.version, model.shards, model.dropped
