@@ -56,7 +56,9 @@ class Inspection:
     @property
     def file_bytes(self) -> int:
         """Bytes on disk of the file, or of the files of the folder."""
-        entries = [self.path] if self.path.is_file() else [*self.path.iterdir(), *self.path.glob("rank_*/*")]
+        if self.path.is_file():
+            return self.path.stat().st_size
+        entries = {*self.path.iterdir(), *self.path.glob("rank_*/*"), *self.path.rglob("*.pt")}
         return sum(entry.stat().st_size for entry in entries if entry.is_file())
 
     @property

@@ -108,6 +108,6 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _files(path: Path) -> list[Path]:
-    """The files whose size and time guard `--resume`, those of rank folders included."""
-    entries = [path] if path.is_file() else [*path.iterdir(), *path.glob("rank_*/*")]
+    """The files whose size and time guard `--resume`, those of rank folders and of DeepSpeed's saves included."""
+    entries = [path] if path.is_file() else {*path.iterdir(), *path.glob("rank_*/*"), *path.rglob("*.pt")}
     return sorted(entry for entry in entries if entry.is_file())
