@@ -112,7 +112,11 @@ def save(folder: Path, parameters: Mapping[str, Shape], config: Mapping[str, Any
     (folder / "latest").write_text(TAG)
     (folder / "config.json").write_text(json.dumps(config))
     sizes = OrderedDict((name, torch.Size(shape)) for name, shape in parameters.items())
-    states: dict[str, Any] = {"module": OrderedDict((name, Zeros(0)) for name in sizes), "buffer_names": [], "param_shapes": [sizes]}
+    states: dict[str, Any] = {
+        "module": OrderedDict((name, Zeros(0)) for name in sizes),
+        "buffer_names": [],
+        "param_shapes": [sizes],
+    }
     states |= {"shared_params": {}, "frozen_param_shapes": None, "frozen_param_fragments": None, "ds_version": "0.19.8"}
     groups = _sub_groups([-(-prod(shape) // ranks) for shape in parameters.values()])
     for rank in range(ranks):

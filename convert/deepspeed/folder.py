@@ -59,7 +59,10 @@ def is_deepspeed(path: Path) -> bool:
 
 
 def _holds_states(folder: Path) -> bool:
-    return any(kind.fullmatch(entry.name) for entry in folder.iterdir() for kind in KINDS)
+    try:
+        return any(kind.fullmatch(entry.name) for entry in folder.iterdir() for kind in KINDS)
+    except PermissionError:  # every folder that llmconv is given is looked at, and below it may lie anything
+        return False
 
 
 def _saves(folder: Path) -> Iterator[Path]:
@@ -90,36 +93,25 @@ def _is_home(place: Path, folder: Path, given: Path) -> bool:
 
 
 def _newest(path: Path) -> Path:
+    saves = {save.name: save for save in _saves(path)}
     pointer = next((path / name for name in POINTERS if (path / name).is_file()), None)
-    if pointer:
-        return _pointed_at(path, pointer)
-    saves = list(_saves(path))
-    if len(saves) > 1:
+    if pointer is None and len(saves) > 1:
         raise InputRefused(
-            f"`{path.name}` holds {len(saves)} saves and no `latest` that tells which: {listing(_names(saves))}",
-            hint=f"name one, such as `{saves[-1]}`",
+            f"`{path.name}` holds {len(saves)} saves and no `latest` that tells which: {listing(list(saves))}",
+            hint=f"name one, such as `{[*saves.values()][-1]}`",
         )
-    return saves[0]
+    tag = _read_tag(pointer) if pointer else next(iter(saves))
+    if tag not in saves:
+        raise MalformedInput(
+            f"`latest` in `{path.name}` names {tag[:80]!r}, where there is no save",
+            hint=f"copy it too, or name one that is there: {listing(list(saves))}",
+        )
+    return saves[tag]
 
 
-def _pointed_at(path: Path, pointer: Path) -> Path:
+def _read_tag(pointer: Path) -> str:
     with open(pointer, encoding="utf-8", errors="replace") as file:
-        tag = file.read(POINTER_LIMIT).strip()
-    if not tag or Path(tag).name != tag or tag == ".." or not tag.isprintable():
-        raise MalformedInput(
-            f"`{pointer.name}` in `{path.name}` names {tag[:80]!r}, which is no folder beside it",
-            hint=f"name the save itself, such as `{path / next(_saves(path)).name}`",
-        )
-    if not (path / tag).is_dir() or not _holds_states(path / tag):
-        raise MalformedInput(
-            f"`{pointer.name}` in `{path.name}` names `{tag}`, where there is no save",
-            hint=f"copy it too, or name one that is there: {listing(_names(_saves(path)))}",
-        )
-    return path / tag
-
-
-def _names(saves: Iterator[Path] | list[Path]) -> list[str]:
-    return [save.name for save in saves]
+        return file.read(POINTER_LIMIT).strip()
 
 
 def _refuse_parallel(folder: Path, files: Mapping[str, Path]) -> None:

@@ -13,7 +13,7 @@ from llmconv.convert.deepspeed.states import ModelStates
 from llmconv.convert.deepspeed.universal import open_universal
 from llmconv.convert.deepspeed.zero import open_frozen, open_masters
 from llmconv.convert.mapping import listing
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
 WRAPPER = re.compile(r"^_forward_module\.")
@@ -96,7 +96,14 @@ def _rest(save: Save, states: ModelStates, known: Mapping[str, LazyTensor]) -> d
 
     Raises:
         MalformedInput: there is nothing but a placeholder.
+        UnsupportedInput: there is an object that is no plain tensor.
     """
+    objects = [name for name in states.objects("module") if name not in known and not name.endswith("_extra_state")]
+    if objects:
+        raise UnsupportedInput(
+            f"`{save.name}` holds {len(objects)} objects that are no plain tensors: {listing(objects)}",
+            hint="save a full (unsharded, unquantized) state dict",
+        )
     rest = {name: tensor for name, tensor in states.tensors("module").items() if name not in known}
     empty = [name for name, tensor in rest.items() if not prod(tensor.shape)]
     if empty:

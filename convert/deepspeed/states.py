@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from llmconv.errors import MalformedInput
 from llmconv.pickle_data import TensorRef
+from llmconv.pickle_machine import Stub
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 from llmconv.torch_file import open_torch_file
 
@@ -48,6 +49,10 @@ class ModelStates:
     def _dict(self, field: str) -> Mapping[Any, Any]:
         value = self.content.get(field)
         return value if isinstance(value, dict) else {}
+
+    def objects(self, field: str) -> list[str]:
+        """Names under which a dict in the file holds objects that were not rebuilt, such as distributed tensors."""
+        return [str(name) for name, value in self._dict(field).items() if isinstance(value, Stub)]
 
     def buffers(self) -> dict[str, LazyTensor]:
         """The module's persistent buffers; those of 16 bits become float32, as in `zero_to_fp32`."""

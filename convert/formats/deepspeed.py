@@ -28,7 +28,7 @@ def _detect(path: Path) -> bool:
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     save = open_save(path)
     model = open_model(save)
-    _refuse_adapter(path, model.tensors)
+    _refuse_adapter(save.home, model.tensors)
     warnings = [*model.warnings]
     stored = read_json(save.home / "config.json") if (save.home / "config.json").is_file() else {}
     settings = causal_lm_config(stored, config, path.name, warnings)
@@ -48,11 +48,13 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     )
 
 
-def _refuse_adapter(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
+def _refuse_adapter(home: Path, tensors: Mapping[str, LazyTensor]) -> None:
     if any("lora_" in name for name in tensors):
+        saved = (home / "adapter_config.json").is_file()
         raise UnsupportedInput(
-            f"`{path.name}` is of a PEFT (LoRA) run; its adapter is not part of a plain model",
-            hint="save the adapter with PEFT and use `llmconv merge-lora BASE ADAPTER -o OUT`",
+            f"`{home.name}` is of a PEFT (LoRA) run; its adapter is not part of a plain model",
+            hint=f"use `llmconv merge-lora BASE {home if saved else 'ADAPTER'} -o OUT`"
+            + ("" if saved else " after saving the adapter with PEFT"),
         )
 
 
@@ -69,11 +71,16 @@ def _side_files(home: Path, tokenizer: Path | None) -> dict[str, bytes]:
     return {name: stored[name] for name in ("generation_config.json",) if name in stored} | read_tokenizer(tokenizer)
 
 
+def _peek(path: Path) -> Mapping[str, LazyTensor]:
+    return open_model(open_save(path)).tensors
+
+
 FORMAT = Format(
     name="deepspeed",
     title="DeepSpeed ZeRO (folder with `latest` and one such as global_step500)",
     detect=_detect,
     open=_open,
+    peek=_peek,
     covers="ZeRO stages 0 to 3 of any number of ranks, frozen and tied weights, universal checkpoints; "
     "float32 master weights",
 )
