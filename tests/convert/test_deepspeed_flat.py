@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 import zlib
 from itertools import pairwise
@@ -125,3 +127,21 @@ def test_a_checkpoint_of_30_gb_opens_and_a_block_of_it_reads(tmp_path: Path) -> 
     assert sum(tensor.nbytes for tensor in opened.values()) == pytest.approx(10e9, rel=0.05)
     last = opened[f"model.layers.{config['num_hidden_layers'] - 1}.mlp.down_proj.weight"]
     assert not last.rows(100, 200).any()
+
+
+MEASURE = """
+import resource, sys
+from llmconv.convert import to_hf
+to_hf(sys.argv[1], sys.argv[2], dtype="bfloat16", dry_run=sys.argv[3] == "plan")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "what"), [(30e9, "plan"), (6e9, "convert")])
+def test_memory_follows_a_block_and_not_the_checkpoint(tmp_path: Path, size: float, what: str) -> None:
+    shapes, config = deep(size)
+    save(tmp_path / "run", shapes, config, ranks=4)
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "run"), str(tmp_path / "hf"), what]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert peak < 300e6

@@ -109,6 +109,14 @@ def test_other_ways_to_split_a_model_are_refused_by_name(tmp_path: Path, name: s
         open_training(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_one_file_of_a_save_is_answered_with_its_folder(name: str) -> None:
+    path = FIXTURES / "z2_bf16_groups" / "global_step3" / name
+    with pytest.raises(InputRefused, match="is one file of a DeepSpeed checkpoint") as caught:
+        open_training(path)
+    assert str(path.parent) in caught.value.hint
+
+
 # latest
 
 
