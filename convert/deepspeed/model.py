@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -15,9 +14,6 @@ from llmconv.convert.deepspeed.zero import open_frozen, open_masters
 from llmconv.convert.mapping import listing
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
-
-WRAPPER = re.compile(r"^_forward_module\.")
-"""What Lightning's strategy puts in front of every name."""
 
 HALVES = ("bfloat16", "float16")
 
@@ -57,8 +53,9 @@ def open_model(save: Save) -> Model:
     version = f"deepspeed {states.version}".strip()
     shards = len(masters) if save.universal else len(save.optimizers) or 1
     dropped = ("the optimizer's moments",) if masters else ()
-    tensors = {WRAPPER.sub("", name): tensor for name, tensor in (tensors | rest).items()}
-    return Model(tensors, version, shards, _warnings(save, states, masters, rest), dropped + _dropped(states, rest))
+    return Model(
+        tensors | rest, version, shards, _warnings(save, states, masters, rest), dropped + _dropped(states, rest)
+    )
 
 
 def _states_path(save: Save) -> Path:

@@ -15,7 +15,7 @@ from llmconv.convert.configs import causal_lm_config
 from llmconv.convert.deepspeed.folder import is_deepspeed, open_save
 from llmconv.convert.deepspeed.model import open_model
 from llmconv.convert.formats import Format
-from llmconv.convert.state_dict import HEADS, check_complete, select, untie
+from llmconv.convert.state_dict import HEADS, WRAPPERS, check_complete, select, untie
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor
@@ -59,9 +59,9 @@ def _refuse_adapter(home: Path, tensors: Mapping[str, LazyTensor]) -> None:
 
 
 def _prefix(tensors: Mapping[str, LazyTensor]) -> str:
-    """What a trainer's module put in front of every name: whatever stands before the output head."""
-    heads = (name.removesuffix(head) for name in tensors for head in HEADS if name.endswith(f".{head}"))
-    return next(heads, "")
+    """What a trainer put in front of every name, such as `_forward_module.`: whatever the output head begins with."""
+    names = [WRAPPERS.sub("", name) for name in tensors]
+    return next((name.removesuffix(head) for name in names for head in HEADS if name.endswith(f".{head}")), "")
 
 
 def _side_files(home: Path, tokenizer: Path | None) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from llmconv import safetensors_io
 from llmconv.checkpoint import Checkpoint
@@ -179,6 +180,16 @@ def test_a_folder_of_trainer_gives_its_side_files_and_no_code(tmp_path: Path) ->
     to_hf(run, tmp_path / "hf")
     names = {entry.name for entry in (tmp_path / "hf").iterdir()}
     assert names == {"config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "llmconv.json"}
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_forward_module.", "_forward_module.net.", "net.module."])
+def test_what_a_trainer_puts_in_front_of_every_name_is_taken_off(copy: Path, prefix: str) -> None:
+    path = copy / "global_step3" / "mp_rank_00_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    content["module"] = {prefix + name: tensor for name, tensor in content["module"].items()}
+    content["param_shapes"] = [{prefix + name: shape for name, shape in g.items()} for g in content["param_shapes"]]
+    torch.save(content, path)
+    assert set(open_training(copy)) == set(open_case("z2_bf16_groups"))
 
 
 def test_16_bit_weights_beside_the_save_are_not_taken_but_named() -> None:
