@@ -15,7 +15,7 @@ from llmconv.convert.unclaimed import explain
 from llmconv.errors import InputRefused
 from llmconv.pickle_data import TensorRef
 from llmconv.safetensors_io import read_header
-from llmconv.storage import local_path
+from llmconv.storage import files_under, local_path
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file, open_torch_file
 from llmconv.unpacking import unpacked
@@ -57,8 +57,7 @@ class Inspection:
     @property
     def file_bytes(self) -> int:
         """Bytes on disk of the file, or of the files of the folder."""
-        entries = [self.path] if self.path.is_file() else [*self.path.iterdir(), *self.path.glob("*/*")]
-        return sum(entry.stat().st_size for entry in entries if entry.is_file())
+        return sum(file.stat().st_size for file in files_under(self.path))
 
     @property
     def dtypes(self) -> dict[str, int]:

@@ -102,6 +102,8 @@ def untie(tensors: dict[str, LazyTensor], config: dict[str, Any], warnings: list
 
 
 def _same_place(one: LazyTensor, other: LazyTensor) -> bool:
+    if one is other:
+        return True
     if not (isinstance(one, FileTensor) and isinstance(other, FileTensor)):
         return False
     return (one.path, one.offset, one.shape, one.dtype) == (other.path, other.offset, other.shape, other.dtype)

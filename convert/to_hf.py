@@ -14,7 +14,7 @@ from llmconv.convert.unclaimed import explain
 from llmconv.errors import UsageProblem
 from llmconv.manifest import step
 from llmconv.progress import warn_all
-from llmconv.storage import local_path
+from llmconv.storage import files_under, local_path
 from llmconv.tensors import BY_NAME, FLOATS, cast
 from llmconv.unpacking import unpacked
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
@@ -77,7 +77,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         named = {"tokenizer": Path(tokenizer).name if tokenizer else None, "base": base.name if base else None}
         recorded = options | named | {"config": [path.name for path in configs] or None, "dtype": dtype}
         done = step("to-hf", checkpoint.path, format=checkpoint.format, **recorded)
-        sources = [file for path in (checkpoint.path, base) if path for file in _files(path)]
+        sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, Path(output))]
         write_checkpoint(plan, Path(output), steps=[done], sources=sources, overwrite=overwrite, resume=resume)
     return plan
 
@@ -122,9 +122,3 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         own = {name: cast(tensor, BY_NAME[dtype]) for name, tensor in adapter.tensors.items()}
         adapter = replace(adapter, tensors=own)
     return replace(checkpoint, tensors=tensors, config=with_dtype(checkpoint.config, tensors), adapter=adapter)
-
-
-def _files(path: Path) -> list[Path]:
-    """The files whose size and time guard `--resume`, those one folder deeper (of a rank, of the model) included."""
-    entries = [path] if path.is_file() else [*path.iterdir(), *path.glob("rank_*/*"), *path.glob("model/*")]
-    return sorted(entry for entry in entries if entry.is_file())

@@ -63,6 +63,10 @@ def _explain_file(path: Path) -> LlmconvError:
                 f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
                 hint="load it where its code is, and save its `state_dict()`",
             )
+        if isinstance(content, dict) and "ds_version" in content:
+            return InputRefused(
+                f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
+            )
         keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "no dict"
         return UnsupportedInput(
             f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed
 from llmconv.manifest import MANIFEST, Manifest
+from llmconv.storage import PARTIAL
 
 MARKS = ("config.json", "adapter_config.json", MANIFEST)
 """One of these lies in every folder that may be replaced: a model's, an adapter's, or whatever was made here."""
@@ -48,7 +49,7 @@ class StagedFolder:
     def __init__(self, output: Path, *, key: str, overwrite: bool, resume: bool) -> None:
         require_free(output, overwrite)
         self.output = output
-        self.path = output.absolute().parent / f".{output.absolute().name}.llmconv-partial"
+        self.path = output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
         self.finished: dict[str, dict[str, Any]] = {}
         self._key = key
         self._resume = resume

@@ -13,6 +13,9 @@ from typing import Any
 from llmconv.errors import InputRefused
 from llmconv.pointers import TEXT_LIMIT, LocalTree, follow, follow_local
 
+PARTIAL = ".llmconv-partial"
+"""How the name of a folder ends in which an output is being made."""
+
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
@@ -101,3 +104,21 @@ def _from_hub(repository: str, revision: str) -> Path:
         raise InputRefused(
             f"`{repository}` is no local path, and the hub does not give it", hint="check the spelling, or the network"
         ) from error
+
+
+def files_under(path: Path, without: Path | None = None) -> list[Path]:
+    """`path` itself, or every file in that folder, at any depth, in the order of their names.
+
+    Args:
+        path: a file or folder.
+        without: a folder that is passed over, such as an output inside `path`; unfinished outputs are, too.
+    """
+    if path.is_file():
+        return [path]
+    left_out = {without.absolute()} if without else set()
+    files = (file for file in path.absolute().rglob("*") if file.is_file())
+    return sorted(
+        file
+        for file in files
+        if not left_out.intersection(file.parents) and not any(folder.name.endswith(PARTIAL) for folder in file.parents)
+    )

@@ -34,10 +34,10 @@ def dialect_of(path: Path) -> str | None:
 
 
 def _dialect(found: StateFile) -> str | None:
-    if any(key in found.around for key in LIGHTNING_KEYS):
-        return "lightning"
     if OTHER_TRAINERS & {str(key) for key in found.around}:
         return None
+    if any(key in found.around for key in LIGHTNING_KEYS):
+        return "lightning"
     if "model_args" in found.around:
         return "nanogpt" if _has(found, NANOGPT) else None
     if _has(found, TORCHTUNE):

@@ -26,10 +26,10 @@ from llmconv.convert import to_hf
 from llmconv.convert.composer.rest import dropped, version
 from llmconv.convert.composer.run import Run
 from llmconv.convert.inspect import inspect
-from llmconv.convert.to_hf import _files as guarded
 from llmconv.convert.to_hf import open_training
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.manifest import read_manifest
+from llmconv.storage import files_under
 
 FILE = "ep0-ba2-rank0.pt"
 PACKED = [f"compressed/ep0-ba2-rank0.{end}" for end in ("pt.bz2", "pt.lz4", "pt.lzma", "pt.zst", "tar.lzma", "tgz")]
@@ -194,9 +194,9 @@ def test_the_folder_layout_counts_the_files_below_it(run_folder: Path) -> None:
 
 
 def test_a_changed_weights_file_in_the_folder_is_not_resumed_from(run_folder: Path) -> None:
-    before = [(file, file.stat().st_mtime_ns) for file in guarded(run_folder)]
+    before = [(file, file.stat().st_mtime_ns) for file in files_under(run_folder)]
     (run_folder / "model/model.pt").touch()
-    assert before != [(file, file.stat().st_mtime_ns) for file in guarded(run_folder)]
+    assert before != [(file, file.stat().st_mtime_ns) for file in files_under(run_folder)]
 
 
 def test_a_folder_without_weights_is_refused(run_folder: Path) -> None:
