@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from llmconv.crc import Record
 from llmconv.errors import MalformedInput
 from llmconv.tensors import BY_CODE, Array, DType, LazyTensor
 
@@ -32,21 +33,28 @@ class FileTensor(LazyTensor):
     Attributes:
         path: the file.
         offset: position of the first byte in the file.
+        record: what it lies in, where that has a checksum; who reads the file without `rows` tells it.
     """
 
     path: Path
     offset: int
+    record: Record | None
 
-    def __init__(self, path: Path, offset: int, dtype: DType, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, path: Path, offset: int, dtype: DType, shape: tuple[int, ...], record: Record | None = None
+    ) -> None:
         super().__init__(dtype, shape, self._read_rows)
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "offset", offset)
+        object.__setattr__(self, "record", record)
 
     def _read_rows(self, start: int, stop: int) -> Array:
         row_bytes = self.nbytes // max(1, self.num_rows)
         array = np.empty((stop - start) * row_bytes, dtype=np.uint8)
         with open(self.path, "rb", buffering=0) as file:
             read_exactly(file.fileno(), array.data, self.offset + start * row_bytes, self.path)
+        if self.record:
+            self.record.was_read(self.offset + start * row_bytes - self.record.start, array.data)
         return array.view(self.dtype.numpy).reshape(stop - start, *self.shape[1:])
 
 

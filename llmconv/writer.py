@@ -15,14 +15,16 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import INDEX, SINGLE, Checkpoint
+from llmconv.crc import checked_reading
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.manifest import Manifest
-from llmconv.progress import bytes_bar
+from llmconv.progress import bytes_bar, warn_all
 from llmconv.safetensors_io import encode_header
 from llmconv.staging import StagedFolder, failing_safely
 from llmconv.tensors import Array, LazyTensor
@@ -35,6 +37,8 @@ FLUSH_BYTES = 32 << 20
 
 WRITE_BYTES = 256 << 10
 """Bytes per system call: with 4 MB the kernel makes huge pages for the cache, which takes three times as long."""
+
+UNCHECKED = "`{}` was saved without checksums (`set_crc32_options(False)`), so damage to it would not be noticed"
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 HEAP_BYTES = 256 << 20
@@ -133,18 +137,21 @@ def write_checkpoint(
         finish: adds more files before the folder becomes visible.
 
     Raises:
-        InputRefused: `output` exists, or the disk is too small.
+        InputRefused: `output` exists, the disk is too small, or a source is damaged (MalformedInput).
         OutputFailed: writing failed.
     """
     _reuse_freed_blocks()
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
         _require_space(folder, plan)
-        with bytes_bar(f"writing {output.name}", plan.nbytes) as advance:
+        with bytes_bar(f"writing {output.name}", plan.nbytes) as advance, checked_reading() as checks:
             for shard in plan.shards:
                 if shard.name in folder.finished:
                     advance(shard.nbytes)
                 else:
-                    folder.record(shard.name, _write_shard(folder.path / shard.name, shard, advance))
+                    entry = _write_shard(folder.path / shard.name, shard, advance)
+                    checks.finish()
+                    folder.record(shard.name, entry)
+        warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))
         for name, content in _small_files(plan).items():
             folder.write_file(name, content)
         manifest = Manifest(list(steps))
@@ -207,7 +214,7 @@ def _contents(shard: Shard) -> Iterator[memoryview]:
         pending: deque[Future[Array]] = deque()
         try:
             for tensor, start, stop in blocks:
-                pending.append(readers.submit(_checked_rows, tensor, start, stop))
+                pending.append(readers.submit(copy_context().run, _checked_rows, tensor, start, stop))
                 if len(pending) > LOOK_AHEAD:
                     yield as_bytes(pending.popleft().result())
             while pending:
