@@ -15,7 +15,7 @@ from llmconv.convert.unclaimed import explain
 from llmconv.errors import InputRefused
 from llmconv.pickle_data import TensorRef
 from llmconv.safetensors_io import read_header
-from llmconv.storage import local_path
+from llmconv.storage import local_path, reading_safely
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file, open_torch_file
 
@@ -87,7 +87,11 @@ def inspect(path: str | Path) -> Inspection:
     Raises:
         InputRefused: nothing that llmconv can read, or something malformed.
     """
-    place = local_path(path)
+    with reading_safely(path):
+        return _inspect(local_path(path))
+
+
+def _inspect(place: Path) -> Inspection:
     found = detect(place)
     if found:
         return _inspect_training(place, found)

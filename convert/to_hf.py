@@ -14,7 +14,7 @@ from llmconv.convert.unclaimed import explain
 from llmconv.errors import UsageProblem
 from llmconv.manifest import step
 from llmconv.progress import warn_all
-from llmconv.storage import local_path
+from llmconv.storage import local_path, reading_safely
 from llmconv.tensors import BY_NAME, FLOATS, cast
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
 
@@ -83,7 +83,13 @@ def open_training(
     Raises:
         InputRefused: see `to_hf`.
     """
-    path = local_path(source)
+    with reading_safely(source):
+        return _open(local_path(source), format, config, tokenizer, options)
+
+
+def _open(
+    path: Path, format: str | None, config: tuple[Path, ...], tokenizer: Path | None, options: Mapping[str, Any] | None
+) -> Checkpoint:
     chosen = by_name(format) if format else detect(path)
     if chosen is None:
         raise explain(path)

@@ -46,6 +46,8 @@ def _explain_folder(folder: Path) -> LlmconvError:
 
 
 def _explain_file(path: Path) -> LlmconvError:
+    if not path.is_file():
+        return InputRefused(f"`{path}` is no regular file", hint="give a file or a folder")
     with open(path, "rb") as file:
         head = file.read(300)
     if head.startswith(b"PK"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor
+
+JSON_BYTES = 32 << 20
+SMALL_BYTES = 256 << 20
+"""Ten times the largest index of shards, and the largest tokenizer; parsed JSON takes up to twenty times as much."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -112,7 +117,7 @@ def _open_shards(folder: Path) -> dict[str, LazyTensor]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise MalformedInput(f"`{INDEX}` has no `weight_map`", hint="copy the folder again")
     tensors: dict[str, LazyTensor] = {}
-    for shard in sorted(set(weight_map.values())):
+    for shard in sorted({str(home) for home in weight_map.values()}):
         header = read_header(_shard_path(folder, shard))
         listed = {name for name, home in weight_map.items() if home == shard}
         if listed != set(header.tensors):
@@ -125,8 +130,8 @@ def _open_shards(folder: Path) -> dict[str, LazyTensor]:
     return tensors
 
 
-def _shard_path(folder: Path, shard: Any) -> Path:
-    if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+def _shard_path(folder: Path, shard: str) -> Path:
+    if Path(shard).name != shard or not shard.endswith(".safetensors"):
         raise MalformedInput(
             f"`{INDEX}` names the shard {shard!r}", hint="shards are plain file names beside the index"
         )
@@ -136,8 +141,25 @@ def _shard_path(folder: Path, shard: Any) -> Path:
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
-    """Those of `SIDE_FILES` that lie in `folder`."""
-    return {name: (folder / name).read_bytes() for name in SIDE_FILES if (folder / name).is_file()}
+    """Those of `SIDE_FILES` that lie in `folder`.
+
+    Raises:
+        MalformedInput: one is far larger than such files are.
+    """
+    return {name: read_small(folder / name) for name in SIDE_FILES if (folder / name).is_file()}
+
+
+def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
+    """The content of a file that cannot be large.
+
+    Raises:
+        MalformedInput: it is, or it is no regular file (a pipe would never end).
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+        problem = f"has {found.st_size:,} bytes, too large" if stat.S_ISREG(found.st_mode) else "is no regular file"
+        raise MalformedInput(f"`{path.name}` {problem}", hint="it is not what its name says; copy it again")
+    return path.read_bytes()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -147,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
         MalformedInput: not JSON, or not an object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_small(path, JSON_BYTES).decode())
     except (ValueError, RecursionError) as error:
         raise MalformedInput(f"`{path.name}` is not valid JSON: {error}", hint="repair or replace the file") from error
     if not isinstance(content, dict):

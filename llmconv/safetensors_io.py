@@ -129,8 +129,8 @@ def _span(path: Path, name: str, field: Any) -> tuple[int, int]:
         _refuse(path, f"has an unprintable or overlong tensor name {name[:40]!r}")
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
         _refuse(path, f"describes tensor `{name}` with other fields than dtype, shape and data_offsets")
-    if field["dtype"] not in BY_CODE:
-        _refuse(path, f"stores tensor `{name}` as unknown dtype `{field['dtype']}`")
+    if not isinstance(field["dtype"], str) or field["dtype"] not in BY_CODE:
+        _refuse(path, f"stores tensor `{name}` as unknown dtype `{str(field['dtype'])[:40]}`")
     shape, offsets = field["shape"], field["data_offsets"]
     if not _naturals(shape) or len(shape) > RANK_LIMIT or prod(shape) > 1 << 62:
         _refuse(path, f"gives tensor `{name}` an impossible shape")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from llmconv.errors import InputRefused
@@ -26,6 +28,18 @@ def local_path(name: str | Path) -> Path:
     if HUB_ID.fullmatch(text):
         return _from_hub(*text.partition("@")[::2])
     raise InputRefused(f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name`")
+
+
+@contextmanager
+def reading_safely(source: str | Path) -> Iterator[None]:
+    """Turns an OSError about `source` (a link to nothing, a file that may not be read) into InputRefused."""
+    try:
+        yield
+    except OSError as error:
+        raise InputRefused(
+            f"`{source}` cannot be read: {error.strerror or error} ({error.filename or 'source'})",
+            hint="look at the file, its links and its permissions",
+        ) from error
 
 
 def _download(uri: str) -> Path:

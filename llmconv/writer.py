@@ -22,10 +22,10 @@ from typing import Any
 
 from llmconv.checkpoint import INDEX, SINGLE, Checkpoint
 from llmconv.crc import checked_reading
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.manifest import Manifest
 from llmconv.progress import bytes_bar, warn_all
-from llmconv.safetensors_io import encode_header
+from llmconv.safetensors_io import NAME_LIMIT, encode_header
 from llmconv.staging import StagedFolder, failing_safely
 from llmconv.tensors import Array, LazyTensor
 
@@ -78,11 +78,13 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -
 
     Raises:
         UsageProblem: `max_shard_size` is no size such as `5GB`.
-        InputRefused: there are no tensors.
+        InputRefused: there are no tensors, or one has a name that cannot be written.
     """
     if not checkpoint:
         raise InputRefused(f"`{checkpoint.path}` holds no tensors", hint="look at it with `llmconv inspect`")
     limit = parse_size(max_shard_size)
+    for name in checkpoint:
+        _check_name(checkpoint.path, name)
     groups: list[dict[str, LazyTensor]] = [{}]
     size = 0
     for name, tensor in checkpoint.items():
@@ -92,6 +94,15 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -
         groups[-1][name] = tensor
         size += tensor.nbytes
     return Plan(checkpoint, tuple(Shard(_shard_name(i, len(groups)), group) for i, group in enumerate(groups, 1)))
+
+
+def _check_name(path: Path, name: str) -> None:
+    """A name that readers of safetensors accept."""
+    if not name or name == "__metadata__" or len(name) > NAME_LIMIT or not name.isprintable():
+        raise MalformedInput(
+            f"`{path.name}` has a tensor of the name {name[:40]!r}, which safetensors cannot hold",
+            hint="save the model under its own names; is it damaged or hostile?",
+        )
 
 
 def _shard_name(number: int, count: int) -> str:
@@ -171,7 +182,10 @@ def _small_files(plan: Plan) -> dict[str, bytes]:
 
 
 def _json(content: Any) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    try:
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half a surrogate, which JSON can only escape
+        return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _reuse_freed_blocks() -> None:

@@ -54,7 +54,14 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     stored = read_json(path / "params.json") if (path / "params.json").is_file() else {}
     params = read_params({**stored, **{name: value for name, value in config.items() if name in PARAMS}}, path.name)
     renamed = rename(shards[0], NAMES, path.name)
-    expected = [row.format(layer) for row in NAMES.values() if row for layer in range(int(params["n_layers"]))]
+    layers = min(int(params["n_layers"]), len(renamed))  # of a billion layers most are missing already
+    expected = [
+        row.format(layer)
+        for row in NAMES.values()
+        if row
+        for layer in range(layers + 1)
+        if layer < int(params["n_layers"])
+    ]
     require(dict.fromkeys(expected), renamed, path.name)
     kv_heads = _check_shapes(path, shards, params)
     tensors = {

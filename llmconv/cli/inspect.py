@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmconv.cli import options
+from llmconv.errors import printable
 
 if TYPE_CHECKING:
     from llmconv.convert.inspect import Inspection
@@ -31,7 +32,7 @@ def command(path: str, as_json: bool) -> None:
     rows = _rows(found)
     width = max(len(title) for title, _ in rows)
     for title, value in rows:
-        click.echo(f"{title:<{width}}  {value}")
+        click.echo(f"{title:<{width}}  {printable(value)}")
 
 
 def _rows(found: Inspection) -> list[tuple[str, str]]:

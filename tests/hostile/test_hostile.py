@@ -1,0 +1,112 @@
+"""Every hostile input is refused in one clear line or has no effect: proven in a process whose every act is seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile import configs, files, pickles, tensors, zips
+from tests.hostile.case import CANARY, Case
+from tests.hostile.honest import composer, meta, mindspore, paddle, save
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 8
+"""Processor time that any input may cost; the bombs that run into a limit cost the most."""
+
+HONEST: dict[str, Case] = {
+    "honest: composer": Case(lambda folder: save(folder, composer()), None),
+    "honest: meta": Case(meta, None),
+    "honest: accessory": Case(configs.accessory_like, None),
+    "honest: paddle": Case(paddle, None),
+    "honest: mindformers": Case(mindspore, None, {"config": ["run.yaml"]}),
+    "honest: zip": zips.CASES["a zip written by hand"],
+    "honest: refused": Case(lambda folder: folder, "no training format"),
+}
+KINDS = {"pickle": pickles, "zip": zips, "tensor": tensors, "config": configs, "file": files}
+CASES = {f"{kind}: {name}": case for kind, module in KINDS.items() for name, case in module.CASES.items()}
+
+Result = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+    """`results(name)`: what inspect and to-hf did with a case; all cases of its kind run at once in one process."""
+    found: dict[str, Result] = {}
+
+    def result(name: str) -> Result:
+        if name not in found:
+            kind = name.partition(":")[0]
+            cases = {other: case for other, case in CASES.items() if other.startswith(kind + ":")}
+            found.update(run(HONEST | cases, tmp_path_factory.mktemp(kind)))
+        return found[name]
+
+    return result
+
+
+def run(cases: dict[str, Case], folder: Path) -> dict[str, Result]:
+    """Builds the cases and runs them in a child."""
+    jobs = [job(name, case, folder / f"case{number}") for number, (name, case) in enumerate(cases.items())]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.hostile.child", str(folder / "jobs.json"), str(folder / "results.json")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: dict[str, Result] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+def job(name: str, case: Case, place: Path) -> dict[str, Any]:
+    """What the child is told of a case."""
+    (place / "in").mkdir(parents=True)
+    source = case.build(place / "in")
+    options = {key: [str(place / "in" / file) for file in value] for key, value in case.options.items()}
+    return {"name": name, "source": str(source), "place": str(place), "options": options, "honest": name in HONEST}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_or_has_no_effect(results: Callable[[str], Result], name: str) -> None:
+    result, case = results(name)["to_hf"], CASES[name]
+    if case.refused is None:
+        assert result["outcome"] == "done", result["message"]
+        assert "hf/config.json" in result["left"] and not any("partial" in file for file in result["left"])
+        assert not any(file.endswith((".py", ".pkl", ".so")) for file in result["left"])
+    else:
+        assert result["outcome"] == "refused", result["message"]
+        assert re.search(case.refused, result["message"]), result["message"]
+        assert result["code"] == 3 and result["left"] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inspect_survives_it(results: Callable[[str], Result], name: str) -> None:
+    result = results(name)["inspect"]
+    assert result["outcome"] in ("done", "refused"), result["message"]
+    assert result["left"] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("command", ["inspect", "to_hf"])
+def test_nothing_else_is_opened_imported_started_or_called(
+    results: Callable[[str], Result], name: str, command: str
+) -> None:
+    assert results(name)[command]["events"] == []
+    assert not Path(CANARY).exists()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("command", ["inspect", "to_hf"])
+def test_it_costs_little_and_the_refusal_is_one_plain_line(
+    results: Callable[[str], Result], name: str, command: str
+) -> None:
+    result = results(name)[command]
+    assert result["seconds"] < SECONDS
+    if result["outcome"] == "refused":
+        assert result["message"].isprintable() and result["hint"].isprintable() and result["hint"]
+        assert len(result["message"]) < 600 and not result["message"].endswith(".")
