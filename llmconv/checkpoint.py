@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.safetensors_io import read_header
+from llmconv.safetensors_io import FileTensor, read_header
 from llmconv.tensors import LazyTensor
 
 JSON_BYTES = 32 << 20
@@ -92,7 +92,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
             hint="convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`",
         )
     config = read_json(path / "config.json")
-    return Checkpoint(path, "hf", open_weights(path), config, read_side_files(path))
+    tensors = open_weights(path)
+    shards = len({tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)})
+    return Checkpoint(path, "hf", tensors, config, read_side_files(path), version=_writer(config), shards=shards)
+
+
+def _writer(config: dict[str, Any]) -> str:
+    """What a `config.json` tells of the transformers that wrote it."""
+    version = config.get("transformers_version")
+    return f"transformers {version}" if isinstance(version, str) else ""
 
 
 def open_weights(folder: Path) -> dict[str, LazyTensor]:

@@ -27,7 +27,8 @@ class Format:
         open: `open(path, config, tokenizer)` gives the Checkpoint in Hugging Face names; `config` are fields that the
             user adds or overrides, `tokenizer` a file or folder to use instead of the checkpoint's own.
         options: those of `to-hf` that only some formats have; they come as fields of `config`.
-        peek: the tensors under their own names, for `inspect` where `open` needs to be told more than is in the file.
+        peek: the tensors under their own names, for `inspect` where `open` needs to be told more than is in the file;
+            without it those of the torch and safetensors files at the path.
     """
 
     name: str

@@ -64,7 +64,8 @@ def _tokenizer(path: Path, run: Run, warnings: list[str]) -> dict[str, bytes]:
 
 FORMAT = Format(
     name="composer",
-    title="Composer / LLM Foundry checkpoint (one .pt file)",
+    title="MosaicML Composer and LLM Foundry: one `.pt` file",
+    covers="with or without optimizer state; config and tokenizer are taken from it",
     detect=_detect,
     open=_open,
 )

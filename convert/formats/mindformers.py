@@ -14,7 +14,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import with_architecture
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import listing
-from llmconv.convert.mindformers.files import is_mindspore, open_parameters
+from llmconv.convert.mindformers.files import is_mindspore, open_parameters, peek
 from llmconv.convert.mindformers.glm import build_glm
 from llmconv.convert.mindformers.gpt import build_bloom, build_gpt2
 from llmconv.convert.mindformers.llama import build_core, build_llama, build_qwen
@@ -46,7 +46,18 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     side_files = read_tokenizer(tokenizer) if tokenizer else {}
     if not side_files:
         warnings.append("a MindSpore checkpoint holds no tokenizer; give one with `--tokenizer` if you need it")
-    return Checkpoint(path, FORMAT.name, model.tensors, with_architecture(model.config), side_files, tuple(warnings))
+    release = run.fields.get("mindformers_version")
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        model.tensors,
+        with_architecture(model.config),
+        side_files,
+        tuple(warnings),
+        version=f"mindformers {release}" if isinstance(release, str) else "",
+        shards=found.files,
+        dropped=found.dropped,
+    )
 
 
 def _family(path: Path, tensors: Mapping[str, LazyTensor]) -> Family:
@@ -66,9 +77,11 @@ def _family(path: Path, tensors: Mapping[str, LazyTensor]) -> Family:
 
 FORMAT = Format(
     name="mindformers",
-    title="MindFormers / MindSpore (.ckpt, safetensors with format ms, or a folder of rank_N)",
+    title="MindFormers 1.0 to 1.7 on MindSpore: `.ckpt`, its safetensors, or a folder of `rank_N`",
+    covers="llama, qwen, internlm, baichuan, gpt2, bloom, chatglm2/3; ranks joined by their strategy, LoRA merged; "
+    "the run's YAML gives the configuration",
     detect=is_mindspore,
     open=_open,
     options=OPTIONS,
-    peek=lambda path: open_parameters(path).tensors,
+    peek=peek,
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.convert.beside import left_beside
 from llmconv.convert.configs import with_architecture, without_code
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import equal, listing
@@ -19,7 +20,7 @@ from llmconv.convert.paddle.configs import number, to_config
 from llmconv.convert.paddle.families import FAMILIES
 from llmconv.convert.paddle.file import is_pdparams
 from llmconv.convert.paddle.rows import place
-from llmconv.convert.paddle.shards import ADAPTER, first_names, has_pdparams, open_ranks
+from llmconv.convert.paddle.shards import ADAPTER, first_names, has_pdparams, open_ranks, peek, weight_files
 from llmconv.convert.paddle.tokenizer import read_paddle_tokenizer
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput
@@ -77,7 +78,18 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     tensors = place(family.rows(settings, shapes), ranks, number(settings, family.layers, path.name), path.name)
     _tie(tensors, family.embedding, settings, path, warnings)
     side_files = {**_tokenizer(tokenizer, folder, paddle["model_type"], warnings), **_generation_config(folder)}
-    return Checkpoint(path, FORMAT.name, tensors, with_architecture(settings), side_files, tuple(warnings))
+    release = stored.get("paddlenlp_version")
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        tensors,
+        with_architecture(settings),
+        side_files,
+        tuple(warnings),
+        version=f"paddlenlp {release}" if isinstance(release, str) else "",
+        shards=len(weight_files(path)),
+        dropped=left_beside(path),
+    )
 
 
 def _refuse_adapter(path: Path) -> None:
@@ -145,7 +157,10 @@ def _generation_config(folder: Path) -> dict[str, bytes]:
 
 FORMAT = Format(
     name="paddle",
-    title="PaddleNLP (folder of config.json and model_state*.pdparams, or its safetensors)",
+    title="PaddleNLP: a folder of `config.json` and `model_state*.pdparams`, or its safetensors",
+    covers="llama (and Baichuan-7B), mistral, qwen, qwen2, bloom, gpt, chatglm2/3; whole, sharded, or one file per "
+    "tensor- and pipeline-parallel rank",
     detect=_detect,
     open=_open,
+    peek=peek,
 )

@@ -41,6 +41,8 @@ def _rows(found: Inspection) -> list[tuple[str, str]]:
     rows = [
         ("path", str(found.path)),
         ("format", found.format),
+        *([("version", found.version)] if found.version else []),
+        *([("shards", f"{found.shards:,}")] if found.shards > 1 else []),
         ("model type", str(found.config.get("model_type") or found.config.get("peft_type") or "unknown")),
         ("architecture", architecture or "unknown"),
         ("parameters", f"{found.parameters:,}"),
@@ -49,4 +51,5 @@ def _rows(found: Inspection) -> list[tuple[str, str]]:
         ("bytes", f"{found.nbytes:,} of weights, {found.file_bytes:,} on disk"),
     ]
     rows += [("other files", ", ".join(found.side_files))] if found.side_files else []
+    rows += [("dropped", what) for what in found.dropped]
     return rows + [("warning", warning) for warning in found.warnings]

@@ -76,6 +76,12 @@ def sparse(size: int) -> Place:
     return put
 
 
+def linked_pipe(path: Path) -> None:
+    """A symbolic link to a pipe that nobody writes to."""
+    os.mkfifo(path.parent / "pipe")
+    path.symlink_to("pipe")
+
+
 def linked(target: str) -> Place:
     """A symbolic link."""
     return lambda path: path.symlink_to(target)
@@ -141,9 +147,7 @@ LONG = struct.pack("<Q", 1 << 62)
 
 CASES: dict[str, Case] = {
     "a pipe for a shard": replaced(SHARD, lambda path: os.mkfifo(path), NO_FILE),
-    "a link to a pipe for a shard": replaced(
-        SHARD, lambda path: (os.mkfifo(path.parent / "pipe"), path.symlink_to("pipe")), NO_FILE
-    ),
+    "a link to a pipe for a shard": replaced(SHARD, linked_pipe, NO_FILE),
     "a folder for a shard": replaced(SHARD, Path.mkdir, NO_FILE),
     "a socket for a shard": replaced(SHARD, listen, NO_FILE),
     "a link to /dev/zero for a shard": replaced(SHARD, linked("/dev/zero"), NO_FILE),
