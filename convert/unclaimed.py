@@ -8,6 +8,14 @@ from llmconv.convert.formats import formats
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
 from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
 
+FOREIGN = {
+    b"GGUF": "a GGUF file of llama.cpp",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file, as Keras writes",
+    b"\x7fELF": "a program",
+    b"\x93NUMPY": "a numpy array",
+}
+"""First bytes of files that people take for checkpoints."""
+
 
 def explain(path: Path) -> LlmconvError:
     """The error for a path that is of no known format."""
@@ -59,6 +67,9 @@ def _explain_file(path: Path) -> LlmconvError:
         return UnsupportedInput(
             f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
         )
+    foreign = next((what for magic, what in FOREIGN.items() if head.startswith(magic)), None)
+    if foreign:
+        return UnsupportedInput(f"`{path.name}` is {foreign}, no training checkpoint", hint=_known())
     no_zip = explain_no_zip(path, head)
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
 

@@ -152,9 +152,22 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
     """Those of `SIDE_FILES` that lie in `folder`.
 
     Raises:
-        MalformedInput: one is far larger than such files are.
+        MalformedInput: one is far larger than such files are, or a link that leads out of the folder.
     """
-    return {name: read_small(folder / name) for name in SIDE_FILES if (folder / name).is_file()}
+    return {name: read_small(_own_file(folder, name)) for name in SIDE_FILES if (folder / name).is_file()}
+
+
+def _own_file(folder: Path, name: str) -> Path:
+    """A file of `folder`, which is copied unread: a link to somebody's keys would publish them with the model."""
+    path, home = folder / name, folder.resolve()
+    target = path.resolve()
+    in_hub_cache = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
+    if path.is_symlink() and not target.is_relative_to(home) and not in_hub_cache:
+        raise MalformedInput(
+            f"`{name}` in `{folder}` is a link that leads out of the folder, to `{target}`",
+            hint="put a copy of the file in its place, if it is the one that belongs to the model",
+        )
+    return path
 
 
 def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.hostile.case import CANARY, Case
+from tests.hostile.configs import accessory_like
 from tests.hostile.honest import (
     composer,
     members,
@@ -74,6 +75,12 @@ def sparse(size: int) -> Place:
         os.truncate(path, size)
 
     return put
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """Accessory's folder with the tokenizer of a Hugging Face model, whose files are copied as they are."""
+    (folder / "tokenizer.json").write_text("{}")
+    return accessory_like(folder)
 
 
 def linked_pipe(path: Path) -> None:
@@ -162,6 +169,9 @@ CASES: dict[str, Case] = {
     ),
     "params.json of 8 GB": replaced("params.json", sparse(8 << 30), "too large|not valid JSON"),
     "a tokenizer of 8 GB": replaced("tokenizer.model", sparse(8 << 30), "too large"),
+    "a link to a key among the tokenizer's files": replaced(
+        "vocab.txt", lambda path: path.symlink_to("/etc/hostname"), "leads out of the folder", with_tokenizer
+    ),
     "a pipe": alone(lambda path: os.mkfifo(path), NO_FILE),
     "a socket": alone(listen, NO_FILE),
     "a link to /dev/zero": alone(linked("/dev/zero"), NO_FILE),
@@ -172,10 +182,10 @@ CASES: dict[str, Case] = {
     "zeros, 8 GB": alone(sparse(8 << 30), UNKNOWN),
     "PK and zeros, 8 GB": Case(lambda folder: pk(folder), "damaged"),
     "text": content(b"#!/bin/sh\nexit 1\n", UNKNOWN),
-    "an ELF program": content(b"\x7fELF" + bytes(200), UNKNOWN),
-    "GGUF": content(b"GGUF\x03\0\0\0" + b"\xff" * 16, UNKNOWN + "|GGUF"),
-    "HDF5": content(b"\x89HDF\r\n\x1a\n" + bytes(100), UNKNOWN + "|HDF5"),
-    "ONNX": content(b"\x08\x0a\x12\x07pytorch\x3a\x00", UNKNOWN + "|ONNX"),
+    "an ELF program": content(b"\x7fELF" + bytes(200), "a program"),
+    "GGUF": content(b"GGUF\x03\0\0\0" + b"\xff" * 16, "GGUF file"),
+    "HDF5": content(b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5 file"),
+    "ONNX": content(b"\x08\x0a\x12\x07pytorch\x3a\x00", UNKNOWN),
     "a raw pickle": content(b"\x80\x02" + call("os", "system", text(f"touch {CANARY}")) + b".", UNKNOWN),
     "the torch format before 1.6": content(
         b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.\x80\x02M\xe9\x03.", r"before torch 1\.6"
