@@ -119,3 +119,35 @@ def test_it_costs_little_and_a_refusal_is_one_plain_line(results: Callable[[str]
         if run["outcome"] == "refused":
             assert run["message"].isprintable() and run["hint"].isprintable() and run["hint"]
             assert len(run["message"]) < 600 and not run["message"].endswith(".")
+
+
+ACTS = {
+    "open('/etc/hostname')": "open",
+    "open('/tmp/llmconv-elsewhere', 'w')": "open",
+    "import antigravity_that_is_not_there": "import",
+    "import os; os.system('true')": "os.system",
+    "import subprocess; subprocess.run(['true'])": "subprocess.Popen",
+    "import socket; socket.socket()": "socket.__new__",
+    "eval('1')": "compile",
+    "import ctypes; ctypes.CDLL(None).system": "ctypes.dlsym",
+    "import shutil; shutil.rmtree('/nonexistent-folder', ignore_errors=True)": "shutil.rmtree",
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_the_watch_sees(tmp_path: Path, act: str) -> None:
+    code = f"""
+import ctypes, os, pathlib, shutil, socket, subprocess, sys
+from tests.hostile.child import Watch
+watch = Watch()
+sys.addaudithook(watch.hook)
+watch.begin(pathlib.Path({str(tmp_path)!r}, "in", "x.pt"), pathlib.Path({str(tmp_path)!r}, "out", "hf"))
+try:
+    {act}
+except Exception:
+    pass
+watch.active = False
+print("\\n".join(watch.seen))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ACTS[act] in {line.partition(" ")[0] for line in done.stdout.splitlines()}, done.stdout
