@@ -16,13 +16,11 @@ class Case:
         build: makes it in an empty folder and returns the path to convert.
         refused: what the refusal of `to-hf` says (a regular expression); None: converted, without any effect.
         options: of `to_hf`; names of files in the folder are made paths.
-        sees: what `inspect` has to say (a regular expression on its JSON), where it may not refuse.
     """
 
     build: Callable[[Path], Path]
     refused: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
-    sees: str | None = None
 
 
 CANARY = "/tmp/llmconv-canary-that-only-an-executed-payload-makes"
