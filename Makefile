@@ -44,6 +44,7 @@ check: $(READY) ## look, change nothing: lint, format, types, layers, generated 
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.cli_page --check
+	$(BIN)/python -m tools.formats_page --check
 
 fix: $(READY) ## what a machine can put right
 	$(BIN)/ruff check --fix
@@ -56,6 +57,7 @@ bench: $(READY) ## time and peak memory of every job, kept in docs/benchmarks.md
 
 docs: $(READY) ## write the generated pages again
 	$(BIN)/python -m tools.cli_page
+	$(BIN)/python -m tools.formats_page
 
 wheel: $(READY) ## build it from the sdist, compare it with the tree, use it in a fresh environment
 	$(BIN)/python -m tools.wheel

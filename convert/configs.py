@@ -127,7 +127,7 @@ def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     kind, known = str(config.get("model_type")), causal_lm_classes()
     if known and kind not in known:
         raise UnsupportedInput(
-            f"model_type `{kind}` is no causal language model that the installed transformers knows",
+            f"model_type `{kind[:80]}` is no causal language model that the installed transformers knows",
             hint="models with code of their own cannot be converted yet; give the right type with `--config`",
         )
     return {**config, **({"architectures": [known[kind]]} if known else {})}

@@ -9,15 +9,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import open_checkpoint, read_json
+from llmconv.checkpoint import Checkpoint, open_checkpoint, read_json
 from llmconv.convert.formats import Format, detect
+from llmconv.convert.mapping import comparing_samples
+from llmconv.convert.raw import raw_tensors, torch_tensors
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import InputRefused
-from llmconv.pickle_data import TensorRef
-from llmconv.safetensors_io import read_header
-from llmconv.storage import files_under, local_path
+from llmconv.safetensors_io import FileTensor, read_header
+from llmconv.storage import files_under, local_path, reading_safely
 from llmconv.tensors import LazyTensor
-from llmconv.torch_file import is_torch_file, open_torch_file
+from llmconv.torch_file import is_torch_file
 from llmconv.unpacking import unpacked
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -35,6 +36,9 @@ class Inspection:
         tensors: its tensors, in the names a conversion would give them.
         side_files: names of the tokenizer and generation files.
         warnings: what a conversion would warn of.
+        version: what the files tell of their writer; empty where they tell nothing.
+        shards: files that the weights lie in; 0 where that is not known.
+        dropped: what is in the files and would not be converted, one phrase each.
     """
 
     path: Path
@@ -43,6 +47,9 @@ class Inspection:
     tensors: Mapping[str, LazyTensor]
     side_files: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    version: str = ""
+    shards: int = 1
+    dropped: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -69,6 +76,8 @@ class Inspection:
         return {
             "path": str(self.path),
             "format": self.format,
+            "version": self.version,
+            "shards": self.shards,
             "model_type": self.config.get("model_type"),
             "architectures": self.config.get("architectures"),
             "parameters": self.parameters,
@@ -76,6 +85,7 @@ class Inspection:
             "dtypes": self.dtypes,
             "bytes": self.nbytes,
             "file_bytes": self.file_bytes,
+            "dropped": list(self.dropped),
             "side_files": list(self.side_files),
             "warnings": list(self.warnings),
         }
@@ -87,9 +97,9 @@ def inspect(path: str | Path) -> Inspection:
     Raises:
         InputRefused: nothing that llmconv can read, or something malformed.
     """
-    given = local_path(path, keep=False)
-    found = _inspect(unpacked(given))
-    return replace(found, path=given)
+    with reading_safely(path), comparing_samples():
+        given = local_path(path, keep=False)
+        return replace(_inspect(unpacked(given)), path=given)
 
 
 def _inspect(place: Path) -> Inspection:
@@ -99,8 +109,7 @@ def _inspect(place: Path) -> Inspection:
     if place.is_dir() and (place / ADAPTER_CONFIG).is_file():
         return _inspect_adapter(place)
     if place.is_dir() and (place / "config.json").is_file():
-        opened = open_checkpoint(place)
-        return Inspection(place, "hf", opened.config, opened.tensors, tuple(sorted(opened.side_files)), opened.warnings)
+        return _opened(open_checkpoint(place))
     if place.is_file() and ".safetensors" in place.suffixes:
         return Inspection(place, "safetensors", {}, read_header(place).tensors)
     if is_torch_file(place):
@@ -113,11 +122,39 @@ def _inspect_training(path: Path, found: Format) -> Inspection:
     try:
         opened = found.open(path, {}, None)
     except InputRefused as problem:
-        if found.peek is None:
-            raise
-        return Inspection(path, found.name, {}, found.peek(path), warnings=(f"not to be converted yet: {problem}",))
+        tensors = _peek(path, found, problem)
+        files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
+        warning = f"not to be converted yet: {problem}"
+        return Inspection(path, found.name, {}, tensors, warnings=(warning,), shards=len(files))
+    return _opened(opened)
+
+
+def _peek(path: Path, found: Format, problem: InputRefused) -> Mapping[str, LazyTensor]:
+    """The tensors under their own names.
+
+    Raises:
+        InputRefused: `problem`, where nothing can be read at all.
+    """
+    for peek in (found.peek, raw_tensors):
+        try:
+            if peek and (tensors := peek(path)):
+                return tensors
+        except InputRefused:
+            continue
+    raise problem
+
+
+def _opened(opened: Checkpoint) -> Inspection:
     return Inspection(
-        path, found.name, opened.config, opened.tensors, tuple(sorted(opened.side_files)), opened.warnings
+        opened.path,
+        opened.format,
+        opened.config,
+        opened.tensors,
+        tuple(sorted(opened.side_files)),
+        opened.warnings,
+        opened.version,
+        opened.shards,
+        opened.dropped,
     )
 
 
@@ -129,21 +166,3 @@ def _inspect_adapter(folder: Path) -> Inspection:
         )
     tensors = torch_tensors(file) if file.suffix == ".bin" else read_header(file).tensors
     return Inspection(folder, "adapter", read_json(folder / ADAPTER_CONFIG), tensors)
-
-
-def torch_tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a plain torch file: those of the state dict, or of nested dicts under dotted names.
-
-    Raises:
-        InputRefused: not a readable torch file.
-    """
-    file = open_torch_file(path)
-    return {name: file.tensor(name, ref) for name, ref in _leaves(file.content, "", 0)}
-
-
-def _leaves(value: Any, name: str, depth: int) -> list[tuple[str, TensorRef]]:
-    if isinstance(value, TensorRef):
-        return [(name, value)]
-    if not isinstance(value, dict) or depth > 4:
-        return []
-    return [leaf for key, item in value.items() for leaf in _leaves(item, f"{name}.{key}".lstrip("."), depth + 1)]

@@ -14,7 +14,7 @@ from llmconv.convert.unclaimed import explain
 from llmconv.errors import UsageProblem
 from llmconv.manifest import step
 from llmconv.progress import warn_all
-from llmconv.storage import files_under, local_path
+from llmconv.storage import files_under, local_path, reading_safely
 from llmconv.tensors import BY_NAME, FLOATS, cast
 from llmconv.unpacking import unpacked
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
@@ -94,8 +94,19 @@ def open_training(
     Raises:
         InputRefused: see `to_hf`.
     """
-    path = local_path(source, keep=False)
-    inside = unpacked(path)
+    with reading_safely(source):
+        path = local_path(source, keep=False)
+        return replace(_open(unpacked(path), path, format, config, tokenizer, options), path=path)
+
+
+def _open(
+    inside: Path,
+    path: Path,
+    format: str | None,
+    config: tuple[Path, ...],
+    tokenizer: Path | None,
+    options: Mapping[str, Any] | None,
+) -> Checkpoint:
     chosen = by_name(format) if format else detect(inside)
     if chosen is None:
         raise explain(inside)

@@ -88,6 +88,8 @@ def _read_columns(tensor: FileTensor, first: int, panel: Array) -> None:
     """Fills `panel` with columns of a matrix in a file, one read per row."""
     size = tensor.dtype.itemsize
     raw = panel.view(np.uint8)
+    if tensor.record:
+        tensor.record.was_touched()
     descriptor = os.open(tensor.path, os.O_RDONLY)
     try:
         for row in range(tensor.shape[0]):

@@ -12,6 +12,13 @@ from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
 
 PACKED = re.compile(r"\.(?:(?:pth?|bin|ckpt)\.(?:gz|bz2|xz|lzma|lz4|zst)|tar(?:\.\w+)?|tgz)$")
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+FOREIGN = {
+    b"GGUF": "a GGUF file of llama.cpp",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file, as Keras writes",
+    b"\x7fELF": "a program",
+    b"\x93NUMPY": "a numpy array",
+}
+"""First bytes of files that people take for checkpoints."""
 
 
 def explain(path: Path) -> LlmconvError:
@@ -51,6 +58,8 @@ def _is_torch(path: Path) -> bool:
 
 
 def _explain_file(path: Path) -> LlmconvError:
+    if not path.is_file():
+        return InputRefused(f"`{path}` is no regular file", hint="give a file or a folder")
     with open(path, "rb") as file:
         head = file.read(300)
     if head.startswith(b"PK") or is_torch_file(path):
@@ -71,6 +80,9 @@ def _explain_file(path: Path) -> LlmconvError:
         return UnsupportedInput(
             f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
         )
+    foreign = next((what for magic, what in FOREIGN.items() if head.startswith(magic)), None)
+    if foreign:
+        return UnsupportedInput(f"`{path.name}` is {foreign}, no training checkpoint", hint=_known())
     no_zip = explain_no_zip(path, head)
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
 

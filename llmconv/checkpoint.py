@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.safetensors_io import read_header
+from llmconv.safetensors_io import FileTensor, read_header
 from llmconv.tensors import LazyTensor
+
+JSON_BYTES = 32 << 20
+SMALL_BYTES = 256 << 20
+"""Ten times the largest index of shards, and the largest tokenizer; parsed JSON takes up to twenty times as much."""
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -92,7 +97,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
             hint="convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`",
         )
     config = read_json(path / "config.json")
-    return Checkpoint(path, "hf", open_weights(path), config, read_side_files(path))
+    tensors = open_weights(path)
+    shards = len({tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)})
+    return Checkpoint(path, "hf", tensors, config, read_side_files(path), version=_writer(config), shards=shards)
+
+
+def _writer(config: dict[str, Any]) -> str:
+    """What a `config.json` tells of the transformers that wrote it."""
+    version = config.get("transformers_version")
+    return f"transformers {version}" if isinstance(version, str) else ""
 
 
 def open_weights(folder: Path) -> dict[str, LazyTensor]:
@@ -117,7 +130,7 @@ def _open_shards(folder: Path) -> dict[str, LazyTensor]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise MalformedInput(f"`{INDEX}` has no `weight_map`", hint="copy the folder again")
     tensors: dict[str, LazyTensor] = {}
-    for shard in sorted(set(weight_map.values())):
+    for shard in sorted({str(home) for home in weight_map.values()}):
         header = read_header(_shard_path(folder, shard))
         listed = {name for name, home in weight_map.items() if home == shard}
         if listed != set(header.tensors):
@@ -130,8 +143,8 @@ def _open_shards(folder: Path) -> dict[str, LazyTensor]:
     return tensors
 
 
-def _shard_path(folder: Path, shard: Any) -> Path:
-    if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+def _shard_path(folder: Path, shard: str) -> Path:
+    if Path(shard).name != shard or not shard.endswith(".safetensors"):
         raise MalformedInput(
             f"`{INDEX}` names the shard {shard!r}", hint="shards are plain file names beside the index"
         )
@@ -141,8 +154,38 @@ def _shard_path(folder: Path, shard: Any) -> Path:
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
-    """Those of `SIDE_FILES` that lie in `folder`."""
-    return {name: (folder / name).read_bytes() for name in SIDE_FILES if (folder / name).is_file()}
+    """Those of `SIDE_FILES` that lie in `folder`.
+
+    Raises:
+        MalformedInput: one is far larger than such files are, or a link that leads out of the folder.
+    """
+    return {name: read_small(_own_file(folder, name)) for name in SIDE_FILES if (folder / name).is_file()}
+
+
+def _own_file(folder: Path, name: str) -> Path:
+    """A file of `folder`, which is copied unread: a link to somebody's keys would publish them with the model."""
+    path, home = folder / name, folder.resolve()
+    target = path.resolve()
+    in_hub_cache = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
+    if path.is_symlink() and not target.is_relative_to(home) and not in_hub_cache:
+        raise MalformedInput(
+            f"`{name}` in `{folder}` is a link that leads out of the folder, to `{target}`",
+            hint="put a copy of the file in its place, if it is the one that belongs to the model",
+        )
+    return path
+
+
+def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
+    """The content of a file that cannot be large.
+
+    Raises:
+        MalformedInput: it is, or it is no regular file (a pipe would never end).
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+        problem = f"has {found.st_size:,} bytes, too large" if stat.S_ISREG(found.st_mode) else "is no regular file"
+        raise MalformedInput(f"`{path.name}` {problem}", hint="it is not what its name says; copy it again")
+    return path.read_bytes()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -152,7 +195,7 @@ def read_json(path: Path) -> dict[str, Any]:
         MalformedInput: not JSON, or not an object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_small(path, JSON_BYTES).decode())
     except (ValueError, RecursionError) as error:
         raise MalformedInput(f"`{path.name}` is not valid JSON: {error}", hint="repair or replace the file") from error
     if not isinstance(content, dict):

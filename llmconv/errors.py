@@ -13,6 +13,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+SHOWN = 500
+"""Characters of a message: what a file names may be longer."""
+
+
+def printable(text: str) -> str:
+    """One line that a terminal can show: what a file names may hold line breaks and escape sequences."""
+    shown = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
+
 
 class LlmconvError(Exception):
     """An error with a one-line message (no final period) and a hint that says what to do."""
@@ -20,9 +31,8 @@ class LlmconvError(Exception):
     exit_code: ClassVar[int] = 3
 
     def __init__(self, message: str, *, hint: str) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = printable(message).rstrip("."), printable(hint)
+        super().__init__(self.message)
 
 
 class UsageProblem(LlmconvError):

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from llmconv.errors import printable
+
 _level = {"quiet": False}
 
 
@@ -25,7 +27,7 @@ def say(text: str) -> None:
 
 def warn(text: str) -> None:
     """One line on stderr that `-q` does not silence."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def warn_all(warnings: Iterable[str]) -> None:

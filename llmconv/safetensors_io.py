@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from llmconv.crc import Record
 from llmconv.errors import MalformedInput
 from llmconv.tensors import BY_CODE, Array, DType, LazyTensor, Piece
 
@@ -33,21 +34,28 @@ class FileTensor(LazyTensor):
     Attributes:
         path: the file.
         offset: position of the first byte in the file.
+        record: what it lies in, where that has a checksum; who reads the file without `rows` tells it.
     """
 
     path: Path
     offset: int
+    record: Record | None
 
-    def __init__(self, path: Path, offset: int, dtype: DType, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, path: Path, offset: int, dtype: DType, shape: tuple[int, ...], record: Record | None = None
+    ) -> None:
         super().__init__(dtype, shape, self._read_rows)
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "offset", offset)
+        object.__setattr__(self, "record", record)
 
     def _read_rows(self, start: int, stop: int) -> Array:
         row_bytes = self.nbytes // max(1, self.num_rows)
         array = np.empty((stop - start) * row_bytes, dtype=np.uint8)
         with open(self.path, "rb", buffering=0) as file:
             read_exactly(file.fileno(), array.data, self.offset + start * row_bytes, self.path)
+        if self.record:
+            self.record.was_read(self.offset + start * row_bytes - self.record.start, array.data)
         return array.view(self.dtype.numpy).reshape(stop - start, *self.shape[1:])
 
 
@@ -122,8 +130,8 @@ def _span(path: Path, name: str, field: Any) -> tuple[int, int]:
         _refuse(path, f"has an unprintable or overlong tensor name {name[:40]!r}")
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
         _refuse(path, f"describes tensor `{name}` with other fields than dtype, shape and data_offsets")
-    if field["dtype"] not in BY_CODE:
-        _refuse(path, f"stores tensor `{name}` as unknown dtype `{field['dtype']}`")
+    if not isinstance(field["dtype"], str) or field["dtype"] not in BY_CODE:
+        _refuse(path, f"stores tensor `{name}` as unknown dtype `{str(field['dtype'])[:40]}`")
     shape, offsets = field["shape"], field["data_offsets"]
     if not _naturals(shape) or len(shape) > RANK_LIMIT or prod(shape) > 1 << 62:
         _refuse(path, f"gives tensor `{name}` an impossible shape")

@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,18 @@ def local_path(name: str | Path, *, keep: bool = True) -> Path:
     if HUB_ID.fullmatch(text):
         return _from_hub(*text.partition("@")[::2])
     raise InputRefused(f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name`")
+
+
+@contextmanager
+def reading_safely(source: str | Path) -> Iterator[None]:
+    """Turns an OSError about `source` (a link to nothing, a file that may not be read) into InputRefused."""
+    try:
+        yield
+    except OSError as error:
+        raise InputRefused(
+            f"`{source}` cannot be read: {error.strerror or error} ({error.filename or 'source'})",
+            hint="look at the file, its links and its permissions",
+        ) from error
 
 
 def _download(uri: str, keep: bool) -> Path:

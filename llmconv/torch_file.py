@@ -1,42 +1,27 @@
-"""Torch files (`torch.save`) read lazily: the pickle becomes data, a tensor becomes a range of the file.
-
-Layout since torch 1.6 (pytorch `caffe2/serialize/inline_container.cc`): a zip of STORED members under one folder:
-`data.pkl`, `data/KEY` (one per storage), `byteorder`, `version`.
-"""
+"""Torch files (`torch.save`) read lazily: the pickle becomes data, a tensor becomes a range of the file."""
 
 from __future__ import annotations
 
-import io
-import os
-import struct
-import zipfile
-import zlib
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
+from llmconv.crc import Record
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.legacy_torch_file import is_legacy, read_legacy
 from llmconv.pickle_data import TensorRef, read_pickle
 from llmconv.safetensors_io import FileTensor
-from llmconv.tensors import Array, DType, LazyTensor
+from llmconv.tensors import Array, LazyTensor
+from llmconv.torch_zip import is_torch_zip, read_torch_zip
 
-PICKLE_LIMIT = 256 << 20
-BUFFER = 16 << 10
-"""Bytes read at once: all of a small torch file; of a large one its directory and its pickle."""
-
-MEMBER_LIMIT = 1_000_000
-LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-END_RECORD = 22
-"""Bytes of the last record of a zip without a comment."""
-
-HAS_DESCRIPTOR = 0x08
-ENCRYPTED = 0x01
+SPARSE, SPAN_ELEMENTS = 4, 1 << 14
+"""A block of a strided view is cut out of one span if that is at most so many times as large, or so small."""
 
 MAGICS: tuple[tuple[bytes, int, str], ...] = (
     (b"\x1f\x8b", 0, "is compressed with gzip"),
@@ -56,12 +41,12 @@ class TorchFile:
     Attributes:
         path: the file.
         content: the pickled value; tensors in it are TensorRef.
-        records: storage key to (position in the file, bytes).
+        records: storage key to where its bytes lie.
     """
 
     path: Path
     content: Any
-    records: Mapping[str, tuple[int, int]] = field(repr=False)
+    records: Mapping[str, Record] = field(repr=False)
 
     def tensor(self, name: str, ref: TensorRef) -> LazyTensor:
         """The tensor of `ref`, checked against the storage that is really there.
@@ -80,22 +65,24 @@ class TorchFile:
                 f"tensor `{name}` in `{self.path.name}` is stored as `{ref.storage.kind}`",
                 hint="only plain float, integer and bool tensors can be converted; dequantize it first",
             )
-        start, size = self._record(name, ref)
-        elements = size // dtype.itemsize
+        record = self._record(name, ref)
+        elements = record.size // dtype.itemsize
         if ref.offset + _reach(ref.shape, ref.stride) > elements or prod(ref.shape) > elements:
             _refuse(self.path, f"describes tensor `{name}` as larger than its storage of {elements} elements")
         if _is_contiguous(ref.shape, ref.stride):
-            return FileTensor(self.path, start + ref.offset * dtype.itemsize, dtype, ref.shape)
-        return _strided(FileTensor(self.path, start, dtype, (elements,)), dtype, ref)
+            return FileTensor(self.path, record.start + ref.offset * dtype.itemsize, dtype, ref.shape, record)
+        return _strided(FileTensor(self.path, record.start, dtype, (elements,)), ref, record)
 
-    def _record(self, name: str, ref: TensorRef) -> tuple[int, int]:
+    def _record(self, name: str, ref: TensorRef) -> Record:
         storage = ref.storage
         if storage.key not in self.records:
             _refuse(self.path, f"has no data for tensor `{name}`")
-        start, size = self.records[storage.key]
-        if size != storage.numel * (storage.dtype.itemsize if storage.dtype else 1):
-            _refuse(self.path, f"says that tensor `{name}` has {storage.numel} elements, its record has {size} bytes")
-        return start, size
+        record = self.records[storage.key]
+        if record.size != storage.numel * (storage.dtype.itemsize if storage.dtype else 1):
+            _refuse(
+                self.path, f"says that tensor `{name}` has {storage.numel} elements, its record has {record.size} bytes"
+            )
+        return record
 
 
 def _reach(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -112,28 +99,37 @@ def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _strided(storage: FileTensor, dtype: DType, ref: TensorRef) -> LazyTensor:
-    """A view such as a transposed one: each block reads the span of the storage that it touches."""
+def _strided(storage: FileTensor, ref: TensorRef, record: Record) -> LazyTensor:
+    """A view such as a transposed one: each block gathers what it needs of the storage."""
 
     def load(start: int, stop: int) -> Array:
-        shape = (stop - start, *ref.shape[1:])
-        first = ref.offset + start * ref.stride[0]
-        span = storage.rows(first, first + _reach(shape, ref.stride))
-        strides = tuple(step * dtype.itemsize for step in ref.stride)
-        return np.ascontiguousarray(np.lib.stride_tricks.as_strided(span, shape, strides, writeable=False))
+        record.was_touched()
+        block = np.empty((stop - start, *ref.shape[1:]), storage.dtype.numpy)
+        _gather(storage, ref.offset + start * ref.stride[0], ref.stride, block)
+        return block
 
-    return LazyTensor(dtype, ref.shape, load)
+    return LazyTensor(storage.dtype, ref.shape, load)
+
+
+def _gather(storage: FileTensor, offset: int, stride: tuple[int, ...], block: Array) -> None:
+    """Fills `block` with the view at `offset`: from one span where that is dense, else piece by piece."""
+    if not block.size:
+        return
+    span = _reach(block.shape, stride)
+    if span <= max(SPARSE * block.size, SPAN_ELEMENTS):
+        strides = tuple(step * block.itemsize for step in stride)
+        elements = storage.rows(offset, offset + span)
+        block[...] = np.lib.stride_tricks.as_strided(elements, block.shape, strides, writeable=False)
+        return
+    axis = max(range(block.ndim), key=lambda number: (block.shape[number] - 1) * stride[number])
+    rest = (*stride[:axis], *stride[axis + 1 :])
+    for number, piece in enumerate(np.moveaxis(block, axis, 0)):
+        _gather(storage, offset + number * stride[axis], rest, piece)
 
 
 def is_torch_file(path: Path) -> bool:
     """Whether `path` is a zip with a `data.pkl`, or begins as `torch.save` did before 1.6 (content decides)."""
-    if not path.is_file() or not zipfile.is_zipfile(path):
-        return is_legacy(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/data.pkl") for name in archive.namelist())
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        return False
+    return path.is_file() and (is_torch_zip(path) or is_legacy(path))
 
 
 def open_torch_file(path: Path) -> TorchFile:
@@ -143,8 +139,10 @@ def open_torch_file(path: Path) -> TorchFile:
         UnsupportedInput: compressed, tar, or TorchScript.
         MalformedInput: truncated, or a zip whose parts contradict each other.
     """
-    stat = path.stat()
-    return _open(path, stat.st_size, stat.st_mtime_ns)
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise MalformedInput(f"`{path.name}` is no regular file", hint="it should be a file that `torch.save` wrote")
+    return _open(path, found.st_size, found.st_mtime_ns)
 
 
 def open_torch_blob(path: Path, start: int, size: int) -> TorchFile:
@@ -161,68 +159,20 @@ def open_torch_blob(path: Path, start: int, size: int) -> TorchFile:
 @lru_cache(maxsize=32)
 def _open(path: Path, size: int, _changed: int) -> TorchFile:
     """Kept, because a file is first asked what it is and then opened."""
+    if is_legacy(path):
+        content, places = read_legacy(path)
+        return TorchFile(path, content, {key: Record(path, key, *place, None) for key, place in places.items()})
     return _read(path, 0, size)
 
 
-class _Range(io.RawIOBase):
-    """Bytes `start:start + size` of an open file, as a file of its own."""
-
-    def __init__(self, fd: int, start: int, size: int) -> None:
-        self.fd, self.start, self.size, self.position = fd, start, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position = offset + (0, self.position, self.size)[whence]
-        if position < 0:
-            raise ValueError("a position before the start")
-        self.position = position
-        return position
-
-    def readinto(self, buffer: Any) -> int:
-        left = max(0, self.size - self.position)
-        count = os.preadv(self.fd, [memoryview(buffer)[:left]], self.start + self.position) if left else 0
-        self.position += count
-        return count
-
-
-def _part(fd: int, start: int, size: int) -> IO[bytes]:
-    """Bytes `start:start + size` of an open file, as a file."""
-    return (
-        io.BytesIO(os.pread(fd, size, start)) if size <= BUFFER else io.BufferedReader(_Range(fd, start, size), BUFFER)
-    )
-
-
 def _read(path: Path, start: int, size: int) -> TorchFile:
-    with open(path, "rb", buffering=0) as whole, _part(whole.fileno(), start, size) as file:
-        head = file.read(300)
-        if not start and is_legacy(path):
-            return TorchFile(path, *read_legacy(path))
-        if not head.startswith(b"PK"):
-            raise explain_no_zip(path, head)
-        try:
-            with zipfile.ZipFile(file) as archive:
-                members = _checked_members(path, archive, file, size)
-            content = read_pickle(_read_member(path, file, members, "data.pkl"), path.name)
-            if "byteorder" in members and _read_member(path, file, members, "byteorder") != b"little":
-                raise UnsupportedInput(f"`{path.name}` is big-endian", hint="save it again on a little-endian machine")
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, struct.error, ValueError) as error:
-            raise MalformedInput(
-                f"`{path.name}` is truncated or damaged: {error}", hint="copy it again from where it was saved"
-            ) from error
-    return TorchFile(
-        path,
-        content,
-        {
-            name.removeprefix("data/"): (start + position, info.file_size)
-            for name, (info, position) in members.items()
-            if name.startswith("data/")
-        },
-    )
+    with open(path, "rb") as file:
+        file.seek(start)
+        head = file.read(min(300, size))
+    if not head.startswith(b"PK"):
+        raise explain_no_zip(path, head)
+    pickle, records = read_torch_zip(path, start, size)
+    return TorchFile(path, read_pickle(pickle, path.name), records)
 
 
 def explain_no_zip(path: Path, head: bytes) -> UnsupportedInput | MalformedInput:
@@ -235,70 +185,6 @@ def explain_no_zip(path: Path, head: bytes) -> UnsupportedInput | MalformedInput
     return MalformedInput(
         f"`{path.name}` is no torch file", hint="it should be a zip as `torch.save` writes; is the download complete?"
     )
-
-
-def _read_member(path: Path, file: IO[bytes], members: Mapping[str, tuple[zipfile.ZipInfo, int]], name: str) -> bytes:
-    if name not in members:
-        _refuse(path, f"holds no `{name}`")
-    info, position = members[name]
-    if info.file_size > PICKLE_LIMIT:
-        _refuse(path, f"has a `{name}` of {info.file_size} bytes, over the limit of {PICKLE_LIMIT}")
-    file.seek(position)
-    data = file.read(info.file_size)
-    if zlib.crc32(data) != info.CRC:
-        raise zipfile.BadZipFile(f"bad CRC-32 of `{name}`")
-    return data
-
-
-def _checked_members(
-    path: Path, archive: zipfile.ZipFile, file: IO[bytes], size: int
-) -> dict[str, tuple[zipfile.ZipInfo, int]]:
-    """Member name without the folder to (entry, position of its data); every rule that torch's own writer keeps."""
-    infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
-    prefix = infos[0].filename.partition("/")[0] + "/" if infos else ""
-    if len(infos) > MEMBER_LIMIT or not infos or infos[0].header_offset != 0:
-        _refuse(path, "is a zip with bytes in front, or without members")
-    file.seek(size - END_RECORD)
-    if file.read(4) != b"PK\x05\x06":
-        _refuse(path, "is a zip with bytes behind it")
-    members: dict[str, tuple[zipfile.ZipInfo, int]] = {}
-    end = 0
-    for info in infos:
-        name = info.filename.removeprefix(prefix)
-        if name == info.filename or name in members:
-            _refuse(path, f"has a doubled or misplaced member `{info.filename[:80]}`")
-        if name == "constants.pkl" or name.startswith("code/"):
-            raise UnsupportedInput(
-                f"`{path.name}` is a TorchScript program, no checkpoint", hint="save the `state_dict()` instead"
-            )
-        file.seek(info.header_offset)
-        start = info.header_offset + _check_local(path, info, file.read(LOCAL_HEADER.size + 4 * 1024))
-        if info.header_offset < end or start + info.file_size > size:
-            _refuse(path, f"has a member `{name}` that overlaps another or ends outside the file")
-        end = start + info.file_size
-        members[name] = (info, start)
-    return members
-
-
-def _check_local(path: Path, info: zipfile.ZipInfo, header: bytes) -> int:
-    """Length of the local header, which must say the same as the central directory."""
-    magic, _, flags, method, _, _, crc, packed, unpacked, name_length, extra_length = LOCAL_HEADER.unpack_from(header)
-    name = header[LOCAL_HEADER.size : LOCAL_HEADER.size + name_length]
-    sizes_agree = (
-        flags & HAS_DESCRIPTOR
-        or 0xFFFFFFFF in (packed, unpacked)
-        or (packed, unpacked, crc)
-        == (
-            info.compress_size,
-            info.file_size,
-            info.CRC,
-        )
-    )
-    if magic != b"PK\x03\x04" or name != info.orig_filename.encode() or flags != info.flag_bits or not sizes_agree:
-        _refuse(path, f"describes member `{info.filename[:80]}` in two ways")
-    if method or info.compress_type or info.file_size != info.compress_size or flags & ENCRYPTED:
-        _refuse(path, f"compresses or encrypts member `{info.filename[:80]}`, which torch never does")
-    return int(LOCAL_HEADER.size + name_length + extra_length)
 
 
 def _refuse(path: Path, problem: str) -> NoReturn:

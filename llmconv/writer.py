@@ -16,15 +16,17 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, INDEX, SINGLE, Checkpoint
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.crc import checked_reading
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.manifest import Manifest
-from llmconv.progress import bytes_bar
-from llmconv.safetensors_io import safetensors_pieces
+from llmconv.progress import bytes_bar, warn_all
+from llmconv.safetensors_io import NAME_LIMIT, safetensors_pieces
 from llmconv.staging import StagedFolder, failing_safely
 from llmconv.tensors import Array, Container, LazyTensor, Piece
 
@@ -36,6 +38,8 @@ FLUSH_BYTES = 32 << 20
 
 WRITE_BYTES = 256 << 10
 """Bytes per system call: with 4 MB the kernel makes huge pages for the cache, which takes three times as long."""
+
+UNCHECKED = "`{}` was saved without checksums, so damage to it would not be noticed"
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 HEAP_BYTES = 256 << 20
@@ -85,11 +89,13 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -
 
     Raises:
         UsageProblem: `max_shard_size` is no size such as `5GB`.
-        InputRefused: there are no tensors.
+        InputRefused: there are no tensors, or one has a name that cannot be written.
     """
     if not checkpoint and not checkpoint.adapter:
         raise InputRefused(f"`{checkpoint.path}` holds no tensors", hint="look at it with `llmconv inspect`")
     limit = parse_size(max_shard_size)
+    for name in checkpoint:
+        _check_name(checkpoint.path, name)
     groups: list[dict[str, LazyTensor]] = [{}]
     size = 0
     for name, tensor in checkpoint.items():
@@ -105,6 +111,15 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -
         shards = (*shards, Shard(place + ADAPTER_WEIGHTS, checkpoint.adapter.tensors))
         small_files[place + ADAPTER_CONFIG] = json_bytes(checkpoint.adapter.config)
     return Plan(checkpoint, shards, small_files)
+
+
+def _check_name(path: Path, name: str) -> None:
+    """A name that readers of safetensors accept."""
+    if not name or name == "__metadata__" or len(name) > NAME_LIMIT or not name.isprintable():
+        raise MalformedInput(
+            f"`{path.name}` has a tensor of the name {name[:40]!r}, which safetensors cannot hold",
+            hint="save the model under its own names; is it damaged or hostile?",
+        )
 
 
 def _shard_name(number: int, count: int) -> str:
@@ -150,18 +165,21 @@ def write_checkpoint(
         finish: adds more files before the folder becomes visible.
 
     Raises:
-        InputRefused: `output` exists, or the disk is too small.
+        InputRefused: `output` exists, the disk is too small, or a source is damaged (MalformedInput).
         OutputFailed: writing failed.
     """
     _reuse_freed_blocks()
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
         _require_space(folder, plan)
-        with bytes_bar(f"writing {output.name}", plan.nbytes) as advance:
+        with bytes_bar(f"writing {output.name}", plan.nbytes) as advance, checked_reading() as checks:
             for shard in plan.shards:
                 if shard.name in folder.finished:
                     advance(shard.nbytes)
                 else:
-                    folder.record(shard.name, _write_shard(folder.place(shard.name), shard, advance))
+                    entry = _write_shard(folder.place(shard.name), shard, advance)
+                    checks.finish()
+                    folder.record(shard.name, entry)
+        warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))
         for name, content in plan.small_files.items():
             folder.write_file(name, content)
         manifest = Manifest(list(steps))
@@ -185,7 +203,10 @@ def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard]) -> dict[str, b
 
 def json_bytes(content: Any) -> bytes:
     """The text of a JSON file."""
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    try:
+        return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half a surrogate, which JSON can only escape
+        return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _reuse_freed_blocks() -> None:
@@ -247,7 +268,8 @@ def _contents(pieces: Sequence[Piece]) -> Iterator[Content]:
         try:
             for number, piece, start, stop in _blocks(pieces):
                 if isinstance(piece, LazyTensor):
-                    pending.append((number, readers.submit(_checked_rows, piece, start, stop)))
+                    read = readers.submit(copy_context().run, _checked_rows, piece, start, stop)
+                    pending.append((number, read))
                 else:
                     pending.append((number, piece))
                 if len(pending) > LOOK_AHEAD:

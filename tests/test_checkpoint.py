@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmconv.checkpoint import INDEX, open_checkpoint
+from llmconv.checkpoint import INDEX, open_checkpoint, read_side_files
 from llmconv.errors import InputRefused, MalformedInput
 
 
@@ -91,3 +91,15 @@ def test_every_tiny_model_is_read_as_torch_reads_it(tiny: Callable[[str], Path])
     checkpoint = open_checkpoint(tiny("gpt2"))
     for name, value in load_file(tiny("gpt2") / "model.safetensors").items():
         assert checkpoint[name].read().tobytes() == value.numpy().tobytes()
+
+
+def test_side_files_may_be_links_within_the_cache_of_the_hub_and_nowhere_else(tmp_path: Path) -> None:
+    snapshot, blob = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs" / "123"
+    for folder in (snapshot, blob.parent):
+        folder.mkdir(parents=True)
+    blob.write_bytes(b"{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/123")
+    assert read_side_files(snapshot) == {"tokenizer.json": b"{}"}
+    (snapshot / "vocab.txt").symlink_to("/etc/hostname")
+    with pytest.raises(MalformedInput, match="leads out of the folder, to `/etc/hostname`"):
+        read_side_files(snapshot)

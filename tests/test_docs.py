@@ -14,6 +14,7 @@ import pytest
 import llmconv.cli
 from llmconv.convert.formats import formats
 from llmconv.export import INPUT_MAPS
+from tools import formats_page
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -42,6 +43,10 @@ def test_the_page_of_the_command_line_is_up_to_date() -> None:
     command = [sys.executable, "-m", "tools.cli_page", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_formats_is_up_to_date() -> None:
+    assert formats_page.with_table(README.read_text()) == README.read_text()
 
 
 def test_every_command_has_a_section() -> None:

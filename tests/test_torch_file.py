@@ -6,6 +6,7 @@ import gzip
 import io
 import pickle
 import tarfile
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -82,6 +83,17 @@ def test_a_complex_tensor_is_refused_by_its_storage(tmp_path: Path) -> None:
     path = save(tmp_path / "x.pt", {"a": torch.zeros(1, dtype=torch.complex64)})
     with pytest.raises(UnsupportedInput, match="`ComplexFloatStorage`"):
         load(path, "a")
+
+
+def test_a_view_of_a_large_storage_reads_little_of_it(tmp_path: Path) -> None:
+    columns = torch.arange(1 << 21, dtype=torch.int32).reshape(1 << 10, 1 << 11)
+    for view in (columns.t(), columns[::200, ::500], columns[:, 7], columns.reshape(32, 32, -1).permute(2, 0, 1)):
+        tensor = load(save(tmp_path / "x.pt", {"a": view}), "a")
+        tracemalloc.start()
+        rows = tensor.rows(3, 5)
+        assert tracemalloc.get_traced_memory()[1] < 300_000
+        tracemalloc.stop()
+        assert rows.tobytes() == view[3:5].contiguous().numpy().tobytes()
 
 
 class Storage:
@@ -203,7 +215,7 @@ def test_a_member_of_another_folder_is_refused(tmp_path: Path) -> None:
 def test_bytes_in_front_of_the_zip_are_refused(tmp_path: Path) -> None:
     path = write_zip(tmp_path / "x.pt", ("x/data.pkl", NONE))
     path.write_bytes(b"PK\x03\x04" + path.read_bytes())
-    with pytest.raises(MalformedInput, match="bytes in front"):
+    with pytest.raises(MalformedInput, match="bytes in front of it"):
         open_torch_file(path)
 
 

@@ -32,6 +32,7 @@ NUMBERS = (
     *("n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta", "max_seq_len", "mlp_ratio"),
     *("layer_norm_epsilon", "load_balancing_weight"),
 )
+WHOLE = ("n_kv_heads", "multiple_of", "max_seq_len")
 COUNT_LIMIT = 100_000
 """More layers or experts than any model has; a loop over them must end."""
 NUMBER_LIMIT = 1e15
@@ -119,7 +120,8 @@ def _check_numbers(fields: Mapping[str, Any], source: str) -> None:
         raise MalformedInput(f"`moe` of `{source}` is {mixture!r}", hint="it counts experts; repair the configuration")
     for name in NUMBERS:
         value = fields.get(name)
-        if value is not None and (not isinstance(value, int | float) or not 0 < value < NUMBER_LIMIT):
+        least = 1 if name in WHOLE else 1 / NUMBER_LIMIT
+        if value is not None and (not isinstance(value, int | float) or not least <= value < NUMBER_LIMIT):
             raise MalformedInput(
                 f"`{name}` of `{source}` is {value!r}", hint="it should be a positive number; repair the configuration"
             )

@@ -77,7 +77,7 @@ def leave_out(whole: Tensors, family: str, source: str, *, drop: bool) -> list[s
     if lost and not drop:
         effect = ", which then answers differently" if trained else ""
         raise UnsupportedInput(
-            f"`{source}` has {len(lost)} tensors that no language model of transformers holds: {_kinds(lost)}",
+            f"`{source}` has {len(lost)} tensors that no language model of transformers holds: {kinds(lost)}",
             hint=f"`--drop` converts the language model without them{effect}",
         )
     for name in lost:
@@ -85,14 +85,14 @@ def leave_out(whole: Tensors, family: str, source: str, *, drop: bool) -> list[s
     warnings = []
     if pictures:
         warnings.append(
-            f"dropped {len(pictures)} tensors for pictures: {_kinds(pictures)}; text alone needs none of them"
+            f"dropped {len(pictures)} tensors for pictures: {kinds(pictures)}; text alone needs none of them"
         )
     if trained:
-        warnings.append(f"dropped {len(trained)} trained tensors: {_kinds(trained)}; the model answers differently")
+        warnings.append(f"dropped {len(trained)} trained tensors: {kinds(trained)}; the model answers differently")
     return warnings
 
 
-def _kinds(names: Iterable[str]) -> str:
+def kinds(names: Iterable[str]) -> str:
     """Names without numbers, and of foreign models the first part only, so that hundreds stay readable."""
     shown = (
         re.sub(r"\.\d+(?=\.)", "", name) if name.startswith("layers.") else name.partition(".")[0] for name in names

@@ -28,7 +28,8 @@ class Format:
         open: `open(path, config, tokenizer)` gives the Checkpoint in Hugging Face names; `config` are fields that the
             user adds or overrides, `tokenizer` a file or folder to use instead of the checkpoint's own.
         options: those of `to-hf` that only some formats have; they come as fields of `config`.
-        peek: the tensors under their own names, for `inspect` where `open` needs to be told more than is in the file.
+        peek: the tensors under their own names, for `inspect` where `open` needs to be told more than is in the file;
+            without it those of the torch and safetensors files at the path.
         save: the way back, for `from-hf`: `save(checkpoint, shards)` gives the Plan of the files that hold a model in
             Hugging Face names in so many shards, such that `open` gives it back bit for bit; it reads no tensor, and
             refuses by name what the format cannot hold. None where there is no way back.

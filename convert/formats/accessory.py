@@ -15,10 +15,11 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.accessory.names import ATTENTION, MLP, has_biases, to_hugging_face
 from llmconv.convert.accessory.params import Params, is_field, read_params, to_config
-from llmconv.convert.accessory.plugins import leave_out, plugin_family
+from llmconv.convert.accessory.plugins import kinds, leave_out, plugin_family
 from llmconv.convert.accessory.save import save
 from llmconv.convert.accessory.shapes import check_shapes
 from llmconv.convert.accessory.shards import DELTA, SHARD, Tensors, differing_copies, join, open_shards, peek
+from llmconv.convert.beside import left_beside
 from llmconv.convert.configs import without_code
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import equal, listing
@@ -41,7 +42,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     if base:
         # As upstream's loader does with a list of checkpoints: what the later one has replaces what the base has.
         whole = _join(base, below, params) | whole
+    before = list(whole)
     warnings = leave_out(whole, params.family, path.name, drop=drop)
+    lost = [name for name in before if name not in whole]
     _require_whole(base or path, whole)
     tensors = to_hugging_face(whole, params, path.name)
     settings = _config(path, params, tensors)
@@ -52,7 +55,16 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     if differing_copies(own, ("norm.weight", "ln_f.weight")):
         warnings.append("the norms differ between shards; those of shard 0 are used, as upstream does")
     settings |= {"bos_token_id": words.bos, "eos_token_id": words.eos} | extra
-    return Checkpoint(path, FORMAT.name, tensors, settings, words.files, (*warnings, *more))
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        tensors,
+        settings,
+        words.files,
+        (*warnings, *more),
+        shards=len(own) + len(below),
+        dropped=(*([f"{len(lost)} tensors: {kinds(lost)}"] if lost else []), *left_beside(path)),
+    )
 
 
 def _stored_params(folder: Path) -> dict[str, Any]:
@@ -118,7 +130,9 @@ def _find_tokenizer(folder: Path) -> Path | None:
 
 FORMAT = Format(
     name="accessory",
-    title="LLaMA2-Accessory (folder of consolidated.NN-of-MM.model.pth)",
+    title="LLaMA2-Accessory: a folder of `consolidated.NN-of-MM.model.pth`",
+    covers="any number of shards, whole or (with `--base`) only what was trained; the plugins `llama`, `llama_peft`, "
+    "`mixtral`, `internlm`, `falcon`, and the language model of the others with `--drop`",
     detect=_detect,
     open=_open,
     options=("base", "drop"),

@@ -97,7 +97,7 @@ def _peek(path: Path) -> Mapping[str, LazyTensor]:
 
 FORMAT = Format(
     name="composer",
-    title="Composer / LLM Foundry checkpoint (one .pt file, packed or not, or a folder, sharded or not)",
+    title="MosaicML Composer and LLM Foundry: one `.pt` file, packed or not, or a folder, sharded or not",
     detect=_detect,
     open=_open,
     covers=(

@@ -175,7 +175,7 @@ def _peek(path: Path) -> Mapping[str, LazyTensor]:
 
 FORMAT = Format(
     name="dcp",
-    title="torch Distributed Checkpoint (folder of .distcp shards and .metadata: FSDP, accelerate, torchtitan)",
+    title="torch Distributed Checkpoint (FSDP, accelerate, torchtitan): a folder of `.distcp` shards and `.metadata`",
     detect=_detect,
     open=_open,
     covers="any causal language model in Hugging Face's names, sharded in any grid over any number of ranks; "

@@ -77,7 +77,7 @@ def _peek(path: Path) -> Mapping[str, LazyTensor]:
 
 FORMAT = Format(
     name="deepspeed",
-    title="DeepSpeed ZeRO (folder with `latest` and one such as global_step500)",
+    title="DeepSpeed ZeRO: a folder with `latest` and one such as `global_step500`",
     detect=_detect,
     open=_open,
     peek=_peek,

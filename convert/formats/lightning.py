@@ -44,7 +44,7 @@ def _peek(path: Path) -> Mapping[str, LazyTensor]:
 
 FORMAT = Format(
     name="lightning",
-    title="PyTorch Lightning checkpoint (.ckpt) of a module that holds a Hugging Face model",
+    title="PyTorch Lightning: a `.ckpt` of a module that holds a Hugging Face model",
     detect=_detect,
     open=_open,
     covers="any causal language model of transformers, under any one attribute of the module; give its `config.json` "

@@ -105,7 +105,7 @@ def _version(found: StateFile) -> str:
 
 FORMAT = Format(
     name="litgpt",
-    title="LitGPT (lit_model.pth beside model_config.yaml, or the folder of both)",
+    title="LitGPT: `lit_model.pth` beside `model_config.yaml`, or the folder of both",
     detect=_detect,
     open=_open,
     covers="Llama 2 and 3, Code Llama, TinyLlama, Mistral, Mixtral, Phi 1.5 to 4, Qwen 2, 2.5 and 3, Gemma 1 and 2, "

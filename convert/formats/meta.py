@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.convert.beside import left_beside
 from llmconv.convert.configs import without_code
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import concat, equal, listing, permute_rows, rename, replicated, require, rope_order
@@ -39,7 +40,14 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     stored = read_json(path / "params.json") if (path / "params.json").is_file() else {}
     params = read_params({**stored, **{name: value for name, value in config.items() if name in PARAMS}}, path.name)
     renamed = rename(shards[0], LLAMA, path.name)
-    expected = [row.format(layer) for row in LLAMA.values() if row for layer in range(int(params["n_layers"]))]
+    layers = min(int(params["n_layers"]), len(renamed))  # of a billion layers most are missing already
+    expected = [
+        row.format(layer)
+        for row in LLAMA.values()
+        if row
+        for layer in range(layers + 1)
+        if layer < int(params["n_layers"])
+    ]
     require(dict.fromkeys(expected), renamed, path.name)
     kv_heads = _check_shapes(path, shards, params)
     tensors = {
@@ -60,7 +68,17 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings |= {"bos_token_id": words.bos, "eos_token_id": words.eos} | extra
     warnings += _differing_norms(shards)
     side_files = {**words.files, **_generation_config(words)}
-    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings))
+    left = [name for name in shards[0] if name.endswith("rope.freqs")]
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        tensors,
+        settings,
+        side_files,
+        tuple(warnings),
+        shards=len(shards),
+        dropped=(*([f"rotary frequencies ({listing(left)})"] if left else []), *left_beside(path)),
+    )
 
 
 def _open_shards(path: Path) -> list[Shard]:
@@ -208,7 +226,8 @@ def _differing_norms(shards: Sequence[Shard]) -> list[str]:
 
 FORMAT = Format(
     name="meta",
-    title="Meta Llama (folder of consolidated.NN.pth and params.json)",
+    title="Meta's Llama: a folder of `consolidated.NN.pth` and `params.json`",
+    covers="Llama 1, 2, 3, 3.1, 3.2 (text) and Code Llama; any number of shards; its tokenizer, sentencepiece or tiktoken",
     detect=_detect,
     open=_open,
     save=save,

@@ -13,7 +13,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import with_architecture
 from llmconv.convert.formats import Format
 from llmconv.convert.mindformers.families import family_of
-from llmconv.convert.mindformers.files import is_mindspore, open_parameters
+from llmconv.convert.mindformers.files import is_mindspore, open_parameters, peek
 from llmconv.convert.mindformers.parts import merge_lora
 from llmconv.convert.mindformers.run_config import OPTIONS, read_run_config
 from llmconv.convert.mindformers.save import save
@@ -32,17 +32,28 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     side_files = read_tokenizer(tokenizer) if tokenizer else {}
     if not side_files:
         warnings.append("a MindSpore checkpoint holds no tokenizer; give one with `--tokenizer` if you need it")
-    return Checkpoint(path, FORMAT.name, model.tensors, with_architecture(model.config), side_files, tuple(warnings))
+    release = run.fields.get("mindformers_version")
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        model.tensors,
+        with_architecture(model.config),
+        side_files,
+        tuple(warnings),
+        version=f"mindformers {release}" if isinstance(release, str) else "",
+        shards=found.files,
+        dropped=found.dropped,
+    )
 
 
 FORMAT = Format(
     name="mindformers",
-    title="MindFormers / MindSpore (.ckpt, safetensors with format ms, or a folder of rank_N)",
+    title="MindFormers 1.0 to 1.7 on MindSpore: `.ckpt`, its safetensors, or a folder of `rank_N`",
+    covers="llama, qwen, internlm, baichuan, gpt2, bloom, chatglm2/3; ranks joined by their strategy, LoRA merged; "
+    "the run's YAML gives the configuration",
     detect=is_mindspore,
     open=_open,
     options=OPTIONS,
-    peek=lambda path: open_parameters(path).tensors,
-    covers="Llama 1 to 3, Qwen 1 to 3, InternLM 1 and 2, Baichuan 1 and 2 (7B), GPT-2, BLOOM, ChatGLM 2 and 3; "
-    "with LoRA, over ranks with their strategy; `from-hf` writes Llama, Qwen 2 and 3, GPT-2, BLOOM and GLM",
+    peek=peek,
     save=save,
 )

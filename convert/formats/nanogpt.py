@@ -184,7 +184,7 @@ def _version(found: StateFile) -> str:
 
 FORMAT = Format(
     name="nanogpt",
-    title="nanoGPT checkpoint (ckpt.pt, or the folder it lies in)",
+    title="nanoGPT: `ckpt.pt`, or the folder it lies in",
     detect=_detect,
     open=_open,
     covers="GPT-2 of any size, compiled or not, with and without biases",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.convert.beside import left_beside
 from llmconv.convert.configs import with_architecture, without_code
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import equal, listing
@@ -20,7 +21,7 @@ from llmconv.convert.paddle.file import is_pdparams
 from llmconv.convert.paddle.generation import read_generation_config
 from llmconv.convert.paddle.rows import place
 from llmconv.convert.paddle.save import save
-from llmconv.convert.paddle.shards import ADAPTER, first_names, has_pdparams, open_ranks
+from llmconv.convert.paddle.shards import ADAPTER, first_names, has_pdparams, open_ranks, peek, weight_files
 from llmconv.convert.paddle.tokenizer import read_paddle_tokenizer
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput
@@ -76,7 +77,18 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     tensors = place(family.rows(settings, shapes), ranks, number(settings, family.layers, path.name), path.name)
     _tie(tensors, family.embedding, settings, path, warnings)
     side_files = {**_tokenizer(tokenizer, folder, paddle["model_type"], warnings), **read_generation_config(folder)}
-    return Checkpoint(path, FORMAT.name, tensors, with_architecture(settings), side_files, tuple(warnings))
+    release = stored.get("paddlenlp_version")
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        tensors,
+        with_architecture(settings),
+        side_files,
+        tuple(warnings),
+        version=f"paddlenlp {release}" if isinstance(release, str) else "",
+        shards=len(weight_files(path)),
+        dropped=left_beside(path),
+    )
 
 
 def _refuse_adapter(path: Path) -> None:
@@ -132,10 +144,11 @@ def _tokenizer(given: Path | None, folder: Path, model_type: str, warnings: list
 
 FORMAT = Format(
     name="paddle",
-    title="PaddleNLP (folder of config.json and model_state*.pdparams, or its safetensors)",
+    title="PaddleNLP: a folder of `config.json` and `model_state*.pdparams`, or its safetensors",
+    covers="llama (and Baichuan-7B), mistral, qwen, qwen2, bloom, gpt, chatglm2/3; whole, sharded, or one file per "
+    "tensor- and pipeline-parallel rank",
     detect=_detect,
     open=_open,
-    covers="Llama, Baichuan 7B, Qwen 1 and 2, Mistral, BLOOM, GPT, ChatGLM 2 and 3; fused or not, in shards, "
-    "over tensor and pipeline parallel ranks; `from-hf` writes Llama, Qwen 2, Mistral, BLOOM, GPT-2 and GLM, unfused",
+    peek=peek,
     save=save,
 )

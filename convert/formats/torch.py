@@ -50,7 +50,7 @@ def _peek(path: Path) -> Mapping[str, LazyTensor]:
 
 FORMAT = Format(
     name="torch",
-    title="torch state dict in Hugging Face's names (.bin, .pt, .pth, or a folder of pytorch_model*.bin)",
+    title="Plain torch in Hugging Face's names: `.bin`, `.pt` or `.pth`, or a folder of `pytorch_model*.bin`",
     detect=_detect,
     open=_open,
     covers="any causal language model of transformers; flat or nested once; shards with or without an index; files "

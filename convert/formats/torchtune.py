@@ -176,7 +176,7 @@ def _fused(tensors: Mapping[str, LazyTensor], fused: Mapping[str, Sequence[str]]
 
 FORMAT = Format(
     name="torchtune",
-    title="torchtune checkpoint in torchtune's names (a file, or the folder of an epoch)",
+    title="torchtune's own names: a file, or the folder of an epoch",
     detect=_detect,
     open=_open,
     covers="Llama 2 to 3.3, Code Llama, Mistral, Qwen 2, 2.5 and 3, Gemma, Phi-3 and 4; no Gemma 2, of which it "

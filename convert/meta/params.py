@@ -27,7 +27,12 @@ PARAMS = {
 }
 """Fields of `params.json`; any other field that a user gives belongs to `config.json`."""
 
+COUNTS = ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of")
+NUMBERS = ("norm_eps", "ffn_dim_multiplier", "rope_theta", "rope_scaling_factor", "rope_high_freq_factor")
 REQUIRED = ("dim", "n_layers", "n_heads", "norm_eps")
+NUMBER_LIMIT = 1e12
+"""More than any size or frequency of a model."""
+
 SMALL_DIMS = (2048, 3072)
 """Hidden sizes of Llama 3.2 1B and 3B."""
 
@@ -45,16 +50,32 @@ def read_params(content: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The fields of `params.json`, taken out of `model` where they are nested.
 
     Raises:
-        MalformedInput: a field that no model can do without is missing or no number.
+        MalformedInput: a field that no model can do without is missing, or one is no positive number.
     """
     params = dict(content["model"]) if isinstance(content.get("model"), Mapping) else dict(content)
     for name in REQUIRED:
-        if not isinstance(params.get(name), int | float) or params[name] <= 0:
+        if not params.get(name):
             raise MalformedInput(
                 f"`{source}` has no `params.json` with `{name}`",
                 hint="copy `params.json` beside the shards, or give it with `--config PATH`",
             )
+    for name in (*COUNTS, *NUMBERS):
+        if params.get(name) and not _is_positive(params[name], whole=name in COUNTS):
+            raise MalformedInput(
+                f"`params.json` of `{source}` has the {name} {str(params[name])[:40]!r}",
+                hint="it should be a positive number; repair the file, or give the right one with `--config PATH`",
+            )
+    if params["dim"] % params["n_heads"]:
+        raise MalformedInput(
+            f"`params.json` of `{source}` has {params['n_heads']} heads, which do not divide `dim` {params['dim']}",
+            hint="it is of another model; give the right one with `--config PATH`",
+        )
     return params
+
+
+def _is_positive(value: Any, *, whole: bool) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < NUMBER_LIMIT and (not whole or value == int(value))
 
 
 def is_scaled(params: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from llmconv.convert.mapping import listing
 from llmconv.convert.mindformers.ckpt import is_mindspore_ckpt, read_ckpt
 from llmconv.convert.mindformers.strategy import find_layouts, merge_ranks
+from llmconv.convert.raw import joined
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor
@@ -33,10 +34,19 @@ NOT_THE_MODEL = re.compile(
 
 @dataclass(frozen=True)
 class Parameters:
-    """The tensors of a model under MindFormers' names, and what a user should know."""
+    """The tensors of a model under MindFormers' names.
+
+    Attributes:
+        tensors: by name.
+        warnings: what a user should know, one line each.
+        files: how many they lie in.
+        dropped: what else is in the files, one phrase each.
+    """
 
     tensors: dict[str, LazyTensor]
     warnings: tuple[str, ...] = ()
+    files: int = 1
+    dropped: tuple[str, ...] = ()
 
 
 def is_mindspore(path: Path) -> bool:
@@ -85,8 +95,24 @@ def open_parameters(path: Path) -> Parameters:
     found = _open_ranks(path, ranks) if ranks else _open_files(path)
     model = {name: tensor for name, tensor in found.tensors.items() if not NOT_THE_MODEL.search(name)}
     others = len(found.tensors) - len(model)
-    left_out = (f"left out {others} tensors of the optimizer and the run",) if others else ()
-    return Parameters(model, (*found.warnings, *left_out))
+    dropped = (f"{others} tensors of the optimizer and the run",) if others else ()
+    left_out = tuple(f"left out {what}" for what in dropped)
+    return Parameters(model, (*found.warnings, *left_out), found.files, dropped)
+
+
+def peek(path: Path) -> dict[str, LazyTensor]:
+    """The tensors under their own names, of every rank where nothing tells how to join them.
+
+    Raises:
+        InputRefused: not even the headers can be read.
+    """
+    try:
+        return open_parameters(path).tensors
+    except InputRefused:
+        ranks = _rank_files(path).items() if path.is_dir() else ()
+        files = {f"rank_{rank}": file for rank, file in ranks}
+        files = files or {file.name: file for file in ([path] if path.is_file() else _candidates(path))}
+        return joined({name: _open_file(file).tensors for name, file in files.items()})
 
 
 def _open_files(path: Path) -> Parameters:
@@ -109,7 +135,7 @@ def _union(path: Path, parts: Sequence[Parameters]) -> Parameters:
                 hint="files of different checkpoints are mixed; name one of them",
             )
         tensors |= part.tensors
-    return Parameters(tensors, tuple(warning for part in parts for warning in part.warnings))
+    return Parameters(tensors, tuple(warning for part in parts for warning in part.warnings), len(parts))
 
 
 def _open_file(path: Path) -> Parameters:
@@ -147,4 +173,4 @@ def _open_ranks(folder: Path, files: Mapping[int, Path]) -> Parameters:
         rank: {name: tensor for name, tensor in part.tensors.items() if not NOT_THE_MODEL.search(name)}
         for rank, part in opened.items()
     }
-    return Parameters(merge_ranks(folder, shards, layouts), warnings)
+    return Parameters(merge_ranks(folder, shards, layouts), warnings, len(opened))

@@ -15,6 +15,8 @@ from llmconv.convert.configs import read_config_file
 from llmconv.errors import InputRefused, MalformedInput
 
 OPTIONS = ("qkv_layout",)
+LAYER_LIMIT = 10_000
+"""More layers than any model has; a loop over them must end."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class RunConfig:
             MalformedInput: it is something else.
         """
         number = self.number(*names, default=default)
-        if number != int(number) or not 0 < number < 1 << 31:
+        limit = LAYER_LIMIT if names[0] == "num_layers" else 1 << 31
+        if number != int(number) or not 0 < number < limit:
             raise self._wrong(names[0], number)
         return int(number)
 

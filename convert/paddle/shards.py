@@ -14,6 +14,7 @@ from typing import Any
 from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
 from llmconv.convert.mapping import equal, listing
 from llmconv.convert.paddle.file import as_bfloat16, is_pdparams, open_pdparams
+from llmconv.convert.raw import joined
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor
@@ -26,6 +27,8 @@ ADAPTER = re.compile(
     r"(lora|prefix)_model_state(?:\.[tp\d_]+|-\d+-of-\d+)?\.pdparams|peft_model(?:-\d+-of-\d+)?\.safetensors"
 )
 
+SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors")
+
 Tensors = Mapping[str, LazyTensor]
 
 
@@ -36,6 +39,25 @@ def has_pdparams(folder: Path) -> bool:
         entry.name in (WHOLE, PADDLE_INDEX) or any(pattern.fullmatch(entry.name) for pattern in patterns)
         for entry in folder.iterdir()
     )
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that the weights (or an adapter) lie in: `path` itself, or those of the folder `path`."""
+    if path.is_file():
+        return [path]
+    patterns = (RANK, SHARD, ADAPTER, SAFETENSORS)
+    return [entry for entry in sorted(path.iterdir()) if any(pattern.fullmatch(entry.name) for pattern in patterns)]
+
+
+def peek(path: Path) -> Tensors:
+    """The tensors of every file under their own names.
+
+    Raises:
+        InputRefused: a file is malformed.
+    """
+    files = weight_files(path)
+    read = {file.name: read_header(file).tensors for file in files if file.suffix == ".safetensors"}
+    return joined({**read, **{file.name: open_pdparams(file).tensors for file in files if file.name not in read}})
 
 
 def first_names(folder: Path) -> tuple[dict[str, str], list[str]]:

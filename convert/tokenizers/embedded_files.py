@@ -39,7 +39,10 @@ def restore_files(entries: Mapping[str, Any], source: str) -> tuple[dict[str, by
         if name not in SIDE_FILES:
             left_out.append(name)
             continue
-        files[name] = _encode(name, extension, entry.get("content"), source)
+        try:
+            files[name] = _encode(name, extension, entry.get("content"), source)
+        except UnicodeEncodeError as error:
+            raise MalformedInput(f"`{source}` holds `{name}` with what is no text", hint=HINT) from error
     return files, tuple(left_out)
 
 

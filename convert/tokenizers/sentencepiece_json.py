@@ -57,6 +57,10 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
         pieces = tuple(_piece(value) for number, value in fields if number == 1)
     except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError) as error:
         raise MalformedInput("`tokenizer.model` is no sentencepiece model", hint="copy it again") from error
+    if max(_signed(trainer.get(field, default)) for field, default in ((40, 0), (41, 1), (42, 2))) >= len(pieces):
+        raise MalformedInput(
+            f"`tokenizer.model` has {len(pieces)} pieces, and special ones beyond them", hint="copy it again"
+        )
     return SentencePieceModel(
         pieces=pieces,
         is_bpe=trainer.get(3, 1) == BPE,

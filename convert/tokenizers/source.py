@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmconv.checkpoint import SIDE_FILES, read_side_files
+from llmconv.checkpoint import SIDE_FILES, read_side_files, read_small
 from llmconv.errors import InputRefused
 
 
@@ -17,7 +17,7 @@ def read_tokenizer(path: Path) -> dict[str, bytes]:
     if path.is_dir():
         files = {name: content for name, content in read_side_files(path).items() if name != "generation_config.json"}
     else:
-        files = {path.name: path.read_bytes()} if path.is_file() and path.name in SIDE_FILES else {}
+        files = {path.name: read_small(path)} if path.is_file() and path.name in SIDE_FILES else {}
     if not files:
         raise InputRefused(
             f"`{path}` holds no tokenizer", hint="give a folder with `tokenizer.json` or `tokenizer.model`, or the file"

@@ -14,9 +14,15 @@ def command(as_json: bool) -> None:
     """List the training formats that `to-hf` reads."""
     from llmconv.convert.formats import formats
 
+    rows = {
+        name: {"title": found.title, "covers": found.covers, "from_hf": bool(found.save)}
+        for name, found in formats().items()
+    }
     if as_json:
-        options.print_json({name: found.title for name, found in formats().items()})
+        options.print_json(rows)
         return
-    width = max(len(name) for name in formats())
-    for name, found in formats().items():
-        click.echo(f"{name:<{width}}  {found.title}")
+    width = max(len(name) for name in rows)
+    for name, row in rows.items():
+        click.echo(f"{name:<{width}}  {row['title']}{'; from-hf writes it' if row['from_hf'] else ''}")
+        if row["covers"]:
+            click.echo(f"{'':<{width}}  {row['covers']}")

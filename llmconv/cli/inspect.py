@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmconv.cli import options
+from llmconv.errors import printable
 
 if TYPE_CHECKING:
     from llmconv.convert.inspect import Inspection
@@ -31,7 +32,7 @@ def command(path: str, as_json: bool) -> None:
     rows = _rows(found)
     width = max(len(title) for title, _ in rows)
     for title, value in rows:
-        click.echo(f"{title:<{width}}  {value}")
+        click.echo(f"{title:<{width}}  {printable(value)}")
 
 
 def _rows(found: Inspection) -> list[tuple[str, str]]:
@@ -40,6 +41,8 @@ def _rows(found: Inspection) -> list[tuple[str, str]]:
     rows = [
         ("path", str(found.path)),
         ("format", found.format),
+        *([("version", found.version)] if found.version else []),
+        *([("shards", f"{found.shards:,}")] if found.shards > 1 else []),
         ("model type", str(found.config.get("model_type") or found.config.get("peft_type") or "unknown")),
         ("architecture", architecture or "unknown"),
         ("parameters", f"{found.parameters:,}"),
@@ -48,4 +51,5 @@ def _rows(found: Inspection) -> list[tuple[str, str]]:
         ("bytes", f"{found.nbytes:,} of weights, {found.file_bytes:,} on disk"),
     ]
     rows += [("other files", ", ".join(found.side_files))] if found.side_files else []
+    rows += [("dropped", what) for what in found.dropped]
     return rows + [("warning", warning) for warning in found.warnings]

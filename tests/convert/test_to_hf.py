@@ -180,7 +180,10 @@ def test_what_no_format_claims_is_refused_with_a_hint(tmp_path: Path, make: Any,
 
 
 def test_formats_lists_them_all() -> None:
-    assert [line.split()[0] for line in llmconv("formats").stdout.splitlines()] == list(formats())
+    told = json.loads(llmconv("formats", "--json").stdout)
+    assert list(told) == list(formats())
+    table = llmconv("formats").stdout
+    assert all(f"{name} " in table and row["title"] in table and row["covers"] in table for name, row in told.items())
     assert list(json.loads(llmconv("formats", "--json").stdout)) == list(formats())
 
 

@@ -1,0 +1,195 @@
+"""CRC-32 of stored records, compared while they are read: in any order, by several threads, each byte once.
+
+Combination of checksums: crc(A + B) = crc(A) · x^(8·len(B)) + crc(B) over GF(2), modulo the polynomial of CRC-32
+(zlib `crc32.c`, `crc32_combine`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+
+from llmconv.errors import MalformedInput
+
+try:
+    from isal.isal_zlib import crc32  # five times as fast, which is what makes checking cheap
+except ImportError:  # a platform that it is not built for
+    from zlib import crc32
+
+POLYNOMIAL = 0xEDB88320
+"""That of CRC-32, its lowest bit the highest power, as zlib keeps it."""
+
+READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Record:
+    """Bytes of a file with the checksum that was written beside them.
+
+    Attributes:
+        path: the file.
+        name: for error messages.
+        start: position of the first byte.
+        size: bytes.
+        crc: CRC-32 of all of them; None where the writer left it out.
+    """
+
+    path: Path
+    name: str
+    start: int
+    size: int
+    crc: int | None
+
+    def was_read(self, begin: int, data: memoryview) -> None:
+        """Counts `data`, read from position `begin` of the record, towards its checksum, inside `checked_reading`.
+
+        Raises:
+            MalformedInput: it completes the record, and the checksum differs.
+        """
+        checks = _current.get()
+        if checks and self.crc is None:
+            checks.unchecked.add(self.path.name)
+        elif checks:
+            checks.of(self).add(begin, data)
+
+    def was_touched(self) -> None:
+        """Notes that bytes were read without being counted, so that `Checks.finish` reads the whole record."""
+        self.was_read(0, memoryview(b""))
+
+
+@dataclass(eq=False)
+class _Coverage:
+    """How much of a record was read: disjoint `(start, stop, crc)` in order, neighbours joined."""
+
+    record: Record
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)
+    complete: bool = False
+    lock: Lock = field(default_factory=Lock)
+
+    def add(self, begin: int, data: memoryview) -> None:
+        """Counts what of `data` was not counted before."""
+        if self.complete:
+            return
+        with self.lock:
+            for start, stop in self.gaps(begin, begin + len(data)):
+                self._insert(start, stop, crc32(data[start - begin : stop - begin]))
+            if self.pieces and self.pieces[0][1] - self.pieces[0][0] == self.record.size:
+                self._compare(self.pieces[0][2])
+
+    def gaps(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """What of `begin:end` no piece covers."""
+        found = []
+        for start, stop, _ in self.pieces[max(0, bisect_left(self.pieces, (begin,)) - 1) :]:
+            if begin >= end:
+                break
+            if begin < start:
+                found.append((begin, min(start, end)))
+            begin = max(begin, stop)
+        return [*found, (begin, end)] if begin < end else found
+
+    def _insert(self, start: int, stop: int, crc: int) -> None:
+        place = bisect_left(self.pieces, (start, stop, crc))
+        if place < len(self.pieces) and self.pieces[place][0] == stop:
+            _, end, after = self.pieces.pop(place)
+            crc, stop = combine(crc, after, end - stop), end
+        if place and self.pieces[place - 1][1] == start:
+            begin, _, before = self.pieces.pop(place := place - 1)
+            crc, start = combine(before, crc, stop - start), begin
+        self.pieces.insert(place, (start, stop, crc))
+
+    def _compare(self, crc: int) -> None:
+        if crc != self.record.crc:
+            raise MalformedInput(
+                f"`{self.record.path.name}` is damaged: `{self.record.name}` does not have the CRC-32 that it says",
+                hint="copy it again from where it was saved",
+            )
+        self.complete = True
+        self.pieces.clear()
+
+    def finish(self) -> None:
+        """Reads what nobody read."""
+        if self.complete:
+            return
+        with open(self.record.path, "rb", buffering=0) as file:
+            for start, stop in self.gaps(0, self.record.size):
+                file.seek(self.record.start + start)
+                while start < stop and (data := file.read(min(READ_BYTES, stop - start))):
+                    self.add(start, memoryview(data))
+                    start += len(data)
+        if not self.complete:
+            raise MalformedInput(
+                f"`{self.record.path.name}` ends inside `{self.record.name}`",
+                hint="the file was changed while it was read; copy it again",
+            )
+
+
+class Checks:
+    """The records that were read since `checked_reading` began.
+
+    Attributes:
+        unchecked: names of the files among them that have no checksums.
+    """
+
+    def __init__(self) -> None:
+        self.unchecked: set[str] = set()
+        self._coverages: dict[Record, _Coverage] = {}
+
+    def of(self, record: Record) -> _Coverage:
+        """What was read of `record`."""
+        return self._coverages.setdefault(record, _Coverage(record))
+
+    def finish(self) -> None:
+        """Compares the records of which only a part was read, too; what is left of them is read for that.
+
+        Raises:
+            MalformedInput: a checksum differs.
+        """
+        for coverage in self._coverages.values():
+            coverage.finish()
+
+
+_current: ContextVar[Checks | None] = ContextVar("checks", default=None)
+
+
+@contextmanager
+def checked_reading() -> Iterator[Checks]:
+    """Inside, records are compared with their checksums; threads take part that run in a copy of the context."""
+    checks = Checks()
+    token = _current.set(checks)
+    try:
+        yield checks
+    finally:
+        _current.reset(token)
+
+
+def combine(first: int, second: int, second_size: int) -> int:
+    """The CRC-32 of two byte strings one after the other, from the CRC-32 of each and the size of the second."""
+    return _multiply(first, _shift(second_size)) ^ second
+
+
+@lru_cache(maxsize=256)
+def _shift(size: int) -> int:
+    """x^(8·size), by squaring."""
+    power, result = _multiply(1 << 27, 1 << 27), 1 << 31  # x^8 and 1
+    while size:
+        if size & 1:
+            result = _multiply(result, power)
+        size >>= 1
+        power = _multiply(power, power)
+    return result
+
+
+def _multiply(one: int, other: int) -> int:
+    """The product of two polynomials, bit 31 the constant, modulo that of CRC-32."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            product ^= other
+        other = other >> 1 ^ POLYNOMIAL if other & 1 else other >> 1
+    return product

@@ -1,0 +1,144 @@
+"""Runs inspect and to-hf on many inputs in one process that writes down everything it does.
+
+    python -m tests.hostile.child JOBS.json RESULTS.json
+
+An audit hook (PEP 578) sees every open, import, exec, process, socket and foreign call, also those of CPython's C code.
+Loaded without torch: what a payload could import is not there by accident.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from llmconv.convert import to_hf
+from llmconv.convert.inspect import inspect
+from llmconv.errors import LlmconvError
+
+MEMORY = 1536 << 20
+SECONDS = 30
+"""A hang ends after so many seconds of wall time."""
+
+LIBRARIES = tuple({sys.prefix, sys.base_prefix, os.path.realpath(sys.prefix), str(Path(__file__).parents[2])})
+HARMLESS = {
+    *("object.__getattr__", "object.__setattr__", "object.__delattr__", "sys._getframe", "builtins.id"),
+    *(
+        "_thread.start_new_thread",
+        "_thread.start_joinable_thread",
+        "os.listdir",
+        "os.scandir",
+        "fcntl.flock",
+        "mmap.__new__",
+    ),
+    *("glob.glob", "pathlib.Path.glob", "signal.setitimer"),
+}
+CHANGING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+FOREIGN = {"mallopt", "renameat2"}
+"""The only C functions that the writer calls."""
+
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+class Watch:
+    """What happened since `begin` that should not have."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.readable: tuple[str, ...] = ()
+        self.writable = ""
+        self.seen: list[str] = []
+
+    def begin(self, source: Path, output: Path) -> None:
+        """From now on only `source` may be read, and only beside `output` may be written."""
+        folder = source.parent
+        self.readable = (str(folder), str(output.parent), *LIBRARIES)
+        self.writable = str(output.parent)
+        self.seen, self.active = [], True
+
+    def hook(self, event: str, args: tuple[Any, ...]) -> None:
+        """The audit hook."""
+        if self.active and not self._allowed(event, args):
+            self.seen.append(f"{event} {args!r}"[:300])
+
+    def _allowed(self, event: str, args: tuple[Any, ...]) -> bool:
+        if event == "open":
+            path, _, flags = args
+            return isinstance(path, int) or self._inside(path, (self.writable,) if flags & WRITING else self.readable)
+        if event in CHANGING:
+            return all(self._inside(path, (self.writable,)) for path in self._named(args))
+        if event == "ctypes.dlopen":
+            return args == (None,)
+        if event == "ctypes.dlsym":
+            return args[1] in FOREIGN
+        return event in HARMLESS
+
+    @staticmethod
+    def _named(args: tuple[Any, ...]) -> list[str]:
+        """The paths among the arguments, those relative to an open folder made whole."""
+        folder = args[-1] if isinstance(args[-1], int) and args[-1] >= 0 else None
+        base = os.readlink(f"/proc/self/fd/{folder}") if folder is not None else ""
+        return [os.path.join(base, os.fsdecode(path)) for path in args if isinstance(path, str | bytes | os.PathLike)]
+
+    @staticmethod
+    def _inside(path: Any, roots: tuple[str, ...]) -> bool:
+        full = os.path.abspath(os.fsdecode(path))
+        return any(full == root or full.startswith(root + "/") for root in roots if root)
+
+
+def main(jobs_file: str, results_file: str) -> None:
+    """Runs the jobs; the first ones are honest, and load everything that is ever loaded."""
+    jobs = json.loads(Path(jobs_file).read_text())
+    watch = Watch()
+    sys.addaudithook(watch.hook)
+    signal.signal(signal.SIGALRM, _too_long)
+    honest = [job for job in jobs if job["honest"]]
+    for job in honest:
+        _both(job, watch, "warm")
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    results = {job["name"]: _both(job, watch, "out") for job in jobs}
+    Path(results_file).write_text(json.dumps(results))
+
+
+def _too_long(_signal: int, _frame: FrameType | None) -> None:
+    raise TimeoutError("it hangs")
+
+
+def _both(job: dict[str, Any], watch: Watch, kind: str) -> dict[str, Any]:
+    source, output = Path(job["source"]), Path(job["place"]) / kind / "hf"
+    output.parent.mkdir()
+    runs = {
+        "inspect": lambda: json.dumps(inspect(source).summary()),
+        "to_hf": lambda: to_hf(source, output, **job["options"]) and None,
+    }
+    return {name: _one(run, watch, source, output) for name, run in runs.items()}
+
+
+def _one(run: Callable[[], Any], watch: Watch, source: Path, output: Path) -> dict[str, Any]:
+    result: dict[str, Any] = {"outcome": "done", "message": "", "hint": ""}
+    began = time.process_time()
+    signal.alarm(SECONDS)
+    watch.begin(source, output)
+    try:
+        result["message"] = run() or ""
+    except LlmconvError as error:
+        result |= {"outcome": "refused", "message": error.message, "hint": error.hint, "code": error.exit_code}
+    except BaseException as error:
+        watch.active = False
+        result |= {"outcome": "crashed", "message": "".join(traceback.format_exception(error)[-3:])[-1500:]}
+    watch.active = False
+    signal.alarm(0)
+    left = sorted(str(path.relative_to(output.parent)) for path in output.parent.rglob("*"))
+    return {**result, "seconds": time.process_time() - began, "events": watch.seen, "left": left}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,153 @@
+"""Every hostile input is refused in one clear line or has no effect: proven in a process whose every act is seen."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile import configs, files, pickles, tensors, zips
+from tests.hostile.case import CANARY, Case
+from tests.hostile.honest import composer, meta, mindspore, paddle, save
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 8
+"""Processor time that any input may cost; the bombs that run into a limit cost the most."""
+
+HONEST: dict[str, Case] = {
+    "honest: composer": Case(lambda folder: save(folder, composer()), None),
+    "honest: meta": Case(meta, None),
+    "honest: accessory": Case(configs.accessory_like, None),
+    "honest: paddle": Case(paddle, None),
+    "honest: mindformers": Case(mindspore, None, {"config": ["run.yaml"]}),
+    "honest: zip": zips.CASES["a zip written by hand"],
+    "honest: refused": Case(lambda folder: folder, "no training format"),
+}
+KINDS = {"pickle": pickles, "zip": zips, "tensor": tensors, "config": configs, "file": files}
+CASES = {f"{kind}: {name}": case for kind, module in KINDS.items() for name, case in module.CASES.items()}
+
+Result = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
+    """`results(name)`: what inspect and to-hf did with a case; all cases of its kind run at once in one process.
+
+    Several pytest processes share what the first of them has found.
+    """
+    found: dict[str, Result] = {}
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared
+
+    def result(name: str) -> Result:
+        if name not in found:
+            kind = name.partition(":")[0]
+            with open(shared / f"{kind}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                found.update(once(kind, shared / f"hostile-{kind}"))
+        return found[name]
+
+    return result
+
+
+def once(kind: str, folder: Path) -> dict[str, Result]:
+    """The results of one kind; the cases run where nobody has run them."""
+    if not (folder / "results.json").exists():
+        folder.mkdir()
+        run({name: case for name, case in CASES.items() if name.startswith(kind + ":")}, folder)
+    results: dict[str, Result] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+def run(cases: dict[str, Case], folder: Path) -> None:
+    """Builds the cases and runs them in a child, after honest ones."""
+    named = enumerate((HONEST | cases).items())
+    jobs = [job(name, case, folder / f"case{number}") for number, (name, case) in named]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.hostile.child", str(folder / "jobs.json"), str(folder / "results.json")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def job(name: str, case: Case, place: Path) -> dict[str, Any]:
+    """What the child is told of a case."""
+    (place / "in").mkdir(parents=True)
+    source = case.build(place / "in")
+    options = {key: [str(place / "in" / file) for file in value] for key, value in case.options.items()}
+    return {"name": name, "source": str(source), "place": str(place), "options": options, "honest": name in HONEST}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_or_has_no_effect(results: Callable[[str], Result], name: str) -> None:
+    result, case = results(name)["to_hf"], CASES[name]
+    if case.refused is None:
+        assert result["outcome"] == "done", result["message"]
+        assert "hf/config.json" in result["left"] and not any("partial" in file for file in result["left"])
+        assert not any(file.endswith((".py", ".pkl", ".so")) for file in result["left"])
+    else:
+        assert result["outcome"] == "refused", result["message"]
+        assert re.search(case.refused, result["message"]), result["message"]
+        assert result["code"] == 3 and result["left"] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inspect_survives_it(results: Callable[[str], Result], name: str) -> None:
+    result = results(name)["inspect"]
+    assert result["outcome"] in ("done", "refused"), result["message"]
+    assert result["left"] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_else_is_opened_imported_started_or_called(results: Callable[[str], Result], name: str) -> None:
+    assert [run["events"] for run in results(name).values()] == [[], []]
+    assert not Path(CANARY).exists()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_costs_little_and_a_refusal_is_one_plain_line(results: Callable[[str], Result], name: str) -> None:
+    for run in results(name).values():
+        assert run["seconds"] < SECONDS
+        if run["outcome"] == "refused":
+            assert run["message"].isprintable() and run["hint"].isprintable() and run["hint"]
+            assert len(run["message"]) < 600 and not run["message"].endswith(".")
+
+
+ACTS = {
+    "open('/etc/hostname')": "open",
+    "open('/tmp/llmconv-elsewhere', 'w')": "open",
+    "import antigravity_that_is_not_there": "import",
+    "import os; os.system('true')": "os.system",
+    "import subprocess; subprocess.run(['true'])": "subprocess.Popen",
+    "import socket; socket.socket()": "socket.__new__",
+    "eval('1')": "compile",
+    "import ctypes; ctypes.CDLL(None).system": "ctypes.dlsym",
+    "import shutil; shutil.rmtree('/nonexistent-folder', ignore_errors=True)": "shutil.rmtree",
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_the_watch_sees(tmp_path: Path, act: str) -> None:
+    code = f"""
+import ctypes, os, pathlib, shutil, socket, subprocess, sys
+from tests.hostile.child import Watch
+watch = Watch()
+sys.addaudithook(watch.hook)
+watch.begin(pathlib.Path({str(tmp_path)!r}, "in", "x.pt"), pathlib.Path({str(tmp_path)!r}, "out", "hf"))
+try:
+    {act}
+except Exception:
+    pass
+watch.active = False
+print("\\n".join(watch.seen))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ACTS[act] in {line.partition(" ")[0] for line in done.stdout.splitlines()}, done.stdout
