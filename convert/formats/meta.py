@@ -227,7 +227,7 @@ def _differing_norms(shards: Sequence[Shard]) -> list[str]:
 FORMAT = Format(
     name="meta",
     title="Meta's Llama: a folder of `consolidated.NN.pth` and `params.json`",
-    covers="Llama 1, 2, 3, 3.1, 3.2 (text) and Code Llama; any number of shards; its tokenizer, sentencepiece or tiktoken",
+    covers="Llama 1, 2, 3, 3.1, 3.2 (text), Code Llama; any number of shards; its tokenizer, sentencepiece or tiktoken",
     detect=_detect,
     open=_open,
     save=save,

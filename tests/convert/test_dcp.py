@@ -54,9 +54,10 @@ def test_without_a_configuration_inspect_shows_what_is_there(tmp_path: Path) -> 
     assert "holds no model configuration" in found.warnings[0]
 
 
-def test_what_holds_no_model_is_shown_without_its_optimizer(dcp: Path, tmp_path: Path) -> None:
+def test_what_holds_no_language_model_is_shown_and_an_optimizer_alone_is_refused(dcp: Path, tmp_path: Path) -> None:
     assert inspect(dcp / "grids").tensors["model.grid"].shape == (5, 6)
-    assert not inspect(save(tmp_path / "x", OTHER)).tensors
+    with pytest.raises(UnsupportedInput, match="no language model"):
+        inspect(save(tmp_path / "x", OTHER))
 
 
 @pytest.fixture

@@ -30,8 +30,7 @@ GENUINE: dict[str, tuple[str, int]] = {
 }
 
 NOT_YET: dict[str, tuple[str, str]] = {
-    "composer/mpt_alibi_mha_native/ep0-ba2-rank0.pt": ("composer", "is an MPT"),
-    "composer/llama_peft_adapter_only/ep0-ba2-rank0.pt": ("composer", "is a PEFT"),
+    "composer/llama_peft_adapter_only/ep0-ba2-rank0.pt": ("composer", "without its base model"),
     "mindspore/tiny.ckpt": ("mindformers", "has no `num_heads`"),
     "mindspore/sh/rank_0": ("mindformers", "has no `num_heads`"),
     "paddle/lora_llama/lora": ("paddle", "is a LoRA adapter"),

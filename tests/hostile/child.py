@@ -39,7 +39,7 @@ HARMLESS = {
         "fcntl.flock",
         "mmap.__new__",
     ),
-    *("glob.glob", "pathlib.Path.glob", "signal.setitimer"),
+    *("glob.glob", "pathlib.Path.glob", "pathlib.Path.rglob", "signal.setitimer"),
 }
 CHANGING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 FOREIGN = {"mallopt", "renameat2"}

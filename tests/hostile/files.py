@@ -187,8 +187,8 @@ CASES: dict[str, Case] = {
     "HDF5": content(b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5 file"),
     "ONNX": content(b"\x08\x0a\x12\x07pytorch\x3a\x00", UNKNOWN),
     "a raw pickle": content(b"\x80\x02" + call("os", "system", text(f"touch {CANARY}")) + b".", UNKNOWN),
-    "the torch format before 1.6": content(
-        b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.\x80\x02M\xe9\x03.", r"before torch 1\.6"
+    "the torch format before 1.6, cut off": content(
+        b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19.\x80\x02M\xe9\x03.", "truncated or damaged"
     ),
     "a tar": content(bytes(257) + b"ustar" + bytes(300), "tar"),
     "a name with an escape sequence": content(b"x", UNKNOWN, "\x1b[2Jx.pt"),
