@@ -10,12 +10,11 @@ from llmconv.convert.decoder import SHARD_LIMIT
 from llmconv.convert.formats import Format, formats
 from llmconv.convert.mapping import listing
 from llmconv.convert.state_dict import DROPPED, check_complete, untie
-from llmconv.convert.to_hf import with_cast
+from llmconv.convert.to_hf import check_dtype, with_cast
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
 from llmconv.storage import local_path
-from llmconv.tensors import FLOATS
 from llmconv.writer import Plan, write_checkpoint
 
 
@@ -45,8 +44,7 @@ def from_hf(
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
     chosen = _savable(to)
-    if dtype not in ("keep", *FLOATS):
-        raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
+    check_dtype(dtype)
     if not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
     checkpoint = open_model(local_path(model))

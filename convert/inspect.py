@@ -15,11 +15,11 @@ from llmconv.convert.mapping import comparing_samples
 from llmconv.convert.raw import raw_tensors, torch_tensors
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import InputRefused
+from llmconv.packing.unpacking import unpacked
 from llmconv.safetensors_io import FileTensor, read_header
 from llmconv.storage import files_under, local_path, reading_safely
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file
-from llmconv.unpacking import unpacked
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")

@@ -16,6 +16,7 @@ from llmconv.convert.adapters.reading import Adapter, open_adapter
 from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
 from llmconv.convert.configs import with_dtype
 from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
+from llmconv.convert.to_hf import check_dtype
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
@@ -83,8 +84,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         UnsupportedInput: a kind of adapter or base that this formula does not fit.
         OutputFailed: writing failed.
     """
-    if dtype not in ("keep", *FLOATS):
-        raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
+    check_dtype(dtype)
     checkpoint = open_checkpoint(local_path(base))
     opened = [_open(local_path(adapter), alpha) for adapter in adapters]
     merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llmconv.errors import InputRefused
-from llmconv.pickle_data import TensorRef
+from llmconv.pickles.data import TensorRef
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file, open_torch_file

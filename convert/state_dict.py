@@ -12,8 +12,8 @@ from typing import Any
 from llmconv.convert.composer import mpt_tensors
 from llmconv.convert.mapping import equal, listing
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.pickle_data import TensorRef
-from llmconv.pickle_machine import Stub
+from llmconv.pickles.data import TensorRef
+from llmconv.pickles.machine import Stub
 from llmconv.safetensors_io import FileTensor
 from llmconv.tensors import LazyTensor
 

@@ -13,10 +13,10 @@ from llmconv.convert.formats import by_name, detect
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import UsageProblem
 from llmconv.manifest import step
+from llmconv.packing.unpacking import unpacked
 from llmconv.progress import warn_all
 from llmconv.storage import files_under, local_path, reading_safely
 from llmconv.tensors import BY_NAME, FLOATS, cast
-from llmconv.unpacking import unpacked
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
 
 
@@ -41,8 +41,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     """Converts `source` into the Hugging Face folder `output` and returns what was (or would be) written.
 
     Args:
-        source: a checkpoint file or folder, or its URI or hub id.
-        output: the folder to make.
+        source, output: a checkpoint file or folder, or its URI or hub id; the folder to make.
         format: name of the training format; detected by content when None.
         config: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones winning.
         tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
@@ -55,30 +54,21 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; write nothing.
 
     Raises:
-        InputRefused: the checkpoint is malformed, hostile, incomplete or of an unknown kind, or `output` exists.
-        UsageProblem, OutputFailed: an option has an impossible value; writing failed.
+        InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.
     """
-    if dtype not in ("keep", *FLOATS):
-        raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
+    check_dtype(dtype)
     configs = tuple(Path(path) for path in config)
     base = local_path(base) if base else None
-    options = {
-        "base": str(base) if base else None,
-        "drop": drop or None,
-        "qkv_layout": qkv_layout,
-        "adapter": adapter,
-        "root": root,
-    }
-    given = {name: value for name, value in options.items() if value}
-    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, given)
+    options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
+    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, options)
     warn_all(checkpoint.warnings)
     plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
     if not dry_run:
+        told = {"config": [path.name for path in configs] or None, "dtype": dtype}
         named = {"tokenizer": Path(tokenizer).name if tokenizer else None, "base": base.name if base else None}
-        recorded = options | named | {"config": [path.name for path in configs] or None, "dtype": dtype}
-        done = step("to-hf", checkpoint.path, format=checkpoint.format, **recorded)
+        steps = [step("to-hf", checkpoint.path, format=checkpoint.format, **(options | named | told))]
         sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, Path(output))]
-        write_checkpoint(plan, Path(output), steps=[done], sources=sources, overwrite=overwrite, resume=resume)
+        write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
     return plan
 
 
@@ -114,13 +104,23 @@ def _open(
         raise UsageProblem(
             f"`{path.name}` is not of the format `{format}`", hint="leave out `--from`; formats are told by content"
         )
-    foreign = sorted({*(options or {})} - {*chosen.options})
+    given = {name: value for name, value in (options or {}).items() if value}
+    foreign = sorted({*given} - {*chosen.options})
     if foreign:
         raise UsageProblem(
             f"`--{foreign[0].replace('_', '-')}` means nothing for the format `{chosen.name}`", hint="leave it out"
         )
-    opened = chosen.open(inside, {**merged_configs(config), **(options or {})}, tokenizer)
-    return opened if inside is path else replace(opened, path=path)
+    return chosen.open(inside, {**merged_configs(config), **given}, tokenizer)
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuses a name that is no element type of weights.
+
+    Raises:
+        UsageProblem: neither `keep` nor a float type.
+    """
+    if dtype not in ("keep", *FLOATS):
+        raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
 
 
 def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmconv.convert.formats import formats
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
-from llmconv.pickle_machine import Stub
+from llmconv.pickles.machine import Stub
 from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
 
 PACKED = re.compile(r"\.(?:(?:pth?|bin|ckpt)\.(?:gz|bz2|xz|lzma|lz4|zst)|tar(?:\.\w+)?|tgz)$")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.pickle_data import HOOKS, Global, StorageRef, interpret, storage_dtype
-from llmconv.pickle_machine import Hooks, Machine, Refused
+from llmconv.pickles.data import HOOKS, Global, StorageRef, interpret, storage_dtype
+from llmconv.pickles.machine import Hooks, Machine, Refused
 
 MAGIC = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 """The first pickle without its two bytes of protocol: the number 0x1950a86a20f9469cfc6c."""

@@ -15,7 +15,7 @@ import numpy as np
 from llmconv.crc import Record
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.legacy_torch_file import is_legacy, read_legacy
-from llmconv.pickle_data import TensorRef, read_pickle
+from llmconv.pickles.data import TensorRef, read_pickle
 from llmconv.safetensors_io import FileTensor
 from llmconv.tensors import Array, LazyTensor
 from llmconv.torch_zip import is_torch_zip, read_torch_zip

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from llmconv.errors import UnsupportedInput
-from llmconv.pickle_data import STORAGES
-from llmconv.pickle_encoder import Call, Name, Persistent, pickle_pieces
+from llmconv.pickles.data import STORAGES
+from llmconv.pickles.encoder import Call, Name, Persistent, pickle_pieces
 from llmconv.tensors import LazyTensor, Piece
 
 ALIGNMENT = 64

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.pickle_data import TensorRef
+from llmconv.pickles.data import TensorRef
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file, open_torch_blob, open_torch_file
 

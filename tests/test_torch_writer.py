@@ -20,8 +20,8 @@ from hypothesis import given, settings
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
-from llmconv.pickle_data import STORAGES
-from llmconv.pickle_encoder import Call, Name, pickle_pieces
+from llmconv.pickles.data import STORAGES
+from llmconv.pickles.encoder import Call, Name, pickle_pieces
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 from llmconv.torch_file import open_torch_file
 from llmconv.torch_writer import ALIGNMENT, torch_pieces

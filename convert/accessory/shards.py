@@ -14,7 +14,7 @@ from llmconv.convert.mapping import concat, listing, slice_rows
 from llmconv.convert.meta.names import split_dim
 from llmconv.convert.transpose import transposed
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.pickle_data import TensorRef
+from llmconv.pickles.data import TensorRef
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import open_torch_file
 

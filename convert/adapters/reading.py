@@ -17,7 +17,7 @@ import numpy as np
 from llmconv.checkpoint import read_json
 from llmconv.convert.adapters.config import LoraConfig, parse_config
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.pickle_data import TensorRef
+from llmconv.pickles.data import TensorRef
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import open_torch_file

@@ -12,8 +12,8 @@ from typing import Any
 
 from llmconv.convert.composer.run import Run
 from llmconv.convert.leftovers import phrases
-from llmconv.pickle_data import TensorRef
-from llmconv.pickle_machine import Stub
+from llmconv.pickles.data import TensorRef
+from llmconv.pickles.machine import Stub
 from llmconv.tensors import LazyTensor
 
 PARTS = {

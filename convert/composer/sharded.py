@@ -14,8 +14,8 @@ from llmconv.convert.composer import folder as newer
 from llmconv.convert.dcp.folder import Folder, is_folder, open_folder, sizes_of
 from llmconv.convert.dcp.metadata import FILE, TensorItem
 from llmconv.errors import UnsupportedInput
-from llmconv.pickle_data import Global
-from llmconv.pickle_machine import Stub
+from llmconv.pickles.data import Global
+from llmconv.pickles.machine import Stub
 from llmconv.tensors import LazyTensor
 
 MODEL = "model"

@@ -26,7 +26,7 @@ from llmconv.convert.dcp.metadata import (
     shown,
 )
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.pickle_data import TensorRef
+from llmconv.pickles.data import TensorRef
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import TorchFile, open_torch_blob
 

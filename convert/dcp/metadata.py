@@ -15,8 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.pickle_data import HOOKS, RANK_LIMIT, Global, interpret
-from llmconv.pickle_machine import Machine, Stub
+from llmconv.pickles.data import HOOKS, RANK_LIMIT, Global, interpret
+from llmconv.pickles.machine import Machine, Stub
 from llmconv.tensors import BY_NAME, DType
 
 FILE = ".metadata"

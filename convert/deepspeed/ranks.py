@@ -13,8 +13,8 @@ from typing import Any
 from llmconv.convert.deepspeed.folder import Save
 from llmconv.convert.deepspeed.states import refuse
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.pickle_data import TensorRef
-from llmconv.pickle_machine import Stub
+from llmconv.pickles.data import TensorRef
+from llmconv.pickles.machine import Stub
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import open_torch_file
 

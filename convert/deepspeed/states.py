@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmconv.errors import MalformedInput
-from llmconv.pickle_data import TensorRef
-from llmconv.pickle_machine import Stub
+from llmconv.pickles.data import TensorRef
+from llmconv.pickles.machine import Stub
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 from llmconv.torch_file import open_torch_file
 

@@ -14,7 +14,7 @@ from llmconv.convert.deepspeed.flat import Piece, shaped
 from llmconv.convert.deepspeed.states import Shape, refuse
 from llmconv.convert.mapping import listing
 from llmconv.errors import MalformedInput
-from llmconv.pickle_data import TensorRef
+from llmconv.pickles.data import TensorRef
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import open_torch_file
 

@@ -22,7 +22,7 @@ from llmconv.convert.meta.params import PARAMS, Sizes, is_scaled, kv_heads_of, r
 from llmconv.convert.meta.save import save
 from llmconv.convert.meta.tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
 from llmconv.errors import MalformedInput
-from llmconv.pickle_data import TensorRef
+from llmconv.pickles.data import TensorRef
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import open_torch_file
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from llmconv.convert.paddle.file import NUMPY_CODES, PARAMETER_NAMES
 from llmconv.errors import UnsupportedInput
-from llmconv.pickle_encoder import Call, Name, pickle_pieces
+from llmconv.pickles.encoder import Call, Name, pickle_pieces
 from llmconv.tensors import LazyTensor, Piece
 
 CODES = {dtype.name: code for code, dtype in NUMPY_CODES.items() if not dtype.name.startswith("float8")}

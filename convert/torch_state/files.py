@@ -10,8 +10,8 @@ from typing import Any
 
 from llmconv.convert.mapping import listing
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput
-from llmconv.pickle_data import TensorRef
-from llmconv.pickle_machine import Stub
+from llmconv.pickles.data import TensorRef
+from llmconv.pickles.machine import Stub
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file, open_torch_file
 

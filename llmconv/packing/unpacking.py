@@ -16,11 +16,11 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
-from llmconv.codecs import Codec
-from llmconv.compression import BLOCK, find_codec, open_stream
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.packing.codecs import Codec
+from llmconv.packing.compression import BLOCK, find_codec, open_stream
+from llmconv.packing.tar_archive import RECORD, TarArchive, is_tar
 from llmconv.progress import bytes_bar
-from llmconv.tar_archive import RECORD, TarArchive, is_tar
 
 CHECK_BYTES = 64 << 20
 """The free space is asked for after so many bytes."""

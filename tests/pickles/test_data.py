@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 
 from llmconv.errors import MalformedInput
-from llmconv.pickle_data import Global, read_pickle
-from llmconv.pickle_machine import DEPTH_LIMIT, Stub
+from llmconv.pickles.data import Global, read_pickle
+from llmconv.pickles.machine import DEPTH_LIMIT, Stub
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(

@@ -18,10 +18,10 @@ import lz4.frame
 import pytest
 import zstandard
 
-from llmconv import compression, tar_archive, unpacking
-from llmconv.compression import find_codec
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.unpacking import unpacked
+from llmconv.packing import compression, tar_archive, unpacking
+from llmconv.packing.compression import find_codec
+from llmconv.packing.unpacking import unpacked
 
 CONTENT = b"PK" + os.urandom(300_000) + bytes(5000)
 
@@ -297,7 +297,7 @@ def test_memory_follows_a_block_and_not_the_file(tmp_path: Path) -> None:
     assert max(compression.BLOCK, tar_archive.BLOCK) <= 1 << 20
     (tmp_path / "a.zst").write_bytes(zstandard.compress(bytes(200_000_000)))
     code = (
-        "import resource, sys; from pathlib import Path; from llmconv import unpacking; import zstandard\n"
+        "import resource, sys; from pathlib import Path; from llmconv.packing import unpacking; import zstandard\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "unpacking.unpacked(Path(sys.argv[1]))\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"
@@ -310,7 +310,7 @@ def test_memory_follows_a_block_and_not_the_file(tmp_path: Path) -> None:
 def test_no_unpacked_byte_outlives_the_process(tmp_path: Path, end: str) -> None:
     (tmp_path / "temporary").mkdir()
     (tmp_path / "a.gz").write_bytes(gzip.compress(CONTENT))
-    code = "import os, sys; from pathlib import Path; from llmconv.unpacking import unpacked\n"
+    code = "import os, sys; from pathlib import Path; from llmconv.packing.unpacking import unpacked\n"
     code += f"print(len(unpacked(Path(sys.argv[1])).read_bytes()), flush=True)\n{end}"
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     arguments = [sys.executable, "-c", code, str(tmp_path / "a.gz")]

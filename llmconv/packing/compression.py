@@ -13,8 +13,8 @@ import zlib
 from collections.abc import Generator, Iterator
 from typing import Any, BinaryIO
 
-from llmconv.codecs import CODECS, HEAD, Codec
 from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.packing.codecs import CODECS, HEAD, Codec
 
 BLOCK = 1 << 20
 """Unpacked bytes that are held at once."""

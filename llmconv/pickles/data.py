@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmconv.errors import MalformedInput
-from llmconv.pickle_machine import COPY_AGAIN, Hooks, Machine, Refused, Stub, make_dict, run
+from llmconv.pickles.machine import COPY_AGAIN, Hooks, Machine, Refused, Stub, make_dict, run
 from llmconv.tensors import BY_NAME, DType
 
 RANK_LIMIT = 16
