@@ -39,6 +39,7 @@ class Inspection:
         version: what the files tell of their writer; empty where they tell nothing.
         shards: files that the weights lie in; 0 where that is not known.
         dropped: what is in the files and would not be converted, one phrase each.
+        kind: the model's type, and what its writer calls it where that differs, such as `chatglm_v2 as glm`.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Inspection:
     version: str = ""
     shards: int = 1
     dropped: tuple[str, ...] = ()
+    kind: str = ""
 
     @property
     def parameters(self) -> int:
@@ -155,6 +157,7 @@ def _opened(opened: Checkpoint) -> Inspection:
         opened.version,
         opened.shards,
         opened.dropped,
+        opened.kind,
     )
 
 

@@ -52,6 +52,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         config: the content of `config.json`.
         side_files: tokenizer and generation files, by plain file name.
         warnings: what a user should know, one line each.
+        source_type: what the writer calls the kind of model that `config` calls `model_type`, such as `chatglm_v2`.
         version: what the files tell of their writer, such as `composer 0.32.1`; empty where they tell nothing.
         shards: files that the weights lie in.
         adapter: a PEFT adapter of this model that stays apart: its tensors, and as `config` its `adapter_config.json`.
@@ -67,6 +68,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     version: str = ""
     shards: int = 1
     dropped: tuple[str, ...] = ()
+    source_type: str = ""
     adapter: Checkpoint | None = None
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -77,6 +79,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __len__(self) -> int:
         return len(self.tensors)
+
+    @property
+    def kind(self) -> str:
+        """The model's type for people: `llama`, or `chatglm_v2 as glm` where the writer calls it otherwise."""
+        model_type = str(self.config.get("model_type") or "unknown")
+        return f"{self.source_type} as {model_type}" if self.source_type not in ("", model_type) else model_type
 
     @property
     def nbytes(self) -> int:

@@ -63,6 +63,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         words.files,
         (*warnings, *more),
         shards=len(own) + len(below),
+        source_type=params.family,
         dropped=(*([f"{len(lost)} tensors: {kinds(lost)}"] if lost else []), *left_beside(path)),
     )
 

@@ -43,6 +43,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         version=f"mindformers {release}" if isinstance(release, str) else "",
         shards=found.files,
         dropped=found.dropped,
+        source_type=run.arch,
     )
 
 

@@ -88,6 +88,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         version=f"paddlenlp {release}" if isinstance(release, str) else "",
         shards=len(weight_files(path)),
         dropped=left_beside(path),
+        source_type=str(paddle["model_type"]),
     )
 
 

@@ -43,7 +43,7 @@ def _rows(found: Inspection) -> list[tuple[str, str]]:
         ("format", found.format),
         *([("version", found.version)] if found.version else []),
         *([("shards", f"{found.shards:,}")] if found.shards > 1 else []),
-        ("model type", str(found.config.get("model_type") or found.config.get("peft_type") or "unknown")),
+        ("model type", found.kind or str(found.config.get("model_type") or found.config.get("peft_type") or "unknown")),
         ("architecture", architecture or "unknown"),
         ("parameters", f"{found.parameters:,}"),
         ("tensors", f"{len(found.tensors):,}"),

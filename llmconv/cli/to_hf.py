@@ -56,6 +56,7 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
     result = {
         "format": checkpoint.format,
         "model_type": checkpoint.config.get("model_type"),
+        "source_type": checkpoint.source_type or None,
         "output": str(output),
         "tensors": len(tensors),
         "bytes": plan.nbytes,
@@ -66,7 +67,9 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
         options.print_json(result)
         return
     verb = "would write" if dry_run else "wrote"
-    click.echo(f"{verb} {output}: {len(tensors)} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)")
+    click.echo(
+        f"{verb} {output}: {checkpoint.kind}, {len(tensors)} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)"
+    )
     if dry_run:
         click.echo(f"disk needed: {plan.nbytes:,} bytes")
         for name, tensor in tensors:

@@ -227,3 +227,17 @@ def test_inspect_prints_a_table() -> None:
 
 def test_inspect_refuses_what_nobody_knows(tmp_path: Path) -> None:
     assert llmconv("inspect", write_text(tmp_path / "x")).exit_code == 3
+
+
+NATIVE = {
+    "paddle/chatglm_v2": "chatglm_v2 as glm",
+    "paddle/qwen": "qwen as qwen2",
+    "accessory/internlm_mp1_bf16": "internlm as llama",
+    "mindformers/mf132_glm2/model.ckpt": "ChatGLM2ForConditionalGeneration as glm",
+}
+
+
+@pytest.mark.parametrize(("path", "said"), NATIVE.items())
+def test_an_architecture_with_another_name_in_transformers_is_said_to_be_that(path: str, said: str) -> None:
+    result = llmconv("to-hf", FIXTURES / path, "-o", "unused", "--dry-run")
+    assert f"would write unused: {said}, " in result.stdout
