@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from benchmarks.models import CONFIG, shapes
+from llmconv.crc import combine
 
 Shape = tuple[int, ...]
 TAG = "global_step1"
@@ -31,13 +32,15 @@ SUB_GROUP = 1_000_000_000
 
 
 class Zeros:
-    """A flat float32 tensor of zeros, pickled as the call that rebuilds a torch tensor."""
+    """A float32 tensor of zeros, pickled as the call that rebuilds a torch tensor."""
 
-    def __init__(self, numel: int) -> None:
-        self.numel = numel
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
 
     def __reduce__(self) -> Any:
-        return torch._utils._rebuild_tensor_v2, (Storage(self.numel), 0, (self.numel,), (1,), False, OrderedDict())
+        stride = tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        storage = Storage(prod(self.shape))
+        return torch._utils._rebuild_tensor_v2, (storage, 0, self.shape, stride, False, OrderedDict())
 
 
 class Storage:
@@ -63,22 +66,11 @@ class Pickler(pickle.Pickler):
 
 
 def crc_of_zeros(count: int) -> int:
-    """CRC-32 of `count` zero bytes, in log2(count) steps.
-
-    What one zero byte does to the register is a linear map; that of 2n of them is the square of that of n
-    (zlib `crc32_combine`).
-    """
-    register, step = 0xFFFFFFFF, [zlib.crc32(b"\0", 1 << bit ^ 0xFFFFFFFF) ^ 0xFFFFFFFF for bit in range(32)]
+    """CRC-32 of `count` zero bytes, in log2(count) steps."""
+    total, block, size = 0, zlib.crc32(b"\0"), 1
     while count:
-        register = _apply(step, register) if count & 1 else register
-        step, count = [_apply(step, row) for row in step], count >> 1
-    return register ^ 0xFFFFFFFF
-
-
-def _apply(columns: list[int], vector: int) -> int:
-    total = 0
-    for bit in range(32):
-        total ^= columns[bit] if vector >> bit & 1 else 0
+        total = combine(total, block, size) if count & 1 else total
+        block, size, count = combine(block, block, size), 2 * size, count >> 1
     return total
 
 
