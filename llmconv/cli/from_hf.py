@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from llmconv.cli import options
+from llmconv.cli import options, plans
 
 
 @click.command(name="from-hf")
@@ -33,23 +33,7 @@ def command(model: str, as_json: bool, dry_run: bool, output: Path, to: str, **c
     from llmconv.convert.from_hf import from_hf
 
     plan = from_hf(model, output, to=to, dry_run=dry_run, **choices)
-    count = sum(len(shard.tensors) for shard in plan.shards)
-    result = {
-        "format": to,
-        "model_type": plan.checkpoint.config.get("model_type"),
-        "output": str(output),
-        "tensors": count,
-        "bytes": plan.nbytes,
-        "files": [shard.name for shard in plan.shards],
-        "written": not dry_run,
-    }
     if as_json:
-        options.print_json(result)
-        return
-    verb = "would write" if dry_run else "wrote"
-    click.echo(f"{verb} {output}: {count} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)")
-    if dry_run:
-        click.echo(f"disk needed: {plan.nbytes:,} bytes")
-        for shard in plan.shards:
-            for name, tensor in shard.tensors.items():
-                click.echo(f"  {shard.name}  {name}  {tensor.dtype.name}  {list(tensor.shape)}")
+        options.print_json({"format": to, **plans.as_result(plan, output, dry_run)})
+    else:
+        plans.print_plan(plan, output, dry_run)

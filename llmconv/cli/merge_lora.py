@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmconv.cli import options
+from llmconv.cli import options, plans
 
 if TYPE_CHECKING:
     from llmconv.convert.lora import Merge
@@ -39,18 +39,10 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
 
     merge = merge_lora(base, adapters, output, dry_run=dry_run, **choices)
     if as_json:
-        options.print_json(_result(merge, output, dry_run))
+        options.print_json({**plans.as_result(merge.plan, output, dry_run), **_fates(merge)})
         return
-    plan = merge.plan
-    verb = "would write" if dry_run else "wrote"
-    click.echo(
-        f"{verb} {output}: {len(plan.checkpoint)} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s); "
-        f"{len(merge.merged)} merged, {len(merge.replaced)} replaced, {len(merge.added)} added"
-    )
-    if dry_run:
-        click.echo(f"disk needed: {plan.nbytes:,} bytes")
-        for name, tensor in plan.checkpoint.items():
-            click.echo(f"  {name}  {tensor.dtype.name}  {list(tensor.shape)}  {_fate(merge, name)}")
+    counts = f"; {len(merge.merged)} merged, {len(merge.replaced)} replaced, {len(merge.added)} added"
+    plans.print_plan(merge.plan, output, dry_run, counts, lambda name: _fate(merge, name))
 
 
 def _fate(merge: Merge, name: str) -> str:
@@ -62,16 +54,10 @@ def _fate(merge: Merge, name: str) -> str:
     return " and ".join(fates) or "unchanged"
 
 
-def _result(merge: Merge, output: Path, dry_run: bool) -> dict[str, Any]:
+def _fates(merge: Merge) -> dict[str, Any]:
     return {
-        "output": str(output),
-        "model_type": merge.plan.checkpoint.config.get("model_type"),
-        "tensors": len(merge.plan.checkpoint),
         "merged": list(merge.merged),
         "replaced": list(merge.replaced),
         "added": list(merge.added),
         "warnings": list(merge.warnings),
-        "bytes": merge.plan.nbytes,
-        "files": [shard.name for shard in merge.plan.shards],
-        "written": not dry_run,
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from llmconv.cli import options
+from llmconv.cli import options, plans
 
 
 @click.command(name="to-hf")
@@ -51,26 +51,8 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
     from llmconv.convert.to_hf import to_hf
 
     plan = to_hf(source, output, dry_run=dry_run, **choices)
-    checkpoint = plan.checkpoint
-    tensors = [(name, tensor) for shard in plan.shards for name, tensor in shard.tensors.items()]
-    result = {
-        "format": checkpoint.format,
-        "model_type": checkpoint.config.get("model_type"),
-        "source_type": checkpoint.source_type or None,
-        "output": str(output),
-        "tensors": len(tensors),
-        "bytes": plan.nbytes,
-        "files": [shard.name for shard in plan.shards],
-        "written": not dry_run,
-    }
     if as_json:
-        options.print_json(result)
-        return
-    verb = "would write" if dry_run else "wrote"
-    click.echo(
-        f"{verb} {output}: {checkpoint.kind}, {len(tensors)} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)"
-    )
-    if dry_run:
-        click.echo(f"disk needed: {plan.nbytes:,} bytes")
-        for name, tensor in tensors:
-            click.echo(f"  {name}  {tensor.dtype.name}  {list(tensor.shape)}")
+        told = {"format": plan.checkpoint.format, "source_type": plan.checkpoint.source_type or None}
+        options.print_json({**told, **plans.as_result(plan, output, dry_run)})
+    else:
+        plans.print_plan(plan, output, dry_run)

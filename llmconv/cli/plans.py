@@ -1,0 +1,50 @@
+"""What a command that writes a folder says of it: a line, the whole plan, or one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from llmconv.writer import Plan
+
+
+def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:
+    """The fields that every such command has in its JSON."""
+    return {
+        "model_type": plan.checkpoint.config.get("model_type"),
+        "output": str(output),
+        "tensors": sum(len(shard.tensors) for shard in plan.shards),
+        "bytes": plan.nbytes,
+        "files": [shard.name for shard in plan.shards],
+        "written": not dry_run,
+    }
+
+
+def print_plan(
+    plan: Plan, output: Path, dry_run: bool, more: str = "", fate: Callable[[str], str] | None = None
+) -> None:
+    """One line of what was written; what would be written, tensor by tensor, in a dry run.
+
+    Args:
+        plan: of the run.
+        output: the folder.
+        dry_run: nothing was written.
+        more: follows the line.
+        fate: what happens to a tensor of this name, at the end of its line.
+    """
+    count = sum(len(shard.tensors) for shard in plan.shards)
+    sizes = f"{count} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)"
+    click.echo(f"{'would write' if dry_run else 'wrote'} {output}: {plan.checkpoint.kind}, {sizes}{more}")
+    if not dry_run:
+        return
+    click.echo(f"disk needed: {plan.nbytes:,} bytes")
+    for shard in plan.shards:
+        for name, tensor in shard.tensors.items():
+            place = f"{shard.name}  " if len(plan.shards) > 1 else ""
+            click.echo(
+                f"  {place}{name}  {tensor.dtype.name}  {list(tensor.shape)}" + (f"  {fate(name)}" if fate else "")
+            )
