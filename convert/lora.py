@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
-from llmconv.convert.adapters.low_rank import add_low_rank
 from llmconv.convert.adapters.placement import HEAD, Edits
 from llmconv.convert.adapters.reading import Adapter, open_adapter
+from llmconv.convert.adapters.tuned_reading import is_tuned, open_tuned
+from llmconv.convert.adapters.updates import add_changes
 from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
 from llmconv.convert.configs import with_dtype
 from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
@@ -98,7 +99,9 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
 
 
 def _open(path: Path, alpha: float | None) -> Adapter:
-    return open_paddle_adapter(path, alpha) if is_paddle_adapter(path) else open_adapter(path, alpha)
+    if is_paddle_adapter(path):
+        return open_paddle_adapter(path, alpha)
+    return open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
 
 
 def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> list[float]:
@@ -171,7 +174,7 @@ def _result(edits: Edits, name: str, dtype: str) -> LazyTensor:
     kept = edits.tensors[name].dtype
     target = BY_NAME[dtype] if dtype != "keep" and kept.name in ("float64", *FLOATS) else kept
     if name in edits.changes:
-        return add_low_rank(edits.current(name), edits.changes[name], target)
+        return add_changes(edits.current(name), edits.changes[name], target)
     return cast(edits.current(name), target)
 
 

@@ -9,6 +9,7 @@ from math import prod
 import ml_dtypes
 import numpy as np
 
+from llmconv.convert.adapters.rounding import to_odd
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor
 
@@ -46,6 +47,13 @@ class LowRank:
         else:
             left, right = self.b.rows(start, stop), self.a.read()
         return left.astype(np.float64) * self.scale, right.astype(np.float64)
+
+    def update(self, base: LazyTensor, start: int, stop: int) -> Array:
+        """Rows `start:stop` of the change, float64, of two dimensions; see `updates.Update`."""
+        left, right = self.factors(start, stop)
+        product = np.empty((len(left), right.shape[1]))
+        _multiply(left, right, product)
+        return product
 
 
 def add_low_rank(base: LazyTensor, changes: Sequence[LowRank], dtype: DType) -> LazyTensor:
@@ -132,6 +140,9 @@ def round_into(target: Array, values: Array, scratch: Array) -> None:
     Raises:
         UnsupportedInput: a finite value is too large for float16.
     """
+    if target.dtype == BFLOAT16 and values.dtype == np.float64:
+        values = to_odd(values)
+        scratch = np.empty_like(values)
     if target.dtype == BFLOAT16 and values.dtype == np.float32 and not np.isnan(values.max(initial=0)):
         bits, work = values.view(np.uint32), scratch.view(np.uint32)
         np.right_shift(bits, 16, out=work)

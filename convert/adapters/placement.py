@@ -11,6 +11,8 @@ import numpy as np
 from llmconv.convert.adapters.low_rank import LowRank
 from llmconv.convert.adapters.names import match_names
 from llmconv.convert.adapters.reading import Adapter, Pair
+from llmconv.convert.adapters.tuned import updates_of
+from llmconv.convert.adapters.updates import Change
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, LazyTensor, in_memory
 
@@ -33,14 +35,14 @@ class Edits:
         tensors: the base's tensors, and those that adapters add.
         config: the base's `config.json`.
         whole: tensors that are replaced.
-        changes: low-rank changes, added after replacing.
+        changes: what is added after replacing.
         warnings: what a user should know, one line each.
     """
 
     tensors: dict[str, LazyTensor]
     config: Mapping[str, Any]
     whole: dict[str, LazyTensor] = field(default_factory=dict)
-    changes: dict[str, list[LowRank]] = field(default_factory=dict)
+    changes: dict[str, list[Change]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def touches(self, name: str | None) -> bool:
@@ -60,6 +62,7 @@ class Edits:
         """
         new = {name for name in adapter.whole if name not in self.tensors and _is_saved_module(name, adapter)}
         wanted = {f"{module}.weight" for module in adapter.pairs} | adapter.whole.keys() - new
+        wanted |= {f"{module}.weight" for module in adapter.learned}
         wanted |= {f"{module}.bias" for module, pair in adapter.pairs.items() if pair.bias}
         homes = match_names(wanted, self.tensors.keys(), adapter.name)
         for name, tensor in adapter.whole.items():
@@ -69,6 +72,9 @@ class Edits:
             self._change(adapter.name, homes[f"{module}.weight"], pair, scale)
             if pair.bias:
                 self._change_bias(adapter.name, homes[f"{module}.bias"], pair.bias, scale)
+        has_bias = self.tensors.__contains__
+        for name, update in updates_of(adapter, homes, self.current, has_bias, self._is_conv1d, weight):
+            self.changes.setdefault(name, []).append(update)
         self._warn(adapter, weight)
 
     def _replace(self, adapter: str, name: str, tensor: LazyTensor) -> None:

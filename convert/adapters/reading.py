@@ -16,6 +16,8 @@ import numpy as np
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.adapters.config import LoraConfig, parse_config
+from llmconv.convert.adapters.learned import Learned
+from llmconv.convert.adapters.tuners import Tuner
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.pickles.data import TensorRef
 from llmconv.safetensors_io import read_header
@@ -64,6 +66,8 @@ class Adapter:
         config: what the config says about the merged weight.
         pairs: module path to its A and B.
         whole: tensor name to a tensor that replaces the base's.
+        learned: module path to the tensors of another kind of adapter.
+        tuner: that kind.
     """
 
     path: Path
@@ -72,6 +76,8 @@ class Adapter:
     config: LoraConfig
     pairs: Mapping[str, Pair]
     whole: Mapping[str, LazyTensor] = field(default_factory=dict)
+    learned: Mapping[str, Learned] = field(default_factory=dict)
+    tuner: Tuner | None = None
 
     @property
     def name(self) -> str:
@@ -214,7 +220,7 @@ def check(adapter: Adapter) -> None:
         MalformedInput: they do not.
         UnsupportedInput: a tensor that is no floating-point one.
     """
-    if not adapter.pairs and not adapter.whole:
+    if not adapter.pairs and not adapter.whole and not adapter.learned:
         raise MalformedInput(f"`{adapter.weights[0].name}` holds no tensors", hint="save the adapter again")
     for module, pair in adapter.pairs.items():
         adapter.config.scale(module, pair.rank)
@@ -223,6 +229,9 @@ def check(adapter: Adapter) -> None:
                 _require_finite(f"{module}.{part}", tensor)
     for name, tensor in adapter.whole.items():
         _require_finite(name, tensor)
+    for module, learned in adapter.learned.items():
+        for part, tensor in learned.tensors.items():
+            _require_finite(f"{module}.{part}", tensor)
 
 
 def _require_finite(name: str, tensor: LazyTensor) -> None:

@@ -68,7 +68,8 @@ def attempt(base: Path, save_tensors: Callable[..., Path], tmp_path: Path) -> Ca
         ("init_lora_weights", "corda"),
         ("init_lora_weights", "loftq"),
         ("init_lora_weights", "lora_ga"),
-        ("peft_type", "LOHA"),
+        ("peft_type", "XLORA"),
+        ("peft_type", "PREFIX_TUNING"),
         ("peft_type", None),
     ],
 )

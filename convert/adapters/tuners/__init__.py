@@ -1,0 +1,85 @@
+"""PEFT's tuners beside LoRA: one file each in this folder, found by listing it; those without a merge, by name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from llmconv.convert.adapters.learned import Delta, Learned
+from llmconv.convert.adapters.settings import Settings
+from llmconv.errors import UnsupportedInput
+from llmconv.tensors import LazyTensor
+
+Shape = tuple[int, int]
+Fit = tuple[int | None, int | None]
+"""out and in of the weight that an adapter's tensors are for; None where any size fits."""
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """One kind of adapter; each file of this folder has one as its constant `TUNER`.
+
+    Attributes:
+        peft_type: as in `adapter_config.json`.
+        parts: the names of its tensors, after the module's path.
+        fields: of its config: those that are read, and those that say only how it was trained.
+        fit: the size of the weight that a module's tensors are for, from their shapes alone; refuses tensors that do
+            not belong together.
+        delta: the change of that weight, by rows of a matrix out×in (a convolution's is flattened to that); what
+            is needed for all rows is made once, when the first are asked for.
+        require: refuses tensors that do not suit a weight of this size after all.
+        shared: tensors that the file has once for all modules.
+        drawn: those that the file may lack, from the config and the sizes of all adapted weights.
+        conv1d: whether PEFT applies it to weights that are stored in×out.
+        scales_output: whether a module's bias is changed as its weight is, a matrix out×1, when `fit` says out.
+    """
+
+    peft_type: str
+    parts: tuple[str, ...]
+    fields: tuple[str, ...]
+    fit: Callable[[Learned], Fit]
+    delta: Callable[[Learned, Shape], Delta]
+    require: Callable[[Learned, Shape], None] = lambda learned, shape: None
+    shared: tuple[str, ...] = ()
+    drawn: Callable[[Settings, Sequence[Shape]], Mapping[str, LazyTensor]] = lambda settings, shapes: {}
+    conv1d: bool = False
+    scales_output: bool = False
+
+
+PROMPT = "it adds virtual tokens and changes no weight, so no merged model equals it; serve the adapter with PEFT"
+MIXTURE = "the update depends on the input, so no merged model equals it; serve the adapter with PEFT"
+LAYERS = "it adds layers to the model, so no merged model equals it; serve the adapter with PEFT"
+UNMERGEABLE: dict[str, str] = {
+    **dict.fromkeys(("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT"), PROMPT),
+    **dict.fromkeys(("CARTRIDGE",), PROMPT),
+    **dict.fromkeys(("XLORA", "POLY"), MIXTURE),
+    **dict.fromkeys(("ADAPTION_PROMPT",), LAYERS),
+}
+"""`peft_type` to the way out, for adapters that no weights can express."""
+
+
+@lru_cache(maxsize=1)
+def tuners() -> dict[str, Tuner]:
+    """Every tuner by `peft_type`."""
+    found = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    rows: list[Tuner] = [importlib.import_module(f"{__name__}.{name}").TUNER for name in found]
+    return {row.peft_type: row for row in rows}
+
+
+def by_peft_type(kind: object) -> Tuner:
+    """The tuner of an adapter's `peft_type`.
+
+    Raises:
+        UnsupportedInput: it has no merge, or is not known.
+    """
+    if isinstance(kind, str) and kind in tuners():
+        return tuners()[kind]
+    if isinstance(kind, str) and kind in UNMERGEABLE:
+        raise UnsupportedInput(f"the adapter has `peft_type` {kind!r}", hint=UNMERGEABLE[kind])
+    raise UnsupportedInput(
+        f"the adapter has `peft_type` {kind!r}, not one of LORA, {', '.join(tuners())}",
+        hint="merge it with PEFT's `merge_and_unload` and `save_pretrained`",
+    )

@@ -1,0 +1,159 @@
+"""Adapters of other kinds than LoRA that must be refused: one clear error each, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmconv.convert import merge_lora
+from llmconv.convert.adapters.tuners import UNMERGEABLE, tuners
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
+
+Q = "layers.0.self_attn.q_proj"
+PREFIX = f"base_model.model.model.{Q}"
+GOOD: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "ADALORA": ({"lora_alpha": 4, "init_r": 2}, {"lora_A": (2, 4), "lora_B": (6, 2), "lora_E": (2, 1)}),
+    "LOHA": (
+        {"r": 2, "alpha": 4},
+        {"hada_w1_a": (6, 2), "hada_w1_b": (2, 4), "hada_w2_a": (6, 2), "hada_w2_b": (2, 4)},
+    ),
+    "LOKR": ({"r": 2, "alpha": 4}, {"lokr_w1": (2, 2), "lokr_w2_a": (3, 2), "lokr_w2_b": (2, 2)}),
+    "IA3": ({}, {"ia3_l": (6, 1)}),
+    "VERA": ({"r": 2}, {"vera_lambda_b": (6,), "vera_lambda_d": (2,)}),
+    "OFT": ({"oft_block_size": 2}, {"oft_R.weight": (2, 1)}),
+    "BOFT": ({"boft_block_size": 2}, {"boft_R": (1, 2, 2, 2), "boft_s": (6, 1)}),
+    "FOURIERFT": ({"n_frequency": 5}, {"fourierft_spectrum": (5,)}),
+    "HRA": ({"r": 2}, {"hra_u": (4, 2)}),
+    "LN_TUNING": ({}, {"ln_tuning_layers.bias": (6,)}),
+}
+ATTEMPTS = [
+    ("ADALORA", {"lora_A": (3, 4)}, {}, "rank"),
+    ("ADALORA", {"lora_E": None}, {}, "lacks `lora_E`"),
+    ("ADALORA", {}, {"lora_alpha": 0}, "lora_alpha"),
+    ("ADALORA", {}, {"use_dora": True}, "use_dora"),
+    ("ADALORA", {}, {"bias": ["all"]}, "bias"),
+    ("LOHA", {"hada_w1_b": (2, 5), "hada_w2_b": (2, 5)}, {}, "[6, 4]"),
+    ("LOHA", {"hada_w2_b": (2, 5)}, {}, "in is"),
+    ("LOHA", {"hada_w2_b": (2,)}, {}, "hada_w2_b"),
+    ("LOHA", {}, {"r": 3}, "rank"),
+    ("LOHA", {}, {"alpha": "much"}, "alpha"),
+    ("LOHA", {}, {"alpha": float("nan")}, "alpha"),
+    ("LOHA", {}, {"rank_pattern": {"q_proj(": 2}}, "q_proj("),
+    ("LOHA", {}, {"alpha_pattern": {"q_proj": 0}}, "alpha_pattern"),
+    ("LOHA", {}, {"alpha_pattern": [1]}, "alpha_pattern"),
+    ("LOKR", {"lokr_w1": (2, 3)}, {}, "[6, 4]"),
+    ("LOKR", {"lokr_w1": (2, 2, 1, 1)}, {}, "lokr_w1"),
+    ("LOKR", {"lokr_w2_b": None}, {}, "lacks `lokr_w2_b`"),
+    ("IA3", {"ia3_l": (5, 1)}, {}, "5×any"),
+    ("IA3", {"ia3_l": (2, 4)}, {}, "short side"),
+    ("IA3", {"ia3_l": (1, 6, 1, 1)}, {}, "convolution"),
+    ("VERA", {"vera_lambda_d": (3,)}, {}, "rank"),
+    ("VERA", {}, {"projection_prng_key": "x"}, "projection_prng_key"),
+    ("OFT", {"oft_R.weight": (3, 1)}, {}, "any×6"),
+    ("OFT", {"oft_R.weight": (2, 2)}, {}, "width"),
+    ("OFT", {}, {"block_share": True}, "shared"),
+    ("OFT", {}, {"num_cayley_neumann_terms": 2.5}, "num_cayley_neumann_terms"),
+    ("OFT", {}, {"coft": "yes"}, "coft"),
+    ("BOFT", {"boft_R": (1, 2, 2, 3)}, {}, "side of a block"),
+    ("BOFT", {"boft_R": (3, 2, 2, 2)}, {}, "factors"),
+    ("BOFT", {"boft_s": (6, 2)}, {}, "short side"),
+    ("FOURIERFT", {}, {"n_frequency": 6}, "frequencies"),
+    ("FOURIERFT", {"fourierft_spectrum": (25,)}, {"n_frequency": 25}, "25 frequencies"),
+    ("FOURIERFT", {}, {"random_loc_seed": None}, "random_loc_seed"),
+    ("HRA", {"hra_u": (5, 2)}, {}, "any×5"),
+    ("HRA", {}, {"r": 3}, "rank"),
+    ("LN_TUNING", {"ln_tuning_layers.bias": (5,)}, {}, "[5]"),
+    ("LN_TUNING", {"other.ln_tuning_layers.weight": (5,)}, {}, "other.weight"),
+]
+
+
+@pytest.fixture
+def folders(save_tensors: Callable[..., Path]) -> Callable[..., tuple[Path, Path]]:
+    """`folders(kind, changes of shapes, changes of the config)`: a base of one layer, and an adapter of ones."""
+
+    def make(kind: str, shapes: dict[str, Any], fields: dict[str, Any]) -> tuple[Path, Path]:
+        good = GOOD.get(kind, ({}, {}))
+        weights = {"weight": torch.ones(6, 4), "bias": torch.ones(6)}
+        tensors = {f"model.{Q}.{name}": tensor for name, tensor in weights.items()}
+        base = save_tensors("base", tensors, {"config.json": {"model_type": "llama"}})
+        parts = {name: shape for name, shape in {**good[1], **shapes}.items() if shape}
+        learned = {f"{PREFIX}.{name}": torch.ones(shape) for name, shape in parts.items()}
+        files = {"adapter_config.json": {"peft_type": kind, **good[0], **fields}}
+        return base, save_tensors("adapter", learned, files, weights="adapter_model.safetensors")
+
+    return make
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_the_adapters_that_are_spoiled_below_are_good_themselves(kind: str, folders: Any, tmp_path: Path) -> None:
+    base, adapter = folders(kind, {}, {})
+    merge = merge_lora(base, [adapter], tmp_path / "out")
+    assert merge.merged or merge.replaced
+
+
+def test_every_tuner_is_spoiled() -> None:
+    assert set(GOOD) == set(tuners()) == {kind for kind, *_ in ATTEMPTS}
+
+
+@pytest.mark.parametrize(("kind", "shapes", "fields", "named"), ATTEMPTS, ids=str)
+def test_what_does_not_fit_is_named(
+    kind: str, shapes: dict[str, Any], fields: dict[str, Any], named: str, folders: Any, tmp_path: Path
+) -> None:
+    base, adapter = folders(kind, shapes, fields)
+    with pytest.raises(LlmconvError) as caught:
+        merge_lora(base, [adapter], tmp_path / "out")
+    assert named in caught.value.message and caught.value.hint
+    assert isinstance(caught.value, InputRefused) and "\n" not in caught.value.message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
+
+
+@pytest.mark.parametrize("kind", [*UNMERGEABLE, "NOVELTY"])
+def test_a_kind_without_a_merge_is_refused_by_name(kind: str, folders: Any, tmp_path: Path) -> None:
+    base, adapter = folders(kind, {"prompt_embeddings": (2, 2)}, {})
+    with pytest.raises(UnsupportedInput, match=f"`peft_type` '{kind}'"):
+        merge_lora(base, [adapter], tmp_path / "out")
+
+
+def test_two_adapters_in_one_file_are_refused(folders: Any, tmp_path: Path) -> None:
+    base, adapter = folders("HRA", {"hra_u.second": (4, 2)}, {})
+    with pytest.raises(MalformedInput, match="twice"):
+        merge_lora(base, [adapter], tmp_path / "out")
+
+
+def test_alpha_is_for_lora(folders: Any, tmp_path: Path) -> None:
+    base, adapter = folders("LOHA", {}, {})
+    with pytest.raises(UsageProblem, match="--alpha"):
+        merge_lora(base, [adapter], tmp_path / "out", alpha=4)
+
+
+def test_a_missing_weights_file_is_named(folders: Any, tmp_path: Path) -> None:
+    base, adapter = folders("LOHA", {}, {})
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(InputRefused, match="no adapter weights"):
+        merge_lora(base, [adapter], tmp_path / "out")
+
+
+def test_values_that_are_not_finite_are_refused(folders: Any, save_tensors: Any, tmp_path: Path) -> None:
+    base, _ = folders("HRA", {}, {})
+    bad = {f"{PREFIX}.hra_u": torch.full((4, 2), float("nan"))}
+    files = {"adapter_config.json": {"peft_type": "HRA", "r": 2}}
+    adapter = save_tensors("bad", bad, files, weights="adapter_model.safetensors")
+    with pytest.raises(MalformedInput, match="not finite"):
+        merge_lora(base, [adapter], tmp_path / "out")
+
+
+def test_an_integer_base_is_refused(folders: Any, save_tensors: Any, tmp_path: Path) -> None:
+    _, adapter = folders("HRA", {}, {})
+    tensors = {f"model.{Q}.weight": torch.ones(6, 4, dtype=torch.int8)}
+    base = save_tensors("integers", tensors, {"config.json": {"model_type": "llama"}})
+    with pytest.raises(UnsupportedInput, match="int8"):
+        merge_lora(base, [adapter], tmp_path / "out")
+
+
+def test_an_unknown_field_is_reported(folders: Any, tmp_path: Path) -> None:
+    base, adapter = folders("HRA", {}, {"use_novelty": True})
+    assert "`use_novelty`" in merge_lora(base, [adapter], tmp_path / "out").warnings[0]
