@@ -6,12 +6,15 @@ import hashlib
 import math
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
+from llmconv.convert.adapters.combining import Combination
 from llmconv.convert.adapters.placement import HEAD, Edits
 from llmconv.convert.adapters.reading import Adapter, open_adapter
+from llmconv.convert.adapters.task_vectors import TaskVectors
 from llmconv.convert.adapters.tuned_reading import is_tuned, open_tuned
 from llmconv.convert.adapters.updates import add_changes
 from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
@@ -25,6 +28,7 @@ from llmconv.storage import local_path
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, FLOATS, LazyTensor, cast
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
 
+LINEAR = Combination()
 TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
 """How the side files begin that belong to a vocabulary."""
 
@@ -55,6 +59,11 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     *,
     weights: Sequence[float] = (),
     alpha: float | None = None,
+    combine: str = "linear",
+    densities: Sequence[float] = (),
+    seed: int = 0,
+    rank: int | None = None,
+    majority_sign: str = "total",
     dtype: str = "keep",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -72,6 +81,11 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         output: the folder to make.
         weights: w, one per adapter; all 1 by default.
         alpha: `lora_alpha` where an adapter's config does not carry it.
+        combine: how several adapters become one, one of `METHODS` of `adapters.combining`, which defines them.
+        densities: for a `combine` that prunes, the share of each adapter's change to keep; one, or one per adapter.
+        seed: for a `combine` that draws; with a tensor's name and the adapter's content it decides what is drawn.
+        rank: for `svd`; the largest rank of the adapters by default.
+        majority_sign: how `ties` and `dare_ties` elect signs: by `total` or `frequency`.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the output's floating-point tensors.
         max_shard_size: largest safetensors file, such as `5GB`.
         overwrite: replace an existing model folder.
@@ -88,10 +102,13 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     check_dtype(dtype)
     checkpoint = open_checkpoint(local_path(base))
     opened = [_open(local_path(adapter), alpha) for adapter in adapters]
-    merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size)
+    factors = _checked_weights(weights, opened)
+    combination = _combination(Combination(combine, tuple(densities), seed, rank, majority_sign), opened)
+    merge = plan_merge(checkpoint, opened, factors, dtype, max_shard_size, combination)
     warn_all(merge.warnings)
     if not dry_run:
-        options = {"weights": list(weights), "alpha": alpha, "dtype": None if dtype == "keep" else dtype}
+        options: dict[str, Any] = {} if combine == "linear" else {"combination": asdict(combination)}
+        options |= {"weights": list(weights), "alpha": alpha, "dtype": None if dtype == "keep" else dtype}
         done = step("merge-lora", checkpoint.path.absolute(), adapters=[_identity(item) for item in opened], **options)
         steps, sources = [*steps_of_weights(checkpoint.path), done], _sources(checkpoint, opened)
         write_checkpoint(merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
@@ -116,6 +133,17 @@ def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> l
     return list(weights) or [1.0] * len(adapters)
 
 
+def _combination(combination: Combination, adapters: Sequence[Adapter]) -> Combination:
+    """Checked, with the rank that was not given."""
+    combination.check(len(adapters))
+    if combination.method != "svd" or combination.rank is not None:
+        return combination
+    ranks = [pair.rank for adapter in adapters for pair in adapter.pairs.values()]
+    if not ranks:
+        raise UsageProblem("no adapter has a rank", hint="give the rank of the result: `--rank R`")
+    return replace(combination, rank=max(ranks))
+
+
 def _identity(adapter: Adapter) -> dict[str, str]:
     digest = hashlib.sha256()
     for path in adapter.weights:
@@ -131,10 +159,15 @@ def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
 
 
 def plan_merge(
-    base: Checkpoint, adapters: Sequence[Adapter], weights: Sequence[float], dtype: str, max_shard_size: str | int
+    base: Checkpoint,
+    adapters: Sequence[Adapter],
+    weights: Sequence[float],
+    dtype: str,
+    max_shard_size: str | int,
+    combination: Combination = LINEAR,
 ) -> Merge:
     """Places every tensor of every adapter and makes the lazy result; see `merge_lora` for arguments and errors."""
-    checkpoint, edits = merged(base, adapters, weights, dtype)
+    checkpoint, edits = merged(base, adapters, weights, dtype, combination)
     return Merge(
         plan_checkpoint(checkpoint, max_shard_size),
         merged=tuple(name for name in checkpoint if name in edits.changes),
@@ -145,7 +178,11 @@ def plan_merge(
 
 
 def merged(
-    base: Checkpoint, adapters: Sequence[Adapter], weights: Sequence[float], dtype: str = "keep"
+    base: Checkpoint,
+    adapters: Sequence[Adapter],
+    weights: Sequence[float],
+    dtype: str = "keep",
+    combination: Combination = LINEAR,
 ) -> tuple[Checkpoint, Edits]:
     """The lazy result, and what was done to the base; see `merge_lora` for arguments and errors."""
     if base.config.get("quantization_config"):
@@ -157,22 +194,25 @@ def merged(
     edits = Edits(dict(base.tensors), base.config)
     if shared and embedding:
         edits.tensors[HEAD] = base[embedding]
-    for adapter, weight in zip(adapters, weights, strict=True):
-        edits.place(adapter, weight)
+    vectors = TaskVectors(edits, adapters, weights, combination)
+    for number in vectors.order:
+        edits.place(adapters[number], weights[number])
     config = deepcopy(base.config)
     resized = fit_vocabulary(edits, embedding, config, shared=shared)
     untie(edits, embedding, config, shared=shared, stay=resized or any(item.config.tied for item in adapters))
-    tensors = {name: _result(edits, name, dtype) for name in edits.tensors}
+    tensors = {name: _result(edits, vectors, name, dtype) for name in edits.tensors}
     if dtype != "keep":
         config = with_dtype(config, tensors)
     side_files = _side_files(base, adapters if resized else ())
     return replace(base, tensors=tensors, config=config, side_files=side_files), edits
 
 
-def _result(edits: Edits, name: str, dtype: str) -> LazyTensor:
+def _result(edits: Edits, vectors: TaskVectors, name: str, dtype: str) -> LazyTensor:
     """The lazy output: of the base's element type, unless another one is asked for."""
     kept = edits.tensors[name].dtype
     target = BY_NAME[dtype] if dtype != "keep" and kept.name in ("float64", *FLOATS) else kept
+    if name in edits.changes and not vectors.summed:
+        return vectors.combined(name, edits.current(name), target)
     if name in edits.changes:
         return add_changes(edits.current(name), edits.changes[name], target)
     return cast(edits.current(name), target)

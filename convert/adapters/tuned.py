@@ -113,8 +113,8 @@ def updates_of(
     places = {}
     for module, learned in adapter.learned.items():
         name, fit = homes[f"{module}.weight"], tuner.fit(learned)
-        conv1d = tuner.conv1d and (is_conv1d(name) or learned.settings.flag("fan_in_fan_out"))
-        places[module] = name, *_lies(adapter.name, name, current(name), fit, conv1d)
+        turned = (is_conv1d(name), learned.settings.flag("fan_in_fan_out")) if tuner.conv1d else (False, False)
+        places[module] = name, *_lies(adapter.name, name, current(name), fit, turned)
     absent = set(tuner.shared) - {part for learned in adapter.learned.values() for part in learned.tensors}
     shapes = [shape for _, shape, _ in places.values()]
     drawn = tuner.drawn(next(iter(adapter.learned.values())).settings, shapes) if absent and shapes else {}
@@ -128,15 +128,19 @@ def updates_of(
             yield bias, Tuned(tuner, complete, (shape[0], 1), weight, False, Once(shape[0]))
 
 
-def _lies(adapter: str, name: str, weight: LazyTensor, fit: Fit, conv1d: bool) -> tuple[Shape, bool]:
-    """out×in of the weight, and whether it is stored the other way round."""
+def _lies(adapter: str, name: str, weight: LazyTensor, fit: Fit, turned: tuple[bool, bool]) -> tuple[Shape, bool]:
+    """out×in of the weight, and whether it is stored in×out.
+
+    The second of `turned`, what the config says, counts where the weight does not fit otherwise: it is often wrong.
+    """
     if weight.dtype.name not in ("float64", *FLOATS):
         raise UnsupportedInput(
             f"`{name}` of the base is stored as {weight.dtype.name}", hint="merge into the unquantized model"
         )
     if len(weight.shape) > 1:
         own = (weight.shape[0], prod(weight.shape[1:]))
-        if conv1d and len(weight.shape) == 2 and _matches(own[::-1], fit):
+        fits_turned = len(weight.shape) == 2 and _matches(own[::-1], fit)
+        if fits_turned and (turned[0] or (turned[1] and not _matches(own, fit))):
             return own[::-1], True
         if _matches(own, fit):
             return own, False

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from llmconv.convert.lora import Merge
 
 
+COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear", "dare_ties"]
+
+
 @click.command(name="merge-lora")
 @click.argument("base")
 @click.argument("adapters", nargs=-1, required=True, metavar="ADAPTER...")
@@ -24,11 +27,36 @@ if TYPE_CHECKING:
     multiple=True,
     help="Factor of an adapter's update; once per adapter [default: 1].",
 )
+@click.option(
+    "--combine",
+    type=click.Choice(COMBINATIONS),
+    default="linear",
+    show_default=True,
+    help="How several adapters become one; linear and cat are the exact sum.",
+)
+@click.option(
+    "--density",
+    "densities",
+    type=float,
+    multiple=True,
+    metavar="D",
+    help="Share of an adapter's change to keep, for ties, dare_* and magnitude_prune; once, or once per adapter.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of what dare_* draws.")
+@click.option("--rank", type=int, metavar="R", help="Of the result of svd [default: the adapters' largest].")
+@click.option(
+    "--majority-sign",
+    type=click.Choice(["total", "frequency"]),
+    default="total",
+    show_default=True,
+    help="How ties and dare_ties elect signs: by size or by number.",
+)
 @click.option("--alpha", type=float, help="lora_alpha, where the adapter's config does not carry it.")
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Merge PEFT LoRA adapters into BASE and write the Hugging Face folder OUT.
 
-    Several adapters are summed exactly, in one pass, with float32 arithmetic and one rounding. An adapter tensor that
+    Several adapters are summed exactly, in one pass, with float32 arithmetic and one rounding, or combined as --combine
+    says. Besides LoRA: AdaLoRA, LoHa, LoKr, IA3, VeRA, OFT, BOFT, FourierFT, HRA, LN tuning. An adapter tensor that
     matches nothing in BASE is an error.
 
     \b
