@@ -6,12 +6,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
-from llmconv.convert.adapters.combining import Combination
+from llmconv.convert.adapters.checking import Check, check_output
+from llmconv.convert.adapters.combining import SUMS, Combination
 from llmconv.convert.adapters.placement import HEAD, Edits
 from llmconv.convert.adapters.reading import Adapter, open_adapter
 from llmconv.convert.adapters.task_vectors import TaskVectors
@@ -43,6 +44,8 @@ class Merge:
         replaced: names of the tensors that an adapter replaces whole.
         added: names of the tensors that the base does not have.
         warnings: what a user should know, one line each.
+        edits: what is done to which tensor.
+        check: what comparing the written folder gave, when that was asked for.
     """
 
     plan: Plan
@@ -50,6 +53,8 @@ class Merge:
     replaced: tuple[str, ...]
     added: tuple[str, ...]
     warnings: tuple[str, ...]
+    edits: Edits = field(repr=False)
+    check: Check | None = None
 
 
 def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
@@ -69,6 +74,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
+    check: bool = False,
 ) -> Merge:
     """Writes `base` with Σ wᵢ·sᵢ·Bᵢ·Aᵢ added, as a Hugging Face folder; tensors that no adapter names pass unchanged.
 
@@ -91,6 +97,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         overwrite: replace an existing model folder.
         resume: continue an interrupted run.
         dry_run: plan and check everything, write nothing.
+        check: read a sample of the written tensors again and compare it with the sum in float64.
 
     Raises:
         UsageProblem: the options contradict each other or the adapters.
@@ -100,6 +107,8 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         OutputFailed: writing failed.
     """
     check_dtype(dtype)
+    if check and dry_run:
+        raise UsageProblem("a dry run writes nothing that could be checked", hint="leave `--dry-run` or `--check` away")
     checkpoint = open_checkpoint(local_path(base))
     opened = [_open(local_path(adapter), alpha) for adapter in adapters]
     factors = _checked_weights(weights, opened)
@@ -112,7 +121,10 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         done = step("merge-lora", checkpoint.path.absolute(), adapters=[_identity(item) for item in opened], **options)
         steps, sources = [*steps_of_weights(checkpoint.path), done], _sources(checkpoint, opened)
         write_checkpoint(merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
-    return merge
+    if not check:
+        return merge
+    summed = combination.method in SUMS
+    return replace(merge, check=check_output(merge.plan.checkpoint, merge.edits, Path(output), summed=summed))
 
 
 def _open(path: Path, alpha: float | None) -> Adapter:
@@ -174,6 +186,7 @@ def plan_merge(
         replaced=tuple(name for name in checkpoint if name in edits.whole and name in base),
         added=tuple(name for name in checkpoint if name not in base),
         warnings=tuple(edits.warnings),
+        edits=edits,
     )
 
 

@@ -9,7 +9,6 @@ from math import prod
 import ml_dtypes
 import numpy as np
 
-from llmconv.convert.adapters.rounding import to_odd
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor
 
@@ -140,9 +139,6 @@ def round_into(target: Array, values: Array, scratch: Array) -> None:
     Raises:
         UnsupportedInput: a finite value is too large for float16.
     """
-    if target.dtype == BFLOAT16 and values.dtype == np.float64:
-        values = to_odd(values)
-        scratch = np.empty_like(values)
     if target.dtype == BFLOAT16 and values.dtype == np.float32 and not np.isnan(values.max(initial=0)):
         bits, work = values.view(np.uint32), scratch.view(np.uint32)
         np.right_shift(bits, 16, out=work)
@@ -154,7 +150,7 @@ def round_into(target: Array, values: Array, scratch: Array) -> None:
         return
     try:
         with np.errstate(over="raise"):
-            target[...] = values
+            target[...] = values.astype(np.float32) if target.dtype.itemsize < 4 else values
     except FloatingPointError as error:
         raise UnsupportedInput(
             f"a merged weight is too large for {target.dtype.name}", hint="give `--dtype bfloat16` or `--dtype float32`"

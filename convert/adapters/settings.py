@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from llmconv.convert.adapters.config import matching_key
 from llmconv.errors import MalformedInput
+
+LARGEST = 2.0**63
+"""No field of a config is as large; integers of any length may stand in a JSON file."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Settings:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
         raise odd(name, value)
     return value
 

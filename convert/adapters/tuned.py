@@ -73,7 +73,7 @@ class Tuned:
             return whole[start:stop]
         delta = self.needed.take(stop - start, lambda: self.tuner.delta(self.learned, self.shape))
         result = np.empty((stop - start, self.shape[1]))
-        height = max(1, TILE_ELEMENTS // self.shape[1])
+        height = max(1, TILE_ELEMENTS // max(1, self.shape[1]))
         for first in range(start, stop, height):
             last = min(first + height, stop)
             rows = base.rows(first, last).reshape(last - first, -1).astype(np.float64)

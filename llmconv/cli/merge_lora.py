@@ -51,6 +51,7 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
     show_default=True,
     help="How ties and dare_ties elect signs: by size or by number.",
 )
+@click.option("--check", is_flag=True, help="Compare a sample of what was written with the sum in float64.")
 @click.option("--alpha", type=float, help="lora_alpha, where the adapter's config does not carry it.")
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Merge PEFT LoRA adapters into BASE and write the Hugging Face folder OUT.
@@ -62,15 +63,27 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
     \b
     llmconv merge-lora base adapter -o merged
     llmconv merge-lora base style facts -o merged --weight 0.7 --weight 1
+    llmconv merge-lora base style facts -o merged --combine ties --density 0.4 --check
+
+    Exit code 1 says that --check found a difference.
     """
     from llmconv.convert.lora import merge_lora
 
     merge = merge_lora(base, adapters, output, dry_run=dry_run, **choices)
     if as_json:
-        options.print_json({**plans.as_result(merge.plan, output, dry_run), **_fates(merge)})
-        return
+        check = {"check": merge.check.as_result()} if merge.check else {}
+        options.print_json({**plans.as_result(merge.plan, output, dry_run), **_fates(merge), **check})
+    else:
+        _print(merge, output, dry_run)
+    if merge.check and merge.check.differing:
+        click.get_current_context().exit(1)
+
+
+def _print(merge: Merge, output: Path, dry_run: bool) -> None:
     counts = f"; {len(merge.merged)} merged, {len(merge.replaced)} replaced, {len(merge.added)} added"
     plans.print_plan(merge.plan, output, dry_run, counts, lambda name: _fate(merge, name))
+    if merge.check:
+        click.echo("\n".join(merge.check.lines()))
 
 
 def _fate(merge: Merge, name: str) -> str:

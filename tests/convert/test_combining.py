@@ -110,10 +110,15 @@ def test_svd_of_factors_is_svd_of_the_product() -> None:
     generator = np.random.default_rng(0)
     pairs = [(generator.standard_normal((40, 3)), generator.standard_normal((3, 30))) for _ in WEIGHTS]
     whole = [TaskVector(in_memory(a @ b, F64), w, 1.0, f"{w}") for (a, b), w in zip(pairs, WEIGHTS, strict=True)]
-    thin = [replace(vector, factors=partial(tuple, pair)) for vector, pair in zip(whole, pairs, strict=True)]
+    thin = [replace(vector, factors=partial(pair_of, *pair)) for vector, pair in zip(whole, pairs, strict=True)]
     assert np.allclose(combined(thin, "svd", rank=4), combined(whole, "svd", rank=4), atol=1e-12)
     assert np.allclose(combined(thin, "svd", rank=9), combined(whole, "linear"), atol=1e-12)
     assert np.allclose(combined(thin, "svd", rank=99), combined(whole, "linear"), atol=1e-12)
+
+
+def pair_of(left: Array, right: Array) -> tuple[Array, Array]:
+    """The two."""
+    return left, right
 
 
 @settings(deadline=None, max_examples=30)

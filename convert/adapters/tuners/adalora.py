@@ -15,15 +15,13 @@ def fit(learned: Learned) -> Fit:
     (rank, columns), (rows, other) = learned.shape("lora_A", 2), learned.shape("lora_B", 2)
     learned.same("the rank", rank, other, learned.shape("lora_E", 2)[0])
     learned.same("the width of `lora_E`", learned.shape("lora_E")[1], 1)
-    learned.settings.positive("lora_alpha", 8)
+    _ = learned.settings.positive("lora_alpha", 8), _rank_before(learned)
     return rows, columns
 
 
 def delta(learned: Learned, shape: Shape) -> Delta:
     """Rows of the change: a product of two thin matrices."""
-    settings = learned.settings
-    rank = learned.read("ranknum").item() if "ranknum" in learned.tensors else settings.positive("init_r", 12)
-    scale = settings.positive("lora_alpha", 8) / (rank + 1e-5)
+    scale = learned.settings.positive("lora_alpha", 8) / (_rank_before(learned) + 1e-5)
     left, right = learned.read("lora_B") * scale, learned.read("lora_A") * learned.read("lora_E")
 
     def rows(weight: Array, start: int) -> Array:
@@ -31,6 +29,15 @@ def delta(learned: Learned, shape: Shape) -> Delta:
         return product
 
     return rows
+
+
+def _rank_before(learned: Learned) -> float:
+    if "ranknum" not in learned.tensors:
+        return learned.settings.positive("init_r", 12)
+    learned.same("the length of `ranknum`", *learned.shape("ranknum", 1), 1)
+    if (rank := float(learned.read("ranknum")[0])) <= 0:
+        raise learned.misfit(f"`ranknum` is {rank:g}")
+    return rank
 
 
 TUNER = Tuner(

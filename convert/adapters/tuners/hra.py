@@ -20,12 +20,15 @@ def fit(learned: Learned) -> Fit:
     return None, columns
 
 
+def require(learned: Learned, shape: Shape) -> None:
+    """Every column has a direction, also after it was made orthogonal."""
+    if not np.isfinite(_directions(learned)).all():
+        raise learned.misfit("a column of `hra_u` is zero, or what the ones before it leave of it is")
+
+
 def delta(learned: Learned, shape: Shape) -> Delta:
     """Rows of the change, one reflection after the other."""
-    vectors = learned.read("hra_u").T
-    if learned.settings.flag("apply_GS"):
-        vectors = _orthogonal(vectors)
-    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors = _directions(learned)
 
     def rows(weight: Array, start: int) -> Array:
         product = weight.copy()
@@ -34,6 +37,16 @@ def delta(learned: Learned, shape: Shape) -> Delta:
         return product - weight
 
     return rows
+
+
+def _directions(learned: Learned) -> Array:
+    """u, one in each row."""
+    vectors = learned.read("hra_u").T
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if learned.settings.flag("apply_GS"):
+            vectors = _orthogonal(vectors)
+        lengths: Array = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return vectors / lengths
 
 
 def _orthogonal(vectors: Array) -> Array:
@@ -46,4 +59,4 @@ def _orthogonal(vectors: Array) -> Array:
     return np.array(done)
 
 
-TUNER = Tuner(peft_type="HRA", parts=("hra_u",), fields=("r", "apply_GS"), fit=fit, delta=delta)
+TUNER = Tuner(peft_type="HRA", parts=("hra_u",), fields=("r", "apply_GS"), fit=fit, delta=delta, require=require)

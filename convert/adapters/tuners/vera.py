@@ -18,7 +18,8 @@ from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 
 def fit(learned: Learned) -> Fit:
     """out; A and B are as wide as the widest module."""
-    (rows,), _ = learned.shape("vera_lambda_b", 1), learned.shape("vera_lambda_d", 1)
+    (rows,), (rank,) = learned.shape("vera_lambda_b", 1), learned.shape("vera_lambda_d", 1)
+    learned.same("the rank", rank, learned.rank(256))
     return rows, None
 
 
