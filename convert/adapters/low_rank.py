@@ -110,6 +110,13 @@ def _multiply(left: Array, right: Array, product: Array) -> None:
             np.matmul(parts, right[:, part], out=target[:, :, part])
 
 
+def thin_product(left: Array, right: Array) -> Array:
+    """left @ right in float64, by the calling thread alone; see `PRODUCT_LIMIT`."""
+    product = np.empty((len(left), right.shape[1]))
+    _multiply(left, right, product)
+    return product
+
+
 def widen_into(target: Array, values: Array) -> None:
     """target = values, exactly; bfloat16 is the upper half of float32, and integers move outside the interpreter lock.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llmconv.checkpoint import read_json
-from llmconv.convert.adapters.config import REFUSED, LoraConfig
+from llmconv.convert.adapters.config import LoraConfig
 from llmconv.convert.adapters.learned import Learned
 from llmconv.convert.adapters.reading import CONFIG, WEIGHTS, WHOLE, Adapter, check, plain_name, read_tensors
 from llmconv.convert.adapters.settings import Settings, odd
@@ -27,7 +27,11 @@ KNOWN = {
 """Fields that most tuners have: read, or saying only where and how the adapter was trained."""
 
 TUNED_NORM = re.compile(r"\.ln_tuning_layers(?:\.\w+)?(?=\.\w+$)")
-LORA_ONLY = ("use_dora", "lora_bias", *REFUSED)
+LORA_ONLY = (
+    *("use_dora", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices"),
+    *("alora_invocation_tokens", "arrow_config", "use_qalora", "use_bdlora", "kasa_config", "megatron_config"),
+)
+"""Fields whose meaning for other kinds is not known."""
 
 
 def is_tuned(path: Path) -> bool:
@@ -62,7 +66,8 @@ def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
         raise InputRefused(f"`{folder}` holds no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
     settings = Settings(fields)
     learned, whole = _sort(read_tensors(weights), weights.name, tuner, settings)
-    adapter = Adapter(folder, (weights,), folder / CONFIG, _config(settings, tuner), {}, whole, learned, tuner)
+    config = _config(settings, tuner)
+    adapter = Adapter(folder, (weights,), folder / CONFIG, config, {}, whole, learned=learned, tuner=tuner)
     check(adapter)
     return adapter
 

@@ -6,6 +6,7 @@ ranknum is the rank before any was pruned: `init_r`, or a tensor in files of old
 from __future__ import annotations
 
 from llmconv.convert.adapters.learned import Delta, Learned
+from llmconv.convert.adapters.low_rank import thin_product
 from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
 from llmconv.tensors import Array
 
@@ -25,8 +26,7 @@ def delta(learned: Learned, shape: Shape) -> Delta:
     left, right = learned.read("lora_B") * scale, learned.read("lora_A") * learned.read("lora_E")
 
     def rows(weight: Array, start: int) -> Array:
-        product: Array = left[start : start + len(weight)] @ right
-        return product
+        return thin_product(left[start : start + len(weight)], right)
 
     return rows
 

@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 
 from llmconv.convert.adapters.learned import Delta, Learned
+from llmconv.convert.adapters.low_rank import thin_product
 from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
 from llmconv.tensors import Array
 
@@ -39,8 +40,10 @@ def delta(learned: Learned, shape: Shape) -> Delta:
 
     def rows(weight: Array, start: int) -> Array:
         part = slice(start, start + len(weight))
-        product: Array = (left1[part] @ right1) * (left2[part] @ right2)
-        return product * scale
+        product = thin_product(left1[part], right1)
+        product *= thin_product(left2[part], right2)
+        product *= scale
+        return product
 
     return rows
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from llmconv.convert.adapters.learned import Delta, Learned
+from llmconv.convert.adapters.low_rank import thin_product
 from llmconv.convert.adapters.settings import Settings, odd
 from llmconv.convert.adapters.torch_random import Draws
 from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
@@ -50,8 +51,7 @@ def delta(learned: Learned, shape: Shape) -> Delta:
     right = learned.read("vera_lambda_d")[:, None] * learned.read("vera_A")[:, : shape[1]]
 
     def rows(weight: Array, start: int) -> Array:
-        product: Array = left[start : start + len(weight)] @ right
-        return product
+        return thin_product(left[start : start + len(weight)], right)
 
     return rows
 
