@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
-from llmconv.convert.adapters.low_rank import add_low_rank
+from llmconv.convert.adapters.initial import with_initial
 from llmconv.convert.adapters.placement import HEAD, Edits
 from llmconv.convert.adapters.reading import Adapter, open_adapter
-from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
+from llmconv.convert.adapters.replication import replicated
+from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, follow_tokens, says_tied, untie
 from llmconv.convert.configs import with_dtype
 from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
 from llmconv.convert.to_hf import check_dtype
@@ -21,7 +22,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
 from llmconv.storage import local_path
-from llmconv.tensors import BLOCK_BYTES, BY_NAME, FLOATS, LazyTensor, cast
+from llmconv.tensors import BLOCK_BYTES, BY_NAME, FLOATS, LazyTensor
 from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
 
 TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
@@ -54,6 +55,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     *,
     weights: Sequence[float] = (),
     alpha: float | None = None,
+    initial_adapters: Sequence[str | Path] = (),
     dtype: str = "keep",
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
@@ -71,6 +73,8 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         output: the folder to make.
         weights: w, one per adapter; all 1 by default.
         alpha: `lora_alpha` where an adapter's config does not carry it.
+        initial_adapters: one per adapter, as it was before training, where that took it out of the base (PiSSA, OLoRA,
+            CorDA, LoRA-GA): its product is subtracted. `-` for an adapter without one.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the output's floating-point tensors.
         max_shard_size: largest safetensors file, such as `5GB`.
         overwrite: replace an existing model folder.
@@ -86,19 +90,35 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     """
     check_dtype(dtype)
     checkpoint = open_checkpoint(local_path(base))
-    opened = [_open(local_path(adapter), alpha) for adapter in adapters]
+    opened = _open_all(adapters, initial_adapters, alpha)
     merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size)
     warn_all(merge.warnings)
     if not dry_run:
-        options = {"weights": list(weights), "alpha": alpha, "dtype": None if dtype == "keep" else dtype}
+        initial = [_identity(item.initial) if item.initial else None for item in opened] if initial_adapters else None
+        options = {"weights": list(weights), "alpha": alpha, "initial_adapters": initial, "dtype": None if dtype == "keep" else dtype}
         done = step("merge-lora", checkpoint.path.absolute(), adapters=[_identity(item) for item in opened], **options)
         steps, sources = [*steps_of_weights(checkpoint.path), done], _sources(checkpoint, opened)
         write_checkpoint(merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
     return merge
 
 
-def _open(path: Path, alpha: float | None) -> Adapter:
-    return open_paddle_adapter(path, alpha) if is_paddle_adapter(path) else open_adapter(path, alpha)
+def _open_all(adapters: Sequence[str | Path], initial: Sequence[str | Path], alpha: float | None) -> list[Adapter]:
+    if initial and len(initial) != len(adapters):
+        raise UsageProblem(
+            f"{len(initial)} initial adapters are given for {len(adapters)} adapters",
+            hint="give `--initial-adapter` once per adapter, `-` for one that needs none",
+        )
+    paths = [None if str(path) == "-" else local_path(path) for path in initial] or [None] * len(adapters)
+    return [_open(local_path(path), before, alpha) for path, before in zip(adapters, paths, strict=True)]
+
+
+def _open(path: Path, initial: Path | None, alpha: float | None) -> Adapter:
+    if is_paddle_adapter(path):
+        return open_paddle_adapter(path, alpha)
+    if initial is None:
+        return open_adapter(path, alpha)
+    trained = open_adapter(path, alpha, initial=True)
+    return with_initial(trained, open_adapter(initial, alpha, initial=True))
 
 
 def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> list[float]:
@@ -124,7 +144,8 @@ def _identity(adapter: Adapter) -> dict[str, str]:
 
 def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
     files = sorted(path for path in checkpoint.path.iterdir() if path.suffix in (".safetensors", ".json"))
-    return files + [path for adapter in adapters for path in (*adapter.weights, adapter.settings)]
+    every = [item for adapter in adapters for item in (adapter, adapter.initial) if item]
+    return files + [path for adapter in every for path in (*adapter.weights, adapter.settings)]
 
 
 def plan_merge(
@@ -135,7 +156,7 @@ def plan_merge(
     return Merge(
         plan_checkpoint(checkpoint, max_shard_size),
         merged=tuple(name for name in checkpoint if name in edits.changes),
-        replaced=tuple(name for name in checkpoint if name in edits.whole and name in base),
+        replaced=tuple(name for name in checkpoint if edits.replaces(name) and name in base),
         added=tuple(name for name in checkpoint if name not in base),
         warnings=tuple(edits.warnings),
     )
@@ -149,6 +170,7 @@ def merged(
         raise UnsupportedInput(
             "the base is quantized", hint="merge into the unquantized model the adapter was trained on, then quantize"
         )
+    base = replicated(base, adapters)
     embedding = find_embedding(base)
     shared = embedding is not None and HEAD not in base and says_tied(base.config)
     edits = Edits(dict(base.tensors), base.config)
@@ -156,9 +178,11 @@ def merged(
         edits.tensors[HEAD] = base[embedding]
     for adapter, weight in zip(adapters, weights, strict=True):
         edits.place(adapter, weight)
+    follow_tokens(edits, embedding, shared=shared)
     config = deepcopy(base.config)
     resized = fit_vocabulary(edits, embedding, config, shared=shared)
-    untie(edits, embedding, config, shared=shared, stay=resized or any(item.config.tied for item in adapters))
+    stay = resized or any(item.config.tied for item in adapters) or edits.only_tokens(embedding)
+    untie(edits, embedding, config, shared=shared, stay=stay)
     tensors = {name: _result(edits, name, dtype) for name in edits.tensors}
     if dtype != "keep":
         config = with_dtype(config, tensors)
@@ -170,9 +194,7 @@ def _result(edits: Edits, name: str, dtype: str) -> LazyTensor:
     """The lazy output: of the base's element type, unless another one is asked for."""
     kept = edits.tensors[name].dtype
     target = BY_NAME[dtype] if dtype != "keep" and kept.name in ("float64", *FLOATS) else kept
-    if name in edits.changes:
-        return add_low_rank(edits.current(name), edits.changes[name], target)
-    return cast(edits.current(name), target)
+    return edits.result(name, target)
 
 
 def _side_files(base: Checkpoint, adapters: Sequence[Adapter]) -> dict[str, bytes]:

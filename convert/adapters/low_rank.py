@@ -47,6 +47,13 @@ class LowRank:
             left, right = self.b.rows(start, stop), self.a.read()
         return left.astype(np.float64) * self.scale, right.astype(np.float64)
 
+    def update(self, base: LazyTensor, start: int, stop: int) -> Array:
+        """Rows `start:stop` of the change, float64, of two dimensions; see `updates.Update`."""
+        left, right = self.factors(start, stop)
+        product = np.empty((len(left), right.shape[1]))
+        _multiply(left, right, product)
+        return product
+
 
 def add_low_rank(base: LazyTensor, changes: Sequence[LowRank], dtype: DType) -> LazyTensor:
     """`base` plus the sum of `changes`, rounded once (nearest even) to `dtype`.
@@ -64,17 +71,22 @@ def add_low_rank(base: LazyTensor, changes: Sequence[LowRank], dtype: DType) -> 
     """
 
     def load(start: int, stop: int) -> Array:
-        pairs = [change.factors(start, stop) for change in changes]
-        work = np.float64 if dtype.itemsize >= 4 else np.float32
-        left = np.hstack([pair[0] for pair in pairs]).astype(work)
-        right = np.vstack([pair[1] for pair in pairs]).astype(work)
-        return _sum_rows(base.rows(start, stop), left, right, dtype)
+        return sum_rows(base.rows(start, stop), [change.factors(start, stop) for change in changes], dtype)
 
     return LazyTensor(dtype, base.shape, load, lambda other: add_low_rank(base, changes, other))
 
 
-def _sum_rows(rows: Array, left: Array, right: Array, dtype: DType) -> Array:
-    """rows + left @ right in the element type of the factors, rounded to `dtype`, tile by tile."""
+def sum_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) -> Array:
+    """rows + Σ left @ right, rounded once to `dtype`, tile by tile; see `add_low_rank` for the arithmetic.
+
+    Args:
+        rows: of the base; what is behind the first dimension counts as columns.
+        pairs: left (rows×r) and right (r×columns) of each change.
+        dtype: element type of the result, whose shape is that of `rows`.
+    """
+    work = np.float64 if dtype.itemsize >= 4 else np.float32
+    left = np.hstack([pair[0] for pair in pairs]).astype(work)
+    right = np.vstack([pair[1] for pair in pairs]).astype(work)
     result = np.empty(rows.shape, dtype.numpy)
     columns = prod(rows.shape[1:])
     source, target = rows.reshape(-1, columns), result.reshape(-1, columns)

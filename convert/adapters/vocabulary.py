@@ -51,6 +51,13 @@ def fit_vocabulary(edits: Edits, embedding: str | None, config: dict[str, Any], 
     return True
 
 
+def follow_tokens(edits: Edits, embedding: str | None, *, shared: bool) -> None:
+    """Gives a tied head the trained rows of the embedding, as PEFT does (`TrainableTokensWrapper`, `tied_adapter`)."""
+    tied = shared or (HEAD in edits.tensors and edits.config.get("tie_word_embeddings") is True)
+    if embedding in edits.tokens and tied and HEAD not in edits.tokens:
+        edits.tokens[HEAD] = edits.tokens[embedding]
+
+
 def untie(edits: Edits, embedding: str | None, config: dict[str, Any], *, shared: bool, stay: bool) -> None:
     """Gives the head its own tensor where it and the embedding part ways.
 
@@ -61,7 +68,8 @@ def untie(edits: Edits, embedding: str | None, config: dict[str, Any], *, shared
         shared: the base keeps no head of its own.
         stay: a head that is not touched itself follows the embedding.
     """
-    if shared and not edits.touches(HEAD) and (stay or not edits.touches(embedding)):
+    own_head = edits.touches(HEAD) and not edits.follows(HEAD, embedding)
+    if shared and not own_head and (stay or not edits.touches(embedding)):
         del edits.tensors[HEAD]
     elif HEAD in edits.tensors and (edits.touches(HEAD) or edits.touches(embedding)) and says_tied(config):
         set_everywhere(config, "tie_word_embeddings", False)
