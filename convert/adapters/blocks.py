@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from llmconv.convert.adapters.config import Blocks
@@ -44,7 +42,7 @@ def unblocked(factor: LazyTensor, count: int) -> LazyTensor:
             whole[row - start, first : first + width] = stored[row - start]
         return whole
 
-    return replace(factor, shape=(rows, count * width), load=load, recast=None)
+    return LazyTensor(factor.dtype, (rows, count * width), load)
 
 
 def dense(a: LazyTensor, b: LazyTensor, module: str, blocks: Blocks | None) -> tuple[LazyTensor, LazyTensor]:

@@ -9,7 +9,7 @@ as the fastest index (Unsloth: each expert's columns together).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -66,12 +66,12 @@ class Layout:
 
     def _columns(self, b: LazyTensor, index: int, rank: int) -> LazyTensor:
         mine = slice(index * rank, (index + 1) * rank) if self.together else slice(index, None, self.experts)
-        return replace(b, shape=(b.shape[0], rank), load=lambda start, stop: _whole(b)[start:stop, mine])
+        return LazyTensor(b.dtype, (b.shape[0], rank), lambda start, stop: _whole(b)[start:stop, mine])
 
 
 def _rows(tensor: LazyTensor, first: int, count: int) -> LazyTensor:
     shape = (count, *tensor.shape[1:])
-    return replace(tensor, shape=shape, load=lambda start, stop: tensor.rows(first + start, first + stop))
+    return LazyTensor(tensor.dtype, shape, lambda start, stop: tensor.rows(first + start, first + stop))
 
 
 @lru_cache(maxsize=4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -241,7 +241,7 @@ def flat(tensor: LazyTensor) -> LazyTensor:
     shape = (tensor.shape[0], prod(tensor.shape[1:]))
     if tensor.shape == shape:
         return tensor
-    return replace(tensor, shape=shape, load=lambda *rows: tensor.load(*rows).reshape(-1, shape[1]), recast=None)
+    return LazyTensor(tensor.dtype, shape, lambda start, stop: tensor.rows(start, stop).reshape(-1, shape[1]))
 
 
 def _check_shapes(module: str, a: LazyTensor, b: LazyTensor) -> None:

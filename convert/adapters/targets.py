@@ -183,11 +183,11 @@ def _rows(change: LowRank, first: int, count: int) -> LowRank:
     if change.transposed:
         a = change.a
         columns = slice(first, first + count)
-        shape = (a.shape[0], count)
-        return replace(change, a=replace(a, shape=shape, load=lambda start, stop: a.rows(start, stop)[:, columns]))
+        part = LazyTensor(a.dtype, (a.shape[0], count), lambda start, stop: a.rows(start, stop)[:, columns])
+        return replace(change, a=part)
     b = change.b
-    shape = (count, b.shape[1])
-    return replace(change, b=replace(b, shape=shape, load=lambda start, stop: b.rows(first + start, first + stop)))
+    part = LazyTensor(b.dtype, (count, b.shape[1]), lambda start, stop: b.rows(first + start, first + stop))
+    return replace(change, b=part)
 
 
 def other_base(adapter: str, name: str, base: tuple[int, ...], own: tuple[int, ...]) -> MalformedInput:
