@@ -255,6 +255,11 @@ def _check_shapes(module: str, a: LazyTensor, b: LazyTensor) -> None:
             f"A of `{module}` has shape {list(a.shape)}, B {list(b.shape)}: they are of no layer that is known",
             hint="the adapter is of another kind; merge it with PEFT's `merge_and_unload`",
         )
+    if len(a.shape) > 2 and a.shape[0] % b.shape[1] == 0 and a.shape[0] > b.shape[1]:
+        raise UnsupportedInput(
+            f"`{module}` is a convolution with groups: A has shape {list(a.shape)}, B {list(b.shape)}",
+            hint="its change has no groups, so no merged weight equals it; serve the adapter",
+        )
     if a.shape[0] != b.shape[1]:
         raise MalformedInput(
             f"A of `{module}` has rank {a.shape[0]}, B has rank {b.shape[1]}", hint="copy the adapter again"
