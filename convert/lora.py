@@ -95,7 +95,12 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     warn_all(merge.warnings)
     if not dry_run:
         initial = [_identity(item.initial) if item.initial else None for item in opened] if initial_adapters else None
-        options = {"weights": list(weights), "alpha": alpha, "initial_adapters": initial, "dtype": None if dtype == "keep" else dtype}
+        options = {
+            "weights": list(weights),
+            "alpha": alpha,
+            "initial_adapters": initial,
+            "dtype": None if dtype == "keep" else dtype,
+        }
         done = step("merge-lora", checkpoint.path.absolute(), adapters=[_identity(item) for item in opened], **options)
         steps, sources = [*steps_of_weights(checkpoint.path), done], _sources(checkpoint, opened)
         write_checkpoint(merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)

@@ -76,7 +76,11 @@ def stacks(tensors: Mapping[str, LazyTensor]) -> dict[str, Stack]:
         for fused, habits in PARTS.items():
             for habit in habits:
                 indices = parts.get(habit[0], set())
-                if indices == set(range(len(indices))) and indices and all(parts.get(part) == indices for part in habit):
+                if (
+                    indices == set(range(len(indices)))
+                    and indices
+                    and all(parts.get(part) == indices for part in habit)
+                ):
                     result[f"{experts}.{fused}"] = tuple(
                         tuple(f"{experts}.{index}.{part}.weight" for part in habit) for index in range(len(indices))
                     )

@@ -94,7 +94,7 @@ def parameter_names(modules: Sequence[str], config: LoraConfig, names: Sequence[
     wrapped: dict[str, list[str]] = {}
     for module in modules:
         wrapped.setdefault(module.replace(WRAPPER, ""), []).append(module)
-    result = {}
+    result: dict[str, str] = {}
     for module, levels in wrapped.items():
         own = _parameters(module, config.parameters, len(levels), names)
         if not own:
@@ -112,7 +112,9 @@ def parameter_names(modules: Sequence[str], config: LoraConfig, names: Sequence[
 
 def _parameters(module: str, targets: Sequence[str], count: int, names: Sequence[str]) -> list[str]:
     """Names of the module's adapted parameters; where the targets are more than it has, those that there are."""
-    found = {target.rpartition(".")[2] for target in targets if f".{module}".endswith(f".{_parent(target)}".rstrip("."))}
+    found = {
+        target.rpartition(".")[2] for target in targets if f".{module}".endswith(f".{_parent(target)}".rstrip("."))
+    }
     if len(found) > count:
         found = {name for name in found if any(f".{item}".endswith(f".{module}.{name}") for item in names)}
     return sorted(found)

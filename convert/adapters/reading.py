@@ -3,7 +3,8 @@
 Layout (PEFT `save_pretrained`, peft/utils/save_and_load.py): `adapter_config.json` beside `adapter_model.safetensors`
 or `adapter_model.bin`; tensors `base_model.model.<module>.lora_A.weight` (r×in), `.lora_B.weight` (out×r),
 `.lora_B.bias` (out), `.lora_embedding_A` (r×vocab), `.lora_embedding_B` (dim×r), `.lora_magnitude_vector` (out), for a
-convolution r×in×k… and out×r×1…; trained rows as `.token_adapter.trainable_tokens_delta`, whole ones as `<module>.weight`.
+convolution r×in×k… and out×r×1…; trained rows as `.token_adapter.trainable_tokens_delta`, whole ones as
+`<module>.weight`.
 """
 
 from __future__ import annotations

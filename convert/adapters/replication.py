@@ -1,4 +1,4 @@
-"""Replicated layers (`layer_replication`): the base with its layers in the order and number that the adapter has them."""
+"""Replicated layers (`layer_replication`): the base with its layers in the order that the adapter has them."""
 
 from __future__ import annotations
 

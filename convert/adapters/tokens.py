@@ -47,7 +47,9 @@ def pair_tokens(deltas: Mapping[str, LazyTensor], config: LoraConfig) -> dict[st
             )
         result[module] = TokenRows(ids, rows)
     if len(result) < len(config.tokens):
-        raise _contradiction(f"the config names trained tokens of {len(config.tokens)} modules, the file of {len(result)}")
+        raise _contradiction(
+            f"the config names trained tokens of {len(config.tokens)} modules, the file of {len(result)}"
+        )
     return result
 
 

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     multiple=True,
     help="Factor of an adapter's update; once per adapter [default: 1].",
 )
+@click.option(
+    "--initial-adapter",
+    "initial_adapters",
+    multiple=True,
+    metavar="PATH",
+    help="The adapter before training, where its start was taken out of the base (PiSSA, OLoRA); once per adapter, - "
+    "for none.",
+)
 @click.option("--alpha", type=float, help="lora_alpha, where the adapter's config does not carry it.")
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Merge PEFT LoRA adapters into BASE and write the Hugging Face folder OUT.

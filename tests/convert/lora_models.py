@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,16 +35,14 @@ class Case:
         return load_file(self.merged / "model.safetensors")
 
 
-def train(
-    model: Any, folder: Path, *, name: str = "adapter", before: Callable[[Any], None] | None = None, **fields: Any
-) -> Case:
+def train(model: Any, folder: Path, *, name: str = "adapter", merge: bool = True, **fields: Any) -> Case:
     """Saves `model`, an adapter of it with random factors, and PEFT's merge of the two.
 
     Args:
         model: a transformers model, changed.
         folder: where to put the three.
         name: of the adapter's folder.
-        before: called with the PEFT model before its factors become random.
+        merge: let PEFT merge them too.
         fields: of the LoraConfig.
     """
     with warnings.catch_warnings():
@@ -53,11 +50,11 @@ def train(
         kind = type(model)
         model.save_pretrained(folder / "base")
         peft_model = get_peft_model(model, LoraConfig(**{"r": 4, "init_lora_weights": False, **fields}))
-        if before:
-            before(peft_model)
         shake(peft_model)
         peft_model.save_pretrained(folder / name)
-        exact = kind.from_pretrained(folder / "base", dtype=torch.float64)
+        if not merge:
+            return Case(folder / "base", folder / name, folder / "exact")
+        exact = kind.from_pretrained(folder / "base", dtype=torch.float32)
         merged = PeftModel.from_pretrained(exact, folder / name).double().merge_and_unload()
         merged.save_pretrained(folder / "exact")
     return Case(folder / "base", folder / name, folder / "exact")

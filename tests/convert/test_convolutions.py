@@ -77,7 +77,9 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     assert_equal(tmp_path / "out", case.exact)
 
 
-@pytest.mark.parametrize(("part", "shape", "error"), [("A", (4, 8, 5), MalformedInput), ("B", (16, 4, 3), UnsupportedInput)])
+@pytest.mark.parametrize(
+    ("part", "shape", "error"), [("A", (4, 8, 5), MalformedInput), ("B", (16, 4, 3), UnsupportedInput)]
+)
 def test_another_kernel_is_refused(part: str, shape: tuple[int, ...], error: type, tmp_path: Path) -> None:
     model, targets = built("one dimension")
     case = train(model, tmp_path, target_modules=targets)

@@ -134,7 +134,7 @@ def test_fused_experts_in_bfloat16_are_rounded_once(trained: Callable[..., Case]
 def per_expert(base: Path, rank: int = 2) -> tuple[State, State]:
     """An adapter of each expert as transformers 4 has them, and the merged state in float64."""
     torch.manual_seed(3)
-    state, factors = load_file(base / "model.safetensors"), {}
+    state, factors = load_file(base / "model.safetensors"), State()
     exact = {name: one.double() for name, one in state.items()}
     for name, weight in state.items():
         if ".experts." in name and ".2." not in name.partition(".experts.")[2]:
@@ -181,7 +181,9 @@ def old_layout(state: State) -> State:
         if "lora_A" in name:
             b = state[name.replace("lora_A", "lora_B")]
             result[name] = b.reshape(len(b), -1, 3).permute(2, 1, 0).reshape(-1, len(b))
-            result[name.replace("lora_A", "lora_B")] = a.reshape(3, -1, a.shape[1]).permute(2, 1, 0).reshape(a.shape[1], -1)
+            result[name.replace("lora_A", "lora_B")] = (
+                a.reshape(3, -1, a.shape[1]).permute(2, 1, 0).reshape(a.shape[1], -1)
+            )
     return result
 
 
