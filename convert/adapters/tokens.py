@@ -11,6 +11,9 @@ from llmconv.convert.adapters.config import LoraConfig
 from llmconv.errors import MalformedInput
 from llmconv.tensors import Array, LazyTensor, cast
 
+HEADS = ("lm_head", "embed_out")
+"""Modules that may be tied to the embedding; some checkpoints then hold its trained rows twice."""
+
 
 @dataclass(frozen=True)
 class TokenRows:
@@ -37,9 +40,11 @@ def pair_tokens(deltas: Mapping[str, LazyTensor], config: LoraConfig) -> dict[st
     """
     result = {}
     for module, rows in deltas.items():
-        keys = [key for key in config.tokens if key == "" or f".{module}".endswith(f".{key}")]
-        ids = config.tokens[keys[0]] if len(keys) == 1 else None
-        if ids is None or (keys == [""] and len(deltas) > 1):
+        named = {ids for key, ids in config.tokens.items() if f".{module}".endswith(f".{key}")}
+        tied = set(config.tokens.values()) if module in HEADS and len(deltas) > 1 else set()
+        found = {ids for key, ids in config.tokens.items() if key == ""} or named or tied
+        ids = found.pop() if len(found) == 1 else None
+        if ids is None:
             raise _contradiction(f"the file holds trained tokens of `{module}`, the config does not say which")
         if len(rows.shape) != 2 or rows.shape[0] != len(ids):
             raise _contradiction(

@@ -180,7 +180,7 @@ def assert_equal_models(model: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("kind", (KINDS | APART).values(), ids=(KINDS | APART).keys())
 def test_merging_gives_what_peft_computes(
     tiny: Callable[[str], Path], tmp_path: Path, model_type: str, kind: dict[str, Any]
 ) -> None:
