@@ -118,7 +118,7 @@ def _open_all(adapters: Sequence[str | Path], initial: Sequence[str | Path], alp
 
 
 def _open(path: Path, initial: Path | None, alpha: float | None) -> Adapter:
-    if is_paddle_adapter(path):
+    if is_paddle_adapter(path) and initial is None:
         return open_paddle_adapter(path, alpha)
     if initial is None:
         return open_adapter(path, alpha)

@@ -143,8 +143,8 @@ class Edits:
         has_bias = any(name.endswith(".bias") for name in adapter.whole)
         if adapter.config.bias != "none" and not has_bias and any(name.endswith(".bias") for name in self.tensors):
             notes.append(f"`bias` is {adapter.config.bias!r}, but the file holds no bias; PEFT up to 0.20 lost them")
-        if adapter.whole and weight != 1:
-            notes.append(f"the weight {weight:g} does not apply to the {len(adapter.whole)} tensors it replaces")
+        if weight != 1 and (count := len(adapter.whole) + len(adapter.tokens)):
+            notes.append(f"the weight {weight:g} does not apply to the {count} tensors it replaces")
         self.warnings += [f"`{adapter.name}`: {note}" for note in notes]
 
 
