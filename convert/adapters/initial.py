@@ -1,7 +1,7 @@
 """The initial adapter: what an adapter was before training, where its initialisation took that out of the base.
 
 PiSSA, OLoRA, CorDA and LoRA-GA train on W − s·B₀·A₀, so the trained weight is W + s·(B·A − B₀·A₀) (PEFT
-`tuners/lora/model.py`, `_mutate_...`; docs "Converting PiSSA to LoRA").
+`tuners/lora/model.py`, `subtract_mutated_init`).
 """
 
 from __future__ import annotations
