@@ -15,7 +15,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
 from llmconv.storage import local_path
-from llmconv.writer import Plan, write_checkpoint
+from llmconv.writer import Plan, check_output, write_checkpoint
 
 
 def from_hf(
@@ -51,6 +51,7 @@ def from_hf(
     assert chosen.save
     plan = chosen.save(with_cast(checkpoint, dtype), shards)
     warn_all((*checkpoint.warnings, *plan.warnings, *_left_behind(plan, to)))
+    check_output(plan, Path(output), overwrite, [checkpoint.path])
     if not dry_run:
         done = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
         steps = [*steps_of_weights(checkpoint.path), done]

@@ -110,7 +110,7 @@ def _inspect(place: Path) -> Inspection:
         return _inspect_training(place, found)
     if place.is_dir() and (place / ADAPTER_CONFIG).is_file():
         return _inspect_adapter(place)
-    if place.is_dir() and (place / "config.json").is_file():
+    if place.is_dir() and (place / "config.json").is_file() and any(place.glob("*.safetensors")):
         return _opened(open_checkpoint(place))
     if place.is_file() and ".safetensors" in place.suffixes:
         return Inspection(place, "safetensors", {}, read_header(place).tensors)
@@ -126,7 +126,7 @@ def _inspect_training(path: Path, found: Format) -> Inspection:
     except InputRefused as problem:
         tensors = _peek(path, found, problem)
         files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
-        warning = f"not to be converted yet: {problem}"
+        warning = f"not to be converted as it is: {problem} ({problem.hint})"
         return Inspection(path, found.name, {}, tensors, warnings=(warning,), shards=len(files))
     return _opened(opened)
 

@@ -22,7 +22,7 @@ from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
 from llmconv.storage import local_path
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, FLOATS, LazyTensor, cast
-from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
+from llmconv.writer import Plan, check_output, plan_checkpoint, write_checkpoint
 
 TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
 """How the side files begin that belong to a vocabulary."""
@@ -89,6 +89,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     opened = [_open(local_path(adapter), alpha) for adapter in adapters]
     merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size)
     warn_all(merge.warnings)
+    check_output(merge.plan, Path(output), overwrite, [checkpoint.path, *(item.path for item in opened)])
     if not dry_run:
         options = {"weights": list(weights), "alpha": alpha, "dtype": None if dtype == "keep" else dtype}
         done = step("merge-lora", checkpoint.path.absolute(), adapters=[_identity(item) for item in opened], **options)
@@ -106,7 +107,7 @@ def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> l
         raise UsageProblem("no adapter is given", hint="give at least one: `llmconv merge-lora BASE ADAPTER -o OUT`")
     if weights and len(weights) != len(adapters):
         raise UsageProblem(
-            f"{len(weights)} weights are given for {len(adapters)} adapters", hint="give `--weight` once per adapter"
+            f"{len(weights)} weight(s) for {len(adapters)} adapter(s)", hint="give `--weight` once per adapter"
         )
     if not all(map(math.isfinite, weights)):
         raise UsageProblem("a weight is not finite", hint="give numbers such as `--weight 0.5`")

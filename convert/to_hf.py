@@ -17,7 +17,7 @@ from llmconv.packing.unpacking import unpacked
 from llmconv.progress import warn_all
 from llmconv.storage import files_under, local_path, reading_safely
 from llmconv.tensors import BY_NAME, FLOATS, cast
-from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
+from llmconv.writer import Plan, check_output, plan_checkpoint, write_checkpoint
 
 
 def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
@@ -63,6 +63,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, options)
     warn_all(checkpoint.warnings)
     plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
+    check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path])
     if not dry_run:
         told = {"config": [path.name for path in configs] or None, "dtype": dtype}
         named = {"tokenizer": Path(tokenizer).name if tokenizer else None, "base": base.name if base else None}
