@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
+from transformers import BloomConfig, GPT2Config, MptConfig
 
 from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.cli import main
@@ -173,6 +174,15 @@ def test_a_model_that_metas_code_has_not_is_refused(tmp_path: Path, changes: dic
     with pytest.raises(UnsupportedInput, match=f"what Meta's code cannot hold: {reason}"):
         from_hf(model, tmp_path / "out", to="meta")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["meta", "accessory"])
+@pytest.mark.parametrize("config", [GPT2Config(), BloomConfig(), MptConfig()], ids=lambda config: config.model_type)
+def test_a_model_with_sizes_of_other_names_is_refused_as_what_it_is(tmp_path: Path, config: Any, to: str) -> None:
+    model = save_model(tmp_path / "model", LLAMA)
+    (model / "config.json").write_text(config.to_json_string())
+    with pytest.raises(UnsupportedInput, match=f"is a `{config.model_type}`, and this format holds only"):
+        from_hf(model, tmp_path / "out", to=to)
 
 
 ACCESSORY_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
