@@ -92,7 +92,8 @@ def test_a_window_that_paddlenlp_ignores_is_told(case: str) -> None:
 
 def test_a_window_in_a_file_that_paddlenlp_did_not_write_is_kept() -> None:
     config = {**CONFIG, "model_type": "mistral", "sliding_window": 8}
-    assert to_config(config, "x", warnings := [])["sliding_window"] == 8
+    warnings: list[str] = []
+    assert to_config(config, "x", warnings)["sliding_window"] == 8
     assert warnings == []
 
 
