@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import MptConfig
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
@@ -206,7 +207,8 @@ def test_an_option_left_out_is_what_foundry_takes_for_it_and_not_transformers() 
 
 
 def test_a_configuration_that_transformers_wrote_passes_as_it_is() -> None:
-    native = {"model_type": "mpt", "d_model": 24, "layer_norm_epsilon": 1e-5, "attn_config": {"alibi_bias_max": 9}}
+    native = json.loads(MptConfig(d_model=24).to_json_string())
+    native["attn_config"] = {"alibi_bias_max": 8, "model_type": ""}  # the second as transformers 4 writes it
     assert causal_lm_config(native, {}, "x", []) == {**native, "architectures": ["MptForCausalLM"]}
 
 

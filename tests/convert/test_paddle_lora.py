@@ -21,7 +21,7 @@ SCALING = 2.0
 Judge = Callable[..., Any]
 
 
-@pytest.mark.parametrize("case", ["lora_llama", "lora_llama_rslora", "lora_qwen2"])
+@pytest.mark.parametrize("case", ["lora_llama", "lora_llama_rslora", "lora_qwen2", "lora_gpt"])
 def test_the_merged_model_has_the_logits_of_the_adapted_one(case: str, tmp_path: Path, logits_of: Judge) -> None:
     to_hf(FIXTURES / case / "base", tmp_path / "base")
     merge_lora(tmp_path / "base", [FIXTURES / case / "lora"], tmp_path / "merged")
