@@ -37,7 +37,8 @@ def command(path: str, as_json: bool) -> None:
 
 def shown_rows(found: Inspection) -> list[tuple[str, str]]:
     """The lines of the table: title and value."""
-    architecture = ", ".join(found.config.get("architectures") or [])
+    said = found.config.get("architectures")
+    architecture = ", ".join(map(str, said)) if isinstance(said, list) else ""
     rows = [
         ("path", str(found.path)),
         ("format", found.format),
