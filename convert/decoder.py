@@ -146,6 +146,8 @@ def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
     if scaling.get("partial_rotary_factor") == 1:
         del scaling["partial_rotary_factor"]
     kind = stored.get("rope_type", stored.get("type", "default"))
+    if not isinstance(kind, str | None):
+        raise MalformedInput(f"the rope settings of `{source}` have the type {kind!r}", hint="repair its `config.json`")
     theta = stored.get("rope_theta", fields.get("rope_theta"))
     theta = _number(10000.0 if theta is None else theta, "rope_theta", source)
     return theta, ({} if kind == "default" and not scaling else {"rope_type": kind, **scaling})

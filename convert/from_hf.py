@@ -14,7 +14,7 @@ from llmconv.convert.to_hf import check_dtype, with_cast
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
-from llmconv.storage import local_path
+from llmconv.storage import local_path, reading_safely
 from llmconv.writer import Plan, check_output, write_checkpoint
 
 
@@ -47,7 +47,8 @@ def from_hf(
     check_dtype(dtype)
     if not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
-    checkpoint = open_model(local_path(model))
+    with reading_safely(model):
+        checkpoint = open_model(local_path(model))
     assert chosen.save
     plan = chosen.save(with_cast(checkpoint, dtype), shards)
     warn_all((*checkpoint.warnings, *plan.warnings, *_left_behind(plan, to)))

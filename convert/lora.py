@@ -20,7 +20,7 @@ from llmconv.convert.to_hf import check_dtype
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
-from llmconv.storage import local_path
+from llmconv.storage import local_path, reading_safely
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, FLOATS, LazyTensor, cast
 from llmconv.writer import Plan, check_output, plan_checkpoint, write_checkpoint
 
@@ -85,8 +85,9 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         OutputFailed: writing failed.
     """
     check_dtype(dtype)
-    checkpoint = open_checkpoint(local_path(base))
-    opened = [_open(local_path(adapter), alpha) for adapter in adapters]
+    with reading_safely(base):
+        checkpoint = open_checkpoint(local_path(base))
+    opened = [_open(adapter, alpha) for adapter in adapters]
     merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size)
     warn_all(merge.warnings)
     check_output(merge.plan, Path(output), overwrite, [checkpoint.path, *(item.path for item in opened)])
@@ -98,8 +99,10 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     return merge
 
 
-def _open(path: Path, alpha: float | None) -> Adapter:
-    return open_paddle_adapter(path, alpha) if is_paddle_adapter(path) else open_adapter(path, alpha)
+def _open(adapter: str | Path, alpha: float | None) -> Adapter:
+    with reading_safely(adapter):
+        path = local_path(adapter)
+        return open_paddle_adapter(path, alpha) if is_paddle_adapter(path) else open_adapter(path, alpha)
 
 
 def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> list[float]:

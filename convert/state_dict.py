@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from llmconv.convert.composer import mpt_tensors
@@ -29,6 +30,12 @@ CAUSAL_MASK = re.compile(r"\.(?:attn|attention)\.(?:masked_)?bias$")
 """Buffers of GPT-2 and its kin in old files: rank 4, and a scalar."""
 
 LAYER = re.compile(r"\.(\d+)\.")
+DIGITS = 9
+"""No model has layers with longer numbers; the first digits show that already."""
+
+LACKING_LIMIT = 1000
+"""Names that are counted before it is said that they lack."""
+
 UNEVEN_FIELDS = ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "layers_block_type", "moe_layers")
 """Configuration fields of models whose layers do not all have the same weights."""
 
@@ -119,16 +126,18 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
     layers: dict[int, set[str]] = {}
     for name in tensors:
         if number := LAYER.search(name):
-            layers.setdefault(int(number[1]), set()).add(name[number.end() :])
+            layers.setdefault(int(number[1][:DIGITS]), set()).add(name[number.end() :])
     if wanted is not None and (type(wanted) is not int or wanted != len(layers) or max(layers, default=-1) >= wanted):
         raise MalformedInput(
             f"`{source}` has {len(layers)} layers, its configuration says {str(wanted)[:40]}",
             hint="the configuration is of another model, or the checkpoint is partial",
         )
-    uneven = [f"{number}.{rest}" for number, parts in layers.items() for rest in set.union(*layers.values()) - parts]
-    if uneven and not any(field in config for field in UNEVEN_FIELDS):
+    known = set[str]().union(*layers.values())
+    uneven = (f"{number}.{rest}" for number, parts in layers.items() for rest in known - parts)
+    lacking = [] if any(field in config for field in UNEVEN_FIELDS) else sorted(islice(uneven, LACKING_LIMIT))
+    if lacking:
         raise MalformedInput(
-            f"`{source}` lacks tensors that other layers have: {listing(sorted(uneven))}",
+            f"`{source}` lacks tensors that other layers have: {listing(lacking)}",
             hint="the checkpoint is partial; transformers would fill the gaps with random weights",
         )
     _check_ends(tensors, config, source)
@@ -140,9 +149,10 @@ def _check_ends(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], so
     """The embedding fits the vocabulary, and there is an output head where it is not tied."""
     embedding = next((tensors[name] for name in tensors if name.endswith(EMBEDDINGS)), None)
     vocabulary = config.get("vocab_size")
-    if embedding is not None and vocabulary is not None and embedding.shape[0] != vocabulary:
+    if embedding is not None and vocabulary is not None and embedding.shape[:1] != (vocabulary,):
+        rows = embedding.shape[0] if embedding.shape else "no"
         raise MalformedInput(
-            f"the embedding in `{source}` has {embedding.shape[0]} rows, `vocab_size` is {vocabulary}",
+            f"the embedding in `{source}` has {rows} rows, `vocab_size` is {str(vocabulary)[:40]}",
             hint="the configuration is of another model; give the right one with `--config`",
         )
     if config.get("tie_word_embeddings") is False and not any(head in tensors for head in HEADS):

@@ -17,8 +17,8 @@ def find_embedding(names: Iterable[str]) -> str | None:
 
 def says_tied(config: Mapping[str, Any]) -> bool:
     """Whether head and embedding are one matrix when the file has only one (transformers' default is yes)."""
-    parts = (config, config.get("text_config") or {})
-    return all(part.get("tie_word_embeddings", True) for part in parts)
+    parts = (config, config.get("text_config"))
+    return all(part.get("tie_word_embeddings", True) for part in parts if isinstance(part, Mapping))
 
 
 def fit_vocabulary(edits: Edits, embedding: str | None, config: dict[str, Any], *, shared: bool) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,9 @@ from llmconv.tensors import Array, DType, LazyTensor
 
 CONFIG = "lora_config.json"
 FILE = re.compile(r"lora_model_state(?:\.(?:tp(\d{2,3}))?_?(?:pp(\d{2,3}))?)?\.pdparams")
+
+LAYER_LIMIT = 10_000
+"""No model has more; what is of a further layer is placed nowhere."""
 
 REFUSED: dict[str, str] = {
     "pissa": "its training moved the base, and the file keeps no trace of where from",
@@ -100,19 +104,23 @@ def _config(fields: Mapping[str, Any], alpha: float | None) -> LoraConfig:
         alpha,
     )
     stated, rank = fields.get("scaling"), config.rank
-    if isinstance(stated, int | float) and rank and not math.isclose(stated, config.scale("", rank), rel_tol=1e-6):
+    if isinstance(stated, int | float) and rank and not _is_close(stated, config.scale("", rank)):
         raise MalformedInput(
-            f"the adapter says `scaling` {stated:g}, but its `lora_alpha` and `r` give {config.scale('', rank):g}",
+            f"the adapter says `scaling` {str(stated)[:40]}, its `lora_alpha` and `r` give {config.scale('', rank):g}",
             hint=f"repair `{CONFIG}`; PaddleNLP computes `scaling` from the other two",
         )
     return config
+
+
+def _is_close(stated: float, computed: float) -> bool:
+    return abs(stated) <= sys.float_info.max and math.isclose(stated, computed, rel_tol=1e-6)
 
 
 def _rows(config: dict[str, Any], ranks: Sequence[Rank], source: str) -> list[Row]:
     """The rows of the model that the adapter is for, layers numbered."""
     settings = to_config(config, source, [])
     family: Family = FAMILIES[config["model_type"]]
-    layers = number(settings, family.layers, source)
+    layers = min(number(settings, family.layers, source), LAYER_LIMIT)
     rows = family.rows(settings, _shapes(ranks[0]))
     return [
         row if layer is None else numbered(row, layer)
@@ -126,7 +134,7 @@ def _shapes(tensors: Rank) -> dict[str, tuple[int, ...]]:
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
-        if part == "lora_A" and (b := tensors.get(f"{module}.lora_B")):
+        if part == "lora_A" and tensor.shape and (b := tensors.get(f"{module}.lora_B")) is not None and b.shape:
             shapes[f"{module}.weight"] = (tensor.shape[0], b.shape[-1])
     return shapes
 

@@ -54,6 +54,16 @@ def alone(put: Place, refused: str, name: str = "x.pt") -> Case:
     return Case(build, refused)
 
 
+def instead_of(name: str, put: Place) -> Callable[[Path], None]:
+    """Puts something else at the place of one file of a folder."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        put(folder / name)
+
+    return change
+
+
 def content(data: bytes, refused: str, name: str = "x.pt") -> Case:
     """A file of these bytes."""
     return alone(lambda path: path.write_bytes(data), refused, name)
