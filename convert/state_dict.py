@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmconv.convert.blueprint.blueprint import blueprint
+from llmconv.convert.blueprint.blueprint import Blueprint, blueprint
 from llmconv.convert.blueprint.comparison import compare
 from llmconv.convert.blueprint.names import EMBEDDINGS, HEADS, model_names
-from llmconv.convert.blueprint.rules import check_layers, check_rules
+from llmconv.convert.blueprint.rules import LAYER_COUNTS, check_layers, check_rules
 from llmconv.convert.mapping import equal, listing
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.pickles.data import TensorRef
@@ -119,9 +119,10 @@ def whole(tensors: dict[str, LazyTensor], config: dict[str, Any], source: str, w
         warnings: gets a line where configuration and tensors disagree about the head.
 
     Raises:
-        InputRefused: see `check_complete`.
+        MalformedInput: see `check_complete`.
     """
-    if plan := blueprint(config):
+    plan = _plan(tensors, config)
+    if plan:
         for name in [name for name in tensors if plan.ignores(name)]:
             del tensors[name]
     if config.get("tie_word_embeddings") is None:
@@ -138,10 +139,9 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
     Where the installed transformers does not tell them one by one, rules are checked that hold for any model.
 
     Raises:
-        InputRefused: there is no output head, and none is tied to the embedding.
         MalformedInput: tensors are missing, or of another model, or no floats.
     """
-    plan = blueprint(config)
+    plan = _plan(tensors, config)
     try:
         known = plan is not None and compare(tensors, plan, source)
     except MalformedInput:
@@ -149,3 +149,9 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
         raise
     if not known:
         check_rules(tensors, config, model_names(str(config.get("model_type"))), source)
+
+
+def _plan(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> Blueprint | None:
+    """The blueprint, unless the configuration says more layers than there are tensors."""
+    counts = [value for field in LAYER_COUNTS if isinstance(value := config.get(field), int)]
+    return blueprint(config) if all(count <= len(tensors) for count in counts) else None

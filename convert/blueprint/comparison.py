@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 
 from llmconv.convert.blueprint.blueprint import Blueprint, Shape
-from llmconv.convert.blueprint.conversions import conversions, is_readable, new_names, parts
+from llmconv.convert.blueprint.conversions import conversions, new_names, parts, unread
 from llmconv.convert.blueprint.names import HEADS
 from llmconv.convert.mapping import listing
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import MalformedInput
 from llmconv.tensors import FLOATS, LazyTensor
 
 COMPUTED = re.compile(
@@ -26,18 +26,23 @@ def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> 
     """Whether the names could be compared; True means that this is the whole model and nothing else.
 
     Raises:
-        InputRefused: the output head is missing and not tied.
         MalformedInput: tensors are missing, or have no place, or have another shape, or are no floats.
     """
     names, shapes = dict(zip(tensors, tensors, strict=True)), dict(plan.shapes)
     missing, extra = _gaps(names.values(), plan, shapes)
     if missing or extra:
         rules = conversions(plan.class_name, plan.model_type)
+        if rules is None:
+            return False
         names = new_names(tensors, rules, shapes)
         shapes = _as_stored(set(names.values()), shapes, rules)
         missing, extra = _gaps(names.values(), plan, shapes)
-        if (missing or extra) and rules and not is_readable(rules):
+        others = unread(rules)
+        if extra and others is None:
             return False
+        used = [rule for rule in others or () if any(rule.uses(name) for name in extra)]
+        missing = [name for name in missing if not any(rule.makes(name) for rule in used)]
+        extra = [name for name in extra if not any(rule.uses(name) for rule in used)]
     _refuse_gaps(missing, extra, plan, source)
     if len(set(names.values())) < len(names):
         raise MalformedInput(f"`{source}` holds tensors under two names", hint="save the `state_dict()` of one model")
@@ -65,8 +70,8 @@ def _gaps(names: Iterable[str], plan: Blueprint, shapes: Mapping[str, Shape]) ->
 
 def _refuse_gaps(missing: list[str], extra: list[str], plan: Blueprint, source: str) -> None:
     if missing and not extra and all(name in HEADS for name in missing):
-        raise InputRefused(
-            f"`{source}` has no output head, and its configuration does not tie it to the embedding",
+        raise MalformedInput(
+            f"`{source}` has no output head (`{missing[0]}`), and its configuration does not tie it to the embedding",
             hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
         )
     if missing:

@@ -28,6 +28,8 @@ class Config:
     use_cache = True
     return_dict = True
     num_labels = 2
+    id2label = None
+    label2id = None
     dtype = None
     default_theta = 10_000.0
     pruned_heads: dict[Any, Any] = {}
@@ -76,10 +78,11 @@ class Config:
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, type(self).attribute_map.get(name, name), value)
 
+    def __getattribute__(self, name: str) -> Any:
+        other = object.__getattribute__(self, "attribute_map")
+        return object.__getattribute__(self, other.get(name, name))
+
     def __getattr__(self, name: str) -> Any:
-        other = type(self).attribute_map.get(name)
-        if other and other != name:
-            return getattr(self, other)
         if name.startswith(HOOKS):
             return lambda *args, **kwargs: kwargs
         raise AttributeError(name)

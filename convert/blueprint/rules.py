@@ -14,6 +14,7 @@ from llmconv.tensors import LazyTensor
 
 LAYER = re.compile(r"\.(\d+)\.")
 UNEVEN_FIELDS = ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "layers_block_type", "moe_layers")
+KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_type_list")
 """Configuration fields of models whose layers do not all have the same weights."""
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -52,7 +53,7 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
     layers = check_layers(tensors, config, source)
     every = set[str]().union(*layers.values())
     uneven = [f"{number}.{rest}" for number, found in layers.items() for rest in every - found]
-    if uneven and not any(field in config for field in UNEVEN_FIELDS):
+    if uneven and not _has_kinds(config):
         raise MalformedInput(
             f"`{source}` lacks tensors that other layers have: {listing(sorted(uneven))}",
             hint="the checkpoint is partial; transformers would fill the gaps with random weights",
@@ -68,6 +69,11 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
             hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
         )
     check_floats({name: tensor for name, tensor in tensors.items() if LAYER.search(name) is None}, source)
+
+
+def _has_kinds(config: Mapping[str, Any]) -> bool:
+    kinds = [value for field in KINDS_OF_LAYERS if isinstance(value := config.get(field), list)]
+    return any(field in config for field in UNEVEN_FIELDS) or any(value[1:] != value[:-1] for value in kinds)
 
 
 def model_heads(model: ModelNames) -> tuple[str, ...]:

@@ -10,9 +10,10 @@ from typing import Any
 
 from llmconv.convert.blueprint.unknown import Opaque, Unknown, Unreadable
 
-MODULE_LIMIT = 300_000
+MODULE_LIMIT = 100_000
 """Far more modules than any model has; a configuration may ask for any number of them."""
 
+HOOKS = ("_register_load_state_dict_pre_hook", "register_load_state_dict_post_hook", "register_forward_hook")
 SAME_SHAPE = ("to", "float", "half", "clone", "contiguous", "detach", "requires_grad_", "normal_", "fill_", "zero_")
 
 
@@ -96,7 +97,7 @@ class Module:
             return Unknown(name)
         if name in SAME_SHAPE or name in ("apply", "eval", "train", "bfloat16"):
             return lambda *args, **kwargs: self
-        if name in ("post_init", "init_weights", "reset_parameters", "tie_weights", "_init_weights"):
+        if name in ("post_init", "init_weights", "reset_parameters", "tie_weights", "_init_weights") or name in HOOKS:
             return lambda *args, **kwargs: None
         raise AttributeError(name)
 

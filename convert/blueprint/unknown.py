@@ -58,9 +58,9 @@ class Unknown:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _same
     __pow__ = __rpow__ = __neg__ = __matmul__ = __or__ = __ror__ = __floordiv__ = __rfloordiv__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = _same
 
     def _raise(self, *other: Any) -> Any:
         raise Unreadable(f"the value of `{self.name}` is not known")
 
     __bool__ = __len__ = __iter__ = __index__ = __int__ = __float__ = __contains__ = _raise
-    __lt__ = __le__ = __gt__ = __ge__ = _raise
