@@ -11,12 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from llmconv.convert.architectures import causal_lm_classes
 from llmconv.convert.blueprint.config import Config, bounded
 from llmconv.convert.blueprint.names import model_folder
-from llmconv.convert.blueprint.source import PreTrainedModel, Source, source
+from llmconv.convert.blueprint.source import PreTrainedModel, Source, remap_layer_types, source
 from llmconv.convert.blueprint.torch_stand_ins import Buffer, Module, Tensor
 from llmconv.convert.blueprint.unknown import Unreadable
 
@@ -73,10 +74,19 @@ def _blueprint(text: str) -> Blueprint | None:
     Module.count = 0
     try:
         settings = _config_class(source(folder / f"configuration_{folder.name}.py"), kind)(**_fields(config))
-        model = source(folder / f"modeling_{folder.name}.py")[name](settings)
+        remap_layer_types(config=settings)
+        model = _modeling(name, folder)[name](settings)
         return _described(model, kind)
     except Exception:
         return None
+
+
+def _modeling(name: str, folder: Path) -> Source:
+    """The source of the class `name`, which may be that of another model type."""
+    kinds = [kind for kind, other in causal_lm_classes().items() if other == name]
+    folders = [folder, *(found for kind in kinds if (found := model_folder(kind)))]
+    sources = (source(found / f"modeling_{found.name}.py") for found in folders)
+    return next(found for found in sources if name in found.classes)
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -58,6 +58,30 @@ STAND_INS: dict[str, Any] = {
 }
 
 
+USUAL_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "chunked_attention"}
+
+
+def remap_layer_types(layer_types: Any = None, config: Any = None) -> Any:
+    """What the installed transformers calls kinds of layers today; older files say `mamba` and `attention`.
+
+    Args:
+        layer_types: a list of kinds, for which the new list is returned; or
+        config: a configuration, whose `layer_types` are replaced.
+    """
+    kinds = config.layer_types if config is not None and hasattr(config, "layer_types") else layer_types
+    root = transformers_folder()
+    if not isinstance(kinds, list) or set(kinds) <= USUAL_LAYERS or root is None:
+        return kinds
+    table = source(root / "configuration_utils.py")["_LEGACY_LAYER_TYPE_REMAP"]
+    new = [table.get(kind, kind) for kind in kinds] if isinstance(table, dict) else kinds
+    if config is not None and new != kinds:
+        config.layer_types = new
+    return new
+
+
+STAND_INS["remap_legacy_layer_types"] = remap_layer_types
+
+
 def transformers_folder() -> Path | None:
     """Where the installed transformers lies."""
     spec = importlib.util.find_spec("transformers")

@@ -157,7 +157,13 @@ class Embedding(Module):
 
 class LayerNorm(Module):
     def __init__(
-        self, normalized_shape: Any, eps: Any = 0, elementwise_affine: Any = True, bias: Any = True, **kwargs: Any
+        self,
+        normalized_shape: Any,
+        eps: Any = 0,
+        elementwise_affine: Any = True,
+        bias: Any = True,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         self.weight = _parameter(normalized_shape) if elementwise_affine else None
@@ -263,7 +269,6 @@ class Torch:
     """`torch`."""
 
     nn = Nn()
-    Tensor = Tensor
     empty = zeros = ones = rand = randn = staticmethod(_sized)
 
     @staticmethod
@@ -284,8 +289,8 @@ class Torch:
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         return Tensor(() if isinstance(data, int | float) else (len(data),) if _is_flat(data) else None)
 
-    def __getattr__(self, name: str) -> Unknown:
-        return Unknown(name)
+    def __getattr__(self, name: str) -> Any:
+        return Tensor if name == "Tensor" else Unknown(name)
 
 
 def _is_flat(data: Any) -> bool:
