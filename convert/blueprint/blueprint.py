@@ -34,7 +34,7 @@ class Blueprint:
         model_type: as in the configuration.
         shapes: name to shape, of everything that its state dict has.
         buffers: those that are not trained, whose dtype may be any.
-        shared: each name that is one tensor with others, to all of these names; one of them suffices.
+        shared: name to the names that may stand for it: of the tensor it is tied to, or of the same object.
         ignored: patterns of names that transformers passes over when it loads.
         tied: whether the configuration, or else the class, ties the head to the embedding.
     """
@@ -113,12 +113,13 @@ def _described(model: Any, kind: str) -> Blueprint:
         if isinstance(module, PreTrainedModel):
             ignored |= dict.fromkeys(module._keys_to_ignore_on_load_unexpected or ())
             _tie(module, prefix, tensors, shared)
+    shared = {name: set().union(others, *(shared[other] for other in others)) for name, others in shared.items()}
     return Blueprint(
         type(model).__name__,
         kind,
         {name: tensor.shape for name, tensor in tensors.items()},
         frozenset(name for name, tensor in tensors.items() if isinstance(tensor, Buffer)),
-        {name: frozenset(group) for name, group in shared.items() if len(group) > 1},
+        {name: frozenset(others - {name}) for name, others in shared.items() if others - {name}},
         tuple(re.compile(pattern) for pattern in ignored),
         bool(getattr(model.config, "tie_word_embeddings", False)),
     )
@@ -132,7 +133,7 @@ def _same_objects(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
 
 
 def _tie(module: PreTrainedModel, prefix: str, tensors: Mapping[str, Tensor], shared: dict[str, set[str]]) -> None:
-    """Joins what `_tied_weights_keys` says to be one (patterns of names or of modules), where the configuration ties.
+    """Adds what `_tied_weights_keys` ties to another (patterns of names or of modules), where the configuration ties.
 
     Source: `get_expanded_tied_weights_keys` in transformers `modeling_utils.py`.
     """
@@ -145,5 +146,4 @@ def _tie(module: PreTrainedModel, prefix: str, tensors: Mapping[str, Tensor], sh
         origins = [name for name in own if re.search(f"^{origin}", name)]
         many = zip(targets, origins * (len(targets) // max(1, len(origins))), strict=False)
         for one, other in many:
-            group = shared[prefix + one] | shared[prefix + other]
-            shared |= dict.fromkeys(group, group)
+            shared[prefix + one] = shared[prefix + one] | shared[prefix + other] | {prefix + other}

@@ -22,7 +22,9 @@ WIDTHS = ("hidden_size", "n_embd", "d_model")
 OTHER_WIDTHS = ("word_embed_proj_dim", "embedding_size", "embedding_dim")
 """Fields of models whose embedding is not as wide as the model."""
 
+SIZES = (*LAYER_COUNTS, *WIDTHS, "vocab_size", "num_attention_heads", "n_head", "n_heads")
 FINAL_NORM = ("norm", "ln_f")
+EMBEDDING = re.compile(r"emb|wte")
 
 
 def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[int, set[str]]:
@@ -45,11 +47,12 @@ def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], s
 
 
 def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], model: ModelNames, source: str) -> None:
-    """Even layers, an embedding of the right size, a norm after the last layer, an output head; floats only.
+    """Sizes that make sense, even layers, an embedding of that size, a norm after the last layer, a head; floats only.
 
     Raises:
         MalformedInput: one of them is missing, or the sizes are of another model.
     """
+    _check_sizes(config, source)
     layers = check_layers(tensors, config, source)
     every = set[str]().union(*layers.values())
     uneven = [f"{number}.{rest}" for number, found in layers.items() for rest in every - found]
@@ -58,17 +61,20 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
             f"`{source}` lacks tensors that other layers have: {listing(sorted(uneven))}",
             hint="the checkpoint is partial; transformers would fill the gaps with random weights",
         )
+    outside = [name for name in tensors if not LAYER.search(name)]
     require([model.embedding] if model.embedding else [], tensors, source)
+    if not any(EMBEDDING.search(name) for name in outside):
+        raise MalformedInput(f"`{source}` has no embedding", hint=PARTIAL)
     _check_embedding(tensors, config, source)
     inner = any(end in part for rests in layers.values() for part in rests for end in FINAL_NORM)
-    if inner and not any(end in name for name in tensors if not LAYER.search(name) for end in FINAL_NORM):
+    if inner and not any(end in name for name in outside for end in FINAL_NORM):
         raise MalformedInput(f"`{source}` has no norm after its last layer", hint=PARTIAL)
     if config.get("tie_word_embeddings") is False and not any(head in tensors for head in model_heads(model)):
         raise MalformedInput(
             f"`{source}` has no output head, and its configuration does not tie it to the embedding",
             hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
         )
-    check_floats({name: tensor for name, tensor in tensors.items() if LAYER.search(name) is None}, source)
+    check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
 
 
 def _has_kinds(config: Mapping[str, Any]) -> bool:
@@ -79,6 +85,20 @@ def _has_kinds(config: Mapping[str, Any]) -> bool:
 def model_heads(model: ModelNames) -> tuple[str, ...]:
     """How the output head may be called."""
     return tuple(dict.fromkeys((*HEADS, *([model.head] if model.head else []))))
+
+
+def _check_sizes(config: Mapping[str, Any], source: str) -> None:
+    odd = [f"{name} {str(config[name])[:40]}" for name in SIZES if name in config and not _is_size(config[name])]
+    if odd:
+        raise MalformedInput(
+            f"the configuration of `{source}` has sizes that are no positive numbers: {listing(odd)}",
+            hint="give the model's own `config.json` with `--config`",
+        )
+
+
+def _is_size(value: Any) -> bool:
+    """Also of a list, where layers differ."""
+    return all(type(one) is int and one > 0 for one in (value if isinstance(value, list) else [value]))
 
 
 def _check_embedding(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:

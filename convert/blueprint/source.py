@@ -79,7 +79,7 @@ def remap_layer_types(layer_types: Any = None, config: Any = None) -> Any:
     return new
 
 
-STAND_INS["remap_legacy_layer_types"] = remap_layer_types
+STAND_INS |= {"remap_legacy_layer_types": remap_layer_types, "resolve_internal_import": lambda *args, **kwargs: None}
 
 
 def transformers_folder() -> Path | None:
