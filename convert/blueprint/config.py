@@ -98,9 +98,12 @@ def _default(value: Any) -> Any:
 
 
 def bounded(value: Any) -> Any:
-    """A value of a `config.json` with no number larger than `LARGEST`, so that building from it ends."""
+    """A value of a `config.json` with no number larger than `LARGEST`, so that building from it ends.
+
+    Nothing is ever counted up to `vocab_size`, which messages show.
+    """
     if isinstance(value, dict):
-        return {name: bounded(item) for name, item in value.items()}
+        return {name: item if name == "vocab_size" else bounded(item) for name, item in value.items()}
     if isinstance(value, list):
         return [bounded(item) for item in value]
     return max(-LARGEST, min(LARGEST, value)) if type(value) is int else value

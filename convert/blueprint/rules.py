@@ -52,8 +52,8 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
     Raises:
         MalformedInput: one of them is missing, or the sizes are of another model.
     """
-    _check_sizes(config, source)
     layers = check_layers(tensors, config, source)
+    _check_sizes(config, source)
     every = set[str]().union(*layers.values())
     uneven = [f"{number}.{rest}" for number, found in layers.items() for rest in every - found]
     if uneven and not _has_kinds(config):

@@ -99,7 +99,7 @@ class Source:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tree = ast.parse(path.read_bytes()) if path.is_file() else ast.Module([], [])
+        self.tree = ast.parse(path.read_bytes(), str(path)) if path.is_file() else ast.Module([], [])
         self._nodes: dict[str, ast.stmt] = {}
         self._imports: dict[str, tuple[ast.Import | ast.ImportFrom, str]] = {}
         for node in self.tree.body:
