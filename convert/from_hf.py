@@ -9,7 +9,7 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.decoder import SHARD_LIMIT
 from llmconv.convert.formats import Format, formats
 from llmconv.convert.mapping import listing
-from llmconv.convert.state_dict import DROPPED, check_complete, untie
+from llmconv.convert.state_dict import DROPPED, whole
 from llmconv.convert.to_hf import check_dtype, with_cast
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
@@ -93,6 +93,5 @@ def open_model(path: Path) -> Checkpoint:
         )
     warnings: list[str] = []
     tensors = {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
-    config = untie(tensors, checkpoint.config, warnings)
-    check_complete(tensors, config, path.name)
+    config = whole(tensors, checkpoint.config, path.name, warnings)
     return replace(checkpoint, tensors=tensors, config=config, warnings=tuple(warnings))

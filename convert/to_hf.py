@@ -10,6 +10,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import merged_configs, with_dtype
 from llmconv.convert.formats import by_name, detect
+from llmconv.convert.state_dict import check_complete
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import UsageProblem
 from llmconv.manifest import step
@@ -111,7 +112,10 @@ def _open(
         raise UsageProblem(
             f"`--{foreign[0].replace('_', '-')}` means nothing for the format `{chosen.name}`", hint="leave it out"
         )
-    return chosen.open(inside, {**merged_configs(config), **given}, tokenizer)
+    opened = chosen.open(inside, {**merged_configs(config), **given}, tokenizer)
+    if opened.tensors:  # whatever the user's fields have made of the configuration since the format checked its own
+        check_complete(opened.tensors, opened.config, path.name)
+    return opened
 
 
 def check_dtype(dtype: str) -> None:

@@ -8,6 +8,7 @@ Loaded without torch: what a payload could import is not there by accident.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -32,6 +33,9 @@ SECONDS = 30
 """A hang ends after so many seconds of wall time."""
 
 LIBRARIES = tuple({sys.prefix, sys.base_prefix, os.path.realpath(sys.prefix), str(Path(__file__).parents[2])})
+MODELS = os.path.join(*importlib.util.find_spec("transformers").submodule_search_locations)  # type: ignore[union-attr,misc]
+"""Source that is read, and of which constructors are run with stand-ins."""
+
 HARMLESS = {
     *("object.__getattr__", "object.__setattr__", "object.__delattr__", "sys._getframe", "builtins.id"),
     *(
@@ -93,6 +97,10 @@ class Watch:
             return args == (None,)
         if event == "ctypes.dlsym":
             return args[1] in FOREIGN
+        if event == "compile":
+            return args[1] is None or self._inside(args[1], (MODELS,))  # None: a tree that was read before
+        if event == "exec":
+            return self._inside(args[0].co_filename, (MODELS,))
         return event in HARMLESS
 
     def _changeable(self) -> tuple[str, ...]:
