@@ -50,7 +50,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
 def _ignored(config: dict[str, Any]) -> tuple[str, ...]:
     """A window that PaddleNLP keeps in its configuration and does not compute, where a prompt can be longer."""
     window = config.get("sliding_window")
-    if window is None or window >= config["max_position_embeddings"]:
+    if type(window) is not int or window >= config["max_position_embeddings"]:
         return ()
     return (f"PaddleNLP ignores `sliding_window` {window}: beyond so many tokens it computes something else",)
 

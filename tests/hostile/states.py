@@ -158,7 +158,7 @@ CASES: dict[str, Case] = {
     "state: names that are numbers": state("no part of|two models", lambda own: {**own, 7: torch.zeros(2)}),
     "state: a name of 100,000 letters": state("no part of|two models|aaa", changed("a" * 100_000, torch.zeros(2))),
     "state: no part of the model, without dots": state("no part of|two models", changed("", torch.zeros(2))),
-    "state: a scalar for a matrix": state("has no rows", changed(EMBEDDING, torch.tensor(1.0))),
+    "state: a scalar for a matrix": state("of another shape", changed(EMBEDDING, torch.tensor(1.0))),
     "state: three axes for a matrix": state("shape", changed(EMBEDDING, torch.zeros(8, 4, 1))),
     "state: 2^40 columns": state("larger than its storage", changed(EMBEDDING, torch.zeros(1).expand(8, 1 << 40))),
     "state: a layer of 10^100": state(
@@ -195,8 +195,8 @@ CASES: dict[str, Case] = {
         "shape|says|impossible|layer|head", lambda own: None, {"hidden_size": HUGE, "num_hidden_layers": HUGE}
     ),
     "config: sizes that are lists": state(None, lambda own: None, {"head_dim": [1], "intermediate_size": {}}),
-    "config: no heads": state(None, lambda own: None, {"num_attention_heads": 0}),
-    "config: heads less than none": state(None, lambda own: None, {"num_attention_heads": -1}),
+    "config: no heads": state("no positive numbers", lambda own: None, {"num_attention_heads": 0}),
+    "config: heads less than none": state("of another shape", lambda own: None, {"num_attention_heads": -1}),
     "config: 2^60 layers": state("layer", lambda own: None, {"num_hidden_layers": 1 << 60}),
     "config: layers that are a text": state("its configuration says", lambda own: None, {"num_hidden_layers": "1"}),
     "config: tied by a list": state(None, lambda own: None, {"tie_word_embeddings": [0]}),
