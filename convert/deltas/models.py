@@ -8,7 +8,7 @@ from pathlib import Path
 from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, open_checkpoint
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import detect
-from llmconv.convert.to_hf import open_training
+from llmconv.convert.to_hf import open_training, with_cast
 from llmconv.errors import UnsupportedInput
 from llmconv.storage import local_path, reading_safely
 
@@ -39,7 +39,7 @@ def open_model(name: str | Path) -> Checkpoint:
             raise UnsupportedInput(
                 f"`{path}` holds an adapter alone, no model", hint="convert it with `llmconv to-hf --base` first"
             )
-        return replace(opened, path=path)
+        return replace(with_cast(opened, "keep"), path=path)
 
 
 def is_hugging_face(path: Path) -> bool:
