@@ -89,7 +89,7 @@ def tensors(draw: st.DrawFn) -> tuple[tuple[str, Any], tuple[str, Any]]:
     sides = []
     for name, shape in zip((before, after), draw(shapes()), strict=True):
         size = int(np.prod(shape)) * BY_NAME[name].itemsize
-        bits = np.frombuffer(draw(st.binary(min_size=size, max_size=size)), np.uint8)
+        bits: Any = np.frombuffer(draw(st.binary(min_size=size, max_size=size)), np.uint8)
         bits = bits & 1 if name == "bool" else bits
         sides.append((name, np.ascontiguousarray(bits).view(BY_NAME[name].numpy).reshape(shape)))
     if before == after and sides[0][1].shape == sides[1][1].shape and draw(st.booleans()):

@@ -240,40 +240,44 @@ def test_what_a_partial_delta_lacks_stays_as_it_is(tmp_path: Path) -> None:
     assert {name for name in plain if found[name] != plain[name]} == {name for name in plain if "norm" in name}
 
 
-BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a missing shard": (
-        lambda folder: (folder / "consolidated.00-of-02.model-diff.pth").unlink(),
-        "should have 2 shards, but number 0 is missing",
-    ),
-    "another split": (
-        lambda folder: change(
-            folder / "consolidated.01-of-02.model-diff.pth", **{"llma.output.weight": torch.ones(3, 32)}
-        ),
-        "differ in 1 tensors",
-    ),
-    "shards of a model": (
-        lambda folder: shutil.copy(
-            folder / "consolidated.00-of-02.model-diff.pth", folder / "consolidated.00-of-02.model.pth"
-        ),
-        "mixes shards",
-    ),
+def shard(folder: Path, number: int) -> Path:
+    return folder / f"consolidated.{number:02}-of-02.model-diff.pth"
+
+
+def add_to_all(name: str, value: torch.Tensor) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        for number in range(2):
+            change(shard(folder, number), **{f"llma.{name}": value})
+
+    return damage
+
+
+def add_to_one(folder: Path) -> None:
+    change(shard(folder, 1), **{"llma.output.weight": torch.ones(3, 32)})
+
+
+def mix(folder: Path) -> None:
+    shutil.copy(shard(folder, 0), folder / "consolidated.00-of-02.model.pth")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a missing shard": (lambda folder: shard(folder, 0).unlink(), "should have 2 shards, but number 0 is missing"),
+    "another split": (add_to_one, "differ in 1 tensors"),
+    "shards of a model": (mix, "mixes shards"),
     "another size": (
-        lambda folder: [change(file, **{"llma.norm.weight": torch.ones(1)}) for file in folder.glob("*.pth")],
+        add_to_all("norm.weight", torch.ones(1)),
         r"does not fit the base in 1 tensors: `norm\.weight \[1\] for \[32\]`",
     ),
     "a part for pictures": (
-        lambda folder: [change(file, **{"llma.clip_proj.weight": torch.ones(1)}) for file in folder.glob("*.pth")],
+        add_to_all("clip_proj.weight", torch.ones(1)),
         "no language model of transformers holds: `clip_proj`",
     ),
-    "an unknown part": (
-        lambda folder: [change(file, **{"llma.router.weight": torch.ones(1)}) for file in folder.glob("*.pth")],
-        "no rule places",
-    ),
+    "an unknown part": (add_to_all("router.weight", torch.ones(1)), "no rule places"),
 }
 
 
 @pytest.mark.parametrize(("damage", "reason"), BROKEN.values(), ids=BROKEN.keys())
-def test_a_broken_delta_is_refused(damage: Callable[[Path], object], reason: str, tmp_path: Path) -> None:
+def test_a_broken_delta_is_refused(damage: Callable[[Path], None], reason: str, tmp_path: Path) -> None:
     model = accessory_llama()
     save_accessory(tmp_path / "base", model, 1, "llama")
     damage(save_delta(tmp_path / "delta", model, 2))
