@@ -216,6 +216,23 @@ def test_the_command_prints_the_share_of_every_weight(tiny: Callable[[str], Path
     assert "of the norm of all 28 changes together" in shown
 
 
+@pytest.mark.parametrize("spectrum", ["flat", "falling", "of low rank"])
+def test_a_large_matrix_gets_as_good_a_product_as_its_singular_values_allow(
+    spectrum: str, save_tensors: Callable[..., Path], tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    change = torch.randn(600, 700, generator=generator)
+    if spectrum != "flat":
+        left, values, right = torch.linalg.svd(change, full_matrices=False)
+        falling = 1.0 / torch.arange(1, 601) if spectrum == "falling" else (torch.arange(600) < 3).float()
+        change = left @ torch.diag(values * falling) @ right
+    base = save_tensors("base", {"a.weight": torch.zeros(600, 700)}, {"config.json": {}})
+    tuned = save_tensors("tuned", {"a.weight": change}, {"config.json": {}})
+    made = extract_delta(base, tuned, tmp_path / "out", rank=8)
+    values = torch.linalg.svdvals(change.double())
+    assert made.captured["a.weight"] == pytest.approx(float(values[:8].norm() / values.norm()), rel=1e-5)
+
+
 def test_a_matrix_of_many_blocks_is_factored_as_one(save_tensors: Callable[..., Path], tmp_path: Path) -> None:
     torch.manual_seed(0)
     for number, shape in enumerate([(9000, 130), (130, 9000)]):
