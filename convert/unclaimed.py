@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import formats
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.pickles.machine import Stub
@@ -32,6 +33,8 @@ def explain(path: Path) -> LlmconvError:
 
 def _explain_folder(folder: Path) -> LlmconvError:
     names = {entry.name for entry in folder.iterdir()}
+    if DELTA_FILE in names:
+        return UnsupportedInput(f"`{folder}` is a delta", hint="use `llmconv delta apply BASE DELTA -o OUT`")
     if "adapter_config.json" in names:
         return UnsupportedInput(f"`{folder}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):

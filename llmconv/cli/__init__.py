@@ -16,7 +16,7 @@ from llmconv import __version__
 from llmconv.cli.options import VERBOSE
 from llmconv.errors import LlmconvError
 
-COMMANDS = ("inspect", "to-hf", "from-hf", "merge-lora", "export", "verify", "generate", "formats", "families")
+COMMANDS = ("inspect", "to-hf", "from-hf", "merge-lora", "delta", "export", "verify", "generate", "formats", "families")
 
 
 class Terminated(KeyboardInterrupt):
@@ -82,6 +82,7 @@ def main() -> None:
     llmconv to-hf      SOURCE -o OUT           training checkpoint -> Hugging Face folder
     llmconv from-hf    MODEL -o OUT --to KIND  Hugging Face folder -> training checkpoint
     llmconv merge-lora BASE ADAPTER -o OUT     adapters merged into the weights
+    llmconv delta apply BASE DELTA -o OUT      delta weights added; `delta extract` makes them
     llmconv export     MODEL                   prefill and decode graphs beside the weights they map
     llmconv verify     MODEL                   graphs against the eager model
     llmconv generate   MODEL --prompt TEXT     text from the graphs
