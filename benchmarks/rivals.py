@@ -16,7 +16,7 @@ from benchmarks.measure import FOLDER, Measurement, Target, interleaved, llmconv
 from benchmarks.models import VOCABULARY
 from benchmarks.to_hf import checkpoint as composer_checkpoint
 
-ROUNDS = 3
+ROUNDS = 2
 SCRIPT = Path("scripts/inference/convert_composer_to_hf.py")
 TOKENIZER = """
 import sys
