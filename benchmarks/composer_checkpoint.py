@@ -17,7 +17,6 @@ from llmconv.checkpoint import open_weights
 from llmconv.convert.to_hf import open_training
 from llmconv.safetensors_io import FileTensor
 
-
 EXAMPLE = Path("examples/tiny-llama/ep4-ba2400-rank0.pt")
 
 
