@@ -17,7 +17,7 @@ from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, 
 from llmconv.convert.configs import with_dtype
 from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
 from llmconv.convert.to_hf import check_dtype
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
 from llmconv.storage import local_path, reading_safely
@@ -135,6 +135,7 @@ def plan_merge(
     base: Checkpoint, adapters: Sequence[Adapter], weights: Sequence[float], dtype: str, max_shard_size: str | int
 ) -> Merge:
     """Places every tensor of every adapter and makes the lazy result; see `merge_lora` for arguments and errors."""
+    _refuse_other_types(base, adapters)
     checkpoint, edits = merged(base, adapters, weights, dtype)
     return Merge(
         plan_checkpoint(checkpoint, max_shard_size),
@@ -143,6 +144,17 @@ def plan_merge(
         added=tuple(name for name in checkpoint if name not in base),
         warnings=tuple(edits.warnings),
     )
+
+
+def _refuse_other_types(base: Checkpoint, adapters: Sequence[Adapter]) -> None:
+    """Shapes of another architecture may fit by chance."""
+    own = base.config.get("model_type")
+    other = next((adapter for adapter in adapters if adapter.model_type not in ("", own)), None)
+    if other:
+        raise MalformedInput(
+            f"`{other.name}` was trained on a {other.model_type}, the base is a {own}",
+            hint="give the base that the adapter was trained on",
+        )
 
 
 def merged(

@@ -64,6 +64,7 @@ class Adapter:
         config: what the config says about the merged weight.
         pairs: module path to its A and B.
         whole: tensor name to a tensor that replaces the base's.
+        model_type: that of its base, where its files tell.
     """
 
     path: Path
@@ -72,6 +73,7 @@ class Adapter:
     config: LoraConfig
     pairs: Mapping[str, Pair]
     whole: Mapping[str, LazyTensor] = field(default_factory=dict)
+    model_type: str = ""
 
     @property
     def name(self) -> str:

@@ -76,7 +76,8 @@ def open_paddle_adapter(path: Path, alpha: float | None = None) -> Adapter:
     rows = _rows(read_json(folder / "config.json"), ranks, folder.name)
     pairs, whole, joined = _sort(rows, ranks, folder.name)
     config = _with_joined(_config(fields, alpha), joined)
-    adapter = Adapter(folder, tuple(sorted(files.values())), folder / CONFIG, config, pairs, whole)
+    kind = str(to_config(read_json(folder / "config.json"), folder.name, [])["model_type"])
+    adapter = Adapter(folder, tuple(sorted(files.values())), folder / CONFIG, config, pairs, whole, kind)
     check(adapter)
     return adapter
 

@@ -127,6 +127,12 @@ def test_a_factor_without_its_partner_is_refused(tmp_path: Path) -> None:
     assert "llama.layers.1.self_attn.q_proj.lora_A" in str(refusal(tensors, tmp_path))
 
 
+def test_an_adapter_of_another_architecture_is_refused_though_its_shapes_fit(tmp_path: Path) -> None:
+    to_hf(FIXTURES / "lora_llama" / "base", tmp_path / "hf")
+    with pytest.raises(MalformedInput, match="qwen2, the base is a llama"):
+        merge_lora(tmp_path / "hf", [FIXTURES / "lora_qwen2" / "lora"], tmp_path / "out")
+
+
 def test_factors_of_another_size_are_refused(tmp_path: Path) -> None:
     tensors = adapter_of(whole_model(), ("q_proj.weight",))
     tensors["llama.layers.0.self_attn.q_proj.lora_B"] = np.zeros((2, 10), "f4")
