@@ -11,13 +11,11 @@ import numpy as np
 from llmconv.convert.adapters.low_rank import LowRank
 from llmconv.convert.adapters.names import match_names
 from llmconv.convert.adapters.reading import Adapter, Pair
+from llmconv.convert.blueprint.names import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, LazyTensor, in_memory
 
 HEAD = "lm_head.weight"
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-"""How the tensors are called whose rows are tokens."""
-
 CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
 CONV1D_TYPES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Modules that transformers makes as Conv1D, whose weight is stored in×out, and the model types that have them."""

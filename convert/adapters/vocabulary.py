@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llmconv.convert.adapters.placement import EMBEDDINGS, HEAD, Edits
+from llmconv.convert.adapters.placement import HEAD, Edits
+from llmconv.convert.blueprint.names import EMBEDDINGS
 from llmconv.errors import MalformedInput
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
-from llmconv.convert.adapters.placement import EMBEDDINGS, HEAD
+from llmconv.convert.adapters.placement import HEAD
 from llmconv.convert.adapters.vocabulary import find_embedding, says_tied, set_everywhere
+from llmconv.convert.blueprint.names import EMBEDDINGS
 from llmconv.convert.configs import with_dtype, without_code
 from llmconv.convert.deltas.sums import added, all_rounded, wider
 from llmconv.convert.mapping import listing
