@@ -18,12 +18,12 @@ from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, 
 from llmconv.convert.configs import with_dtype
 from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
 from llmconv.convert.to_hf import check_dtype
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
-from llmconv.storage import local_path
+from llmconv.storage import local_path, reading_safely
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, FLOATS, LazyTensor
-from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
+from llmconv.writer import Plan, check_output, plan_checkpoint, write_checkpoint
 
 TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
 """How the side files begin that belong to a vocabulary."""
@@ -89,10 +89,12 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         OutputFailed: writing failed.
     """
     check_dtype(dtype)
-    checkpoint = open_checkpoint(local_path(base))
+    with reading_safely(base):
+        checkpoint = open_checkpoint(local_path(base))
     opened = _open_all(adapters, initial_adapters, alpha)
     merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size)
     warn_all(merge.warnings)
+    check_output(merge.plan, Path(output), overwrite, [checkpoint.path, *(item.path for item in opened)])
     if not dry_run:
         initial = [_identity(item.initial) if item.initial else None for item in opened] if initial_adapters else None
         options = {
@@ -113,17 +115,22 @@ def _open_all(adapters: Sequence[str | Path], initial: Sequence[str | Path], alp
             f"{len(initial)} initial adapters are given for {len(adapters)} adapters",
             hint="give `--initial-adapter` once per adapter, `-` for one that needs none",
         )
-    paths = [None if str(path) == "-" else local_path(path) for path in initial] or [None] * len(adapters)
-    return [_open(local_path(path), before, alpha) for path, before in zip(adapters, paths, strict=True)]
+    before = [None if str(path) == "-" else path for path in initial] or [None] * len(adapters)
+    return [_open_trained(path, start, alpha) for path, start in zip(adapters, before, strict=True)]
 
 
-def _open(path: Path, initial: Path | None, alpha: float | None) -> Adapter:
-    if is_paddle_adapter(path) and initial is None:
-        return open_paddle_adapter(path, alpha)
+def _open_trained(adapter: str | Path, initial: str | Path | None, alpha: float | None) -> Adapter:
     if initial is None:
-        return open_adapter(path, alpha)
-    trained = open_adapter(path, alpha, initial=True)
-    return with_initial(trained, open_adapter(initial, alpha, initial=True))
+        return _open(adapter, alpha)
+    return with_initial(_open(adapter, alpha, initial=True), _open(initial, alpha, initial=True))
+
+
+def _open(adapter: str | Path, alpha: float | None, *, initial: bool = False) -> Adapter:
+    with reading_safely(adapter):
+        path = local_path(adapter)
+        if is_paddle_adapter(path) and not initial:
+            return open_paddle_adapter(path, alpha)
+        return open_adapter(path, alpha, initial=initial)
 
 
 def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> list[float]:
@@ -131,7 +138,7 @@ def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> l
         raise UsageProblem("no adapter is given", hint="give at least one: `llmconv merge-lora BASE ADAPTER -o OUT`")
     if weights and len(weights) != len(adapters):
         raise UsageProblem(
-            f"{len(weights)} weights are given for {len(adapters)} adapters", hint="give `--weight` once per adapter"
+            f"{len(weights)} weight(s) for {len(adapters)} adapter(s)", hint="give `--weight` once per adapter"
         )
     if not all(map(math.isfinite, weights)):
         raise UsageProblem("a weight is not finite", hint="give numbers such as `--weight 0.5`")
@@ -157,6 +164,7 @@ def plan_merge(
     base: Checkpoint, adapters: Sequence[Adapter], weights: Sequence[float], dtype: str, max_shard_size: str | int
 ) -> Merge:
     """Places every tensor of every adapter and makes the lazy result; see `merge_lora` for arguments and errors."""
+    _refuse_other_types(base, adapters)
     checkpoint, edits = merged(base, adapters, weights, dtype)
     return Merge(
         plan_checkpoint(checkpoint, max_shard_size),
@@ -165,6 +173,17 @@ def plan_merge(
         added=tuple(name for name in checkpoint if name not in base),
         warnings=tuple(edits.warnings),
     )
+
+
+def _refuse_other_types(base: Checkpoint, adapters: Sequence[Adapter]) -> None:
+    """Shapes of another architecture may fit by chance."""
+    own = base.config.get("model_type")
+    other = next((adapter for adapter in adapters if adapter.model_type not in ("", own)), None)
+    if other:
+        raise MalformedInput(
+            f"`{other.name}` was trained on a {other.model_type}, the base is a {own}",
+            hint="give the base that the adapter was trained on",
+        )
 
 
 def merged(

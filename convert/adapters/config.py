@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmconv.convert.adapters.patterns import matches, require_few
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 
 FORMULA = "its update is not W + s·B·A; merge it with PEFT's `merge_and_unload` and `save_pretrained`"
@@ -128,18 +130,9 @@ def matching_key(pattern: Mapping[str, Any], module: str) -> str:
     """The first key of `pattern` that matches the module's path (PEFT `get_pattern_key`), or `""`.
 
     Raises:
-        MalformedInput: a key is no regular expression.
+        MalformedInput: a key is no regular expression, or one that is an attack.
     """
-    for key in pattern:
-        try:
-            if re.match(rf"(.*\.)?({key})$", module):
-                return key
-        except re.error as error:
-            raise MalformedInput(
-                f"the adapter config has the pattern {key!r}, which is no regular expression: {error}",
-                hint="repair `rank_pattern` or `alpha_pattern` in `adapter_config.json`",
-            ) from error
-    return ""
+    return next((key for key in pattern if matches(key, module)), "")
 
 
 def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initial: bool = False) -> LoraConfig:
@@ -206,7 +199,7 @@ def _unknown(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise MalformedInput(
             f"the adapter config has {value!r} for `{name}`, which would merge nothing",
             hint="ask the adapter's author for the value it was trained with; some trainers wrote 0 by mistake",
@@ -221,8 +214,9 @@ def _flag(fields: Mapping[str, Any], name: str) -> bool:
 
 
 def _map(fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
-    if not isinstance(value := fields.get(name) or {}, dict):
+    if not isinstance(value := fields.get(name) or {}, dict) or not all(isinstance(key, str) for key in value):
         raise _odd(name, value)
+    require_few(value)
     return list(value.items())
 
 

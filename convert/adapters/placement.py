@@ -14,12 +14,11 @@ from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.adapters.targets import Targets, other_base
 from llmconv.convert.adapters.tokens import TokenRows, with_rows
 from llmconv.convert.adapters.updates import Change, add_changes
+from llmconv.convert.blueprint.names import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, DType, LazyTensor, cast, in_memory
 
 HEAD = "lm_head.weight"
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-"""How the tensors are called whose rows are tokens."""
 
 ONE = in_memory(np.ones((1, 1), dtype=np.float32), BY_NAME["float32"])
 

@@ -80,6 +80,7 @@ class Adapter:
         whole: tensor name to a tensor that replaces the base's.
         tokens: module path to rows that replace the base's.
         initial: the adapter as it was before training, where training took it out of the base.
+        model_type: that of its base, where its files tell.
     """
 
     path: Path
@@ -90,6 +91,7 @@ class Adapter:
     whole: Mapping[str, LazyTensor] = field(default_factory=dict)
     tokens: Mapping[str, TokenRows] = field(default_factory=dict)
     initial: Adapter | None = None
+    model_type: str = ""
 
     @property
     def name(self) -> str:
@@ -145,7 +147,7 @@ def _way_to_adapter(folder: Path) -> str:
     return (
         f"give one of its folders: {', '.join(inner)}"
         if inner
-        else "give the folder that PEFT's `save_pretrained` wrote"
+        else "give the folder that PEFT's `save_pretrained` wrote, or PaddleNLP's"
     )
 
 

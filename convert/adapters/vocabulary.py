@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llmconv.convert.adapters.placement import EMBEDDINGS, HEAD, Edits
+from llmconv.convert.adapters.placement import HEAD, Edits
+from llmconv.convert.blueprint.names import EMBEDDINGS
 from llmconv.errors import MalformedInput
 
 
@@ -17,8 +18,8 @@ def find_embedding(names: Iterable[str]) -> str | None:
 
 def says_tied(config: Mapping[str, Any]) -> bool:
     """Whether head and embedding are one matrix when the file has only one (transformers' default is yes)."""
-    parts = (config, config.get("text_config") or {})
-    return all(part.get("tie_word_embeddings", True) for part in parts)
+    parts = (config, config.get("text_config"))
+    return all(part.get("tie_word_embeddings", True) for part in parts if isinstance(part, Mapping))
 
 
 def fit_vocabulary(edits: Edits, embedding: str | None, config: dict[str, Any], *, shared: bool) -> bool:

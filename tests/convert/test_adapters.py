@@ -206,7 +206,7 @@ def adapter(save_tensors: Callable[..., Path]) -> Path:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--weight", "1", "--weight", "2"], "2 weights"),
+        (["--weight", "1", "--weight", "2"], "2 weight(s)"),
         (["--weight", "nan"], "not finite"),
         (["--max-shard-size", "5 apples"], "5 apples"),
     ],
