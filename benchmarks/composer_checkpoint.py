@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import OrderedDict
 from math import prod
 from pathlib import Path
@@ -13,7 +14,10 @@ import torch
 
 from benchmarks.models import CONFIG, shapes
 from llmconv.checkpoint import open_weights
+from llmconv.convert.to_hf import open_training
 from llmconv.safetensors_io import FileTensor
+
+EXAMPLE = Path("examples/tiny-llama/ep4-ba2400-rank0.pt")
 
 
 class HoleyFile(io.FileIO):
@@ -43,12 +47,18 @@ def save(model: Path, path: Path) -> None:
     state = {
         "model": weights,
         "optimizers": {"DecoupledAdamW": {"state": moments, "param_groups": groups}},
-        "integrations": {"huggingface": {"model": {"config": config}, "tokenizer": {}}},
+        "integrations": {"huggingface": {"model": {"config": config}, "tokenizer": _tokenizer()}},
         "timestamp": {"Timestamp": {"epoch": 0, "batch": 2}},
     }
     with HoleyFile(path, "w") as file:
         torch.save({"state": state, "rng": []}, file)
         file.truncate(file.tell())
+
+
+def _tokenizer() -> dict[str, Any]:
+    """That of the example, as Composer embeds one: LLM Foundry's converter fails without."""
+    files = {name: data for name, data in open_training(EXAMPLE).side_files.items() if name.endswith(".json")}
+    return {name: {"file_extension": ".json", "content": json.loads(data)} for name, data in files.items()}
 
 
 def _mapped(tensor: Any) -> torch.Tensor:

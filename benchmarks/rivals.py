@@ -12,11 +12,11 @@ from pathlib import Path
 
 from benchmarks import environments
 from benchmarks.formats import checkpoint as training_checkpoint
-from benchmarks.measure import FOLDER, Measurement, Target, interleaved, llmconv, median, report, run, table
+from benchmarks.measure import FOLDER, Measurement, Target, interleaved, llmconv, median, remove, report, run, table
 from benchmarks.models import VOCABULARY
 from benchmarks.to_hf import checkpoint as composer_checkpoint
 
-ROUNDS = 3
+ROUNDS = 2
 SCRIPT = Path("scripts/inference/convert_composer_to_hf.py")
 TOKENIZER = """
 import sys
@@ -76,6 +76,8 @@ def main() -> int:
         commands[theirs[1]] = foundry_converter(composer, output, Path(checkout))
         note = f"The Composer checkpoint has {composer.stat().st_size / 1e9:.1f} GB with its Adam state."
     results = interleaved(commands, ROUNDS, output)
+    for left in Path().glob("tokenizer-save-dir-*"):  # LLM Foundry's script never removes them
+        remove(left)
     targets = [target for pair in zip(ours, theirs, strict=False) for target in compared(*pair, results)]
     body = f"A random 1.1 B Llama (2.2 GB of bfloat16); medians. {note}\n\n{table(results)}"
     return report("rivals", "to-hf beside other converters", body, targets)

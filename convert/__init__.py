@@ -1,6 +1,8 @@
 if __name__ != "llmconv.convert":
     raise ImportError("import llmconv.convert: `convert` is no top-level package")
 
+from llmconv.convert.delta import apply_delta as apply_delta
+from llmconv.convert.delta import extract_delta as extract_delta
 from llmconv.convert.from_hf import from_hf as from_hf
 from llmconv.convert.inspect import inspect as inspect
 from llmconv.convert.lora import merge_lora as merge_lora

@@ -23,7 +23,7 @@ def causal_lm_classes() -> dict[str, str]:
     source = Path(spec.submodule_search_locations[0], "models", "auto", "modeling_auto.py")
     if not source.is_file():
         return {}
-    for node in ast.parse(source.read_bytes()).body:
+    for node in ast.parse(source.read_bytes(), str(source)).body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[rows])) if name == TABLE:
                 return {kind: name for kind, name in ast.literal_eval(rows) if isinstance(name, str)}

@@ -23,6 +23,10 @@ DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_pos
 """What transformers takes for a field that is not there (`LlamaConfig`)."""
 
 
+OTHER_SIZES = {"n_head", "n_heads", "n_embd", "d_model"}
+"""What models that are not like Llama (GPT-2, Bloom, MPT, OPT) call their sizes."""
+
+
 @dataclass(frozen=True)
 class Decoder:
     """The sizes of a model, and how it turns its positions.
@@ -77,11 +81,17 @@ def read_decoder(checkpoint: Checkpoint) -> Decoder:
     """The model of a Hugging Face folder.
 
     Raises:
+        UnsupportedInput: it is no model like Llama.
         MalformedInput: a size is missing or no number, or the sizes contradict each other.
     """
     fields, source = checkpoint.config, checkpoint.path.name
     if not isinstance(fields.get("model_type"), str):
         raise MalformedInput(f"`config.json` of `{source}` names no `model_type`", hint="repair it; copy it again")
+    if OTHER_SIZES & fields.keys() and not {"hidden_size", "num_attention_heads"} <= fields.keys():
+        raise UnsupportedInput(
+            f"`{source}` is a `{fields['model_type'][:40]}`, and this format holds only models like Llama",
+            hint="choose another `--to`, or keep the Hugging Face folder",
+        )
     hidden, heads = _count(fields, "hidden_size", source), _count(fields, "num_attention_heads", source)
     kv_heads = _count(fields, "num_key_value_heads", source, heads)
     head_dim = _count(fields, "head_dim", source, max(1, hidden // heads))
@@ -136,6 +146,8 @@ def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
     if scaling.get("partial_rotary_factor") == 1:
         del scaling["partial_rotary_factor"]
     kind = stored.get("rope_type", stored.get("type", "default"))
+    if not isinstance(kind, str | None):
+        raise MalformedInput(f"the rope settings of `{source}` have the type {kind!r}", hint="repair its `config.json`")
     theta = stored.get("rope_theta", fields.get("rope_theta"))
     theta = _number(10000.0 if theta is None else theta, "rope_theta", source)
     return theta, ({} if kind == "default" and not scaling else {"rope_type": kind, **scaling})

@@ -9,13 +9,13 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.decoder import SHARD_LIMIT
 from llmconv.convert.formats import Format, formats
 from llmconv.convert.mapping import listing
-from llmconv.convert.state_dict import DROPPED, check_complete, untie
+from llmconv.convert.state_dict import DROPPED, whole
 from llmconv.convert.to_hf import check_dtype, with_cast
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
-from llmconv.storage import local_path
-from llmconv.writer import Plan, write_checkpoint
+from llmconv.storage import local_path, reading_safely
+from llmconv.writer import Plan, check_output, write_checkpoint
 
 
 def from_hf(
@@ -47,10 +47,12 @@ def from_hf(
     check_dtype(dtype)
     if not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
-    checkpoint = open_model(local_path(model))
+    with reading_safely(model):
+        checkpoint = open_model(local_path(model))
     assert chosen.save
     plan = chosen.save(with_cast(checkpoint, dtype), shards)
     warn_all((*checkpoint.warnings, *plan.warnings, *_left_behind(plan, to)))
+    check_output(plan, Path(output), overwrite, [checkpoint.path])
     if not dry_run:
         done = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
         steps = [*steps_of_weights(checkpoint.path), done]
@@ -91,6 +93,5 @@ def open_model(path: Path) -> Checkpoint:
         )
     warnings: list[str] = []
     tensors = {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
-    config = untie(tensors, checkpoint.config, warnings)
-    check_complete(tensors, config, path.name)
+    config = whole(tensors, checkpoint.config, path.name, warnings)
     return replace(checkpoint, tensors=tensors, config=config, warnings=tuple(warnings))

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_json
+from llmconv.convert.deltas import DELTA_FILE
+from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import Format, detect
 from llmconv.convert.mapping import comparing_samples
 from llmconv.convert.raw import raw_tensors, torch_tensors
@@ -31,7 +33,7 @@ class Inspection:
 
     Attributes:
         path: the file or folder.
-        format: `composer`, `meta`, …, or `hf`, `adapter`, `safetensors`, `torch-file`.
+        format: `composer`, `meta`, …, or `hf`, `adapter`, `delta`, `safetensors`, `torch-file`.
         config: its configuration, empty where there is none.
         tensors: its tensors, in the names a conversion would give them.
         side_files: names of the tokenizer and generation files.
@@ -108,9 +110,11 @@ def _inspect(place: Path) -> Inspection:
     found = detect(place)
     if found:
         return _inspect_training(place, found)
+    if (place / DELTA_FILE).is_file():
+        return _inspect_delta(place)
     if place.is_dir() and (place / ADAPTER_CONFIG).is_file():
         return _inspect_adapter(place)
-    if place.is_dir() and (place / "config.json").is_file():
+    if place.is_dir() and (place / "config.json").is_file() and any(place.glob("*.safetensors")):
         return _opened(open_checkpoint(place))
     if place.is_file() and ".safetensors" in place.suffixes:
         return Inspection(place, "safetensors", {}, read_header(place).tensors)
@@ -126,7 +130,7 @@ def _inspect_training(path: Path, found: Format) -> Inspection:
     except InputRefused as problem:
         tensors = _peek(path, found, problem)
         files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
-        warning = f"not to be converted yet: {problem}"
+        warning = f"not to be converted as it is: {problem} ({problem.hint})"
         return Inspection(path, found.name, {}, tensors, warnings=(warning,), shards=len(files))
     return _opened(opened)
 
@@ -159,6 +163,14 @@ def _opened(opened: Checkpoint) -> Inspection:
         opened.dropped,
         opened.kind,
     )
+
+
+def _inspect_delta(folder: Path) -> Inspection:
+    """The tensors of the tuned model; they cannot be read without the base."""
+    opened = open_exact(folder)
+    tensors = {name: one.over(None) for name, one in opened.stored.items()}
+    files = len({one.path for one in opened.stored.values()})
+    return Inspection(folder, "delta", opened.config, tensors, tuple(sorted(opened.side_files)), shards=files)
 
 
 def _inspect_adapter(folder: Path) -> Inspection:

@@ -11,23 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
-from llmconv.convert.adapters.checking import Check, check_output
+from llmconv.convert.adapters.checking import Check, check_written
 from llmconv.convert.adapters.combining import SUMS, Combination
+from llmconv.convert.adapters.initial import with_initial
 from llmconv.convert.adapters.placement import HEAD, Edits
 from llmconv.convert.adapters.reading import Adapter, open_adapter
+from llmconv.convert.adapters.replication import replicated
 from llmconv.convert.adapters.task_vectors import TaskVectors
 from llmconv.convert.adapters.tuned_reading import is_tuned, open_tuned
-from llmconv.convert.adapters.updates import add_changes
-from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
+from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, follow_tokens, says_tied, untie
 from llmconv.convert.configs import with_dtype
 from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
 from llmconv.convert.to_hf import check_dtype
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
-from llmconv.storage import local_path
-from llmconv.tensors import BLOCK_BYTES, BY_NAME, FLOATS, LazyTensor, cast
-from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
+from llmconv.storage import local_path, reading_safely
+from llmconv.tensors import BLOCK_BYTES, BY_NAME, FLOATS, LazyTensor
+from llmconv.writer import Plan, check_output, plan_checkpoint, write_checkpoint
 
 LINEAR = Combination()
 TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
@@ -64,6 +65,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     *,
     weights: Sequence[float] = (),
     alpha: float | None = None,
+    initial_adapters: Sequence[str | Path] = (),
     combine: str = "linear",
     densities: Sequence[float] = (),
     seed: int = 0,
@@ -87,6 +89,8 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         output: the folder to make.
         weights: w, one per adapter; all 1 by default.
         alpha: `lora_alpha` where an adapter's config does not carry it.
+        initial_adapters: one per adapter, as it was before training, where that took it out of the base (PiSSA, OLoRA,
+            CorDA, LoRA-GA): its product is subtracted. `-` for an adapter without one.
         combine: how several adapters become one, one of `METHODS` of `adapters.combining`, which defines them.
         densities: for a `combine` that prunes, the share of each adapter's change to keep; one, or one per adapter.
         seed: for a `combine` that draws; with a tensor's name and the adapter's content it decides what is drawn.
@@ -109,14 +113,18 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     check_dtype(dtype)
     if check and dry_run:
         raise UsageProblem("a dry run writes nothing that could be checked", hint="leave `--dry-run` or `--check` away")
-    checkpoint = open_checkpoint(local_path(base))
-    opened = [_open(local_path(adapter), alpha) for adapter in adapters]
+    with reading_safely(base):
+        checkpoint = open_checkpoint(local_path(base))
+    opened = _open_all(adapters, initial_adapters, alpha)
     factors = _checked_weights(weights, opened)
     combination = _combination(Combination(combine, tuple(densities), seed, rank, majority_sign), opened)
     merge = plan_merge(checkpoint, opened, factors, dtype, max_shard_size, combination)
     warn_all(merge.warnings)
+    check_output(merge.plan, Path(output), overwrite, [checkpoint.path, *(item.path for item in opened)])
     if not dry_run:
         options: dict[str, Any] = {} if combine == "linear" else {"combination": asdict(combination)}
+        if initial_adapters:
+            options["initial_adapters"] = [_identity(item.initial) if item.initial else None for item in opened]
         options |= {"weights": list(weights), "alpha": alpha, "dtype": None if dtype == "keep" else dtype}
         done = step("merge-lora", checkpoint.path.absolute(), adapters=[_identity(item) for item in opened], **options)
         steps, sources = [*steps_of_weights(checkpoint.path), done], _sources(checkpoint, opened)
@@ -124,13 +132,33 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     if not check:
         return merge
     summed = combination.method in SUMS
-    return replace(merge, check=check_output(merge.plan.checkpoint, merge.edits, Path(output), summed=summed))
+    return replace(merge, check=check_written(merge.plan.checkpoint, merge.edits, Path(output), summed=summed))
 
 
-def _open(path: Path, alpha: float | None) -> Adapter:
-    if is_paddle_adapter(path):
-        return open_paddle_adapter(path, alpha)
-    return open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
+def _open_all(adapters: Sequence[str | Path], initial: Sequence[str | Path], alpha: float | None) -> list[Adapter]:
+    if initial and len(initial) != len(adapters):
+        raise UsageProblem(
+            f"{len(initial)} initial adapters are given for {len(adapters)} adapters",
+            hint="give `--initial-adapter` once per adapter, `-` for one that needs none",
+        )
+    before = [None if str(path) == "-" else path for path in initial] or [None] * len(adapters)
+    return [_open_trained(path, start, alpha) for path, start in zip(adapters, before, strict=True)]
+
+
+def _open_trained(adapter: str | Path, initial: str | Path | None, alpha: float | None) -> Adapter:
+    if initial is None:
+        return _open(adapter, alpha)
+    return with_initial(_open(adapter, alpha, initial=True), _open(initial, alpha, initial=True))
+
+
+def _open(adapter: str | Path, alpha: float | None, *, initial: bool = False) -> Adapter:
+    with reading_safely(adapter):
+        path = local_path(adapter)
+        if is_paddle_adapter(path) and not initial:
+            return open_paddle_adapter(path, alpha)
+        if is_tuned(path) and not initial:
+            return open_tuned(path, alpha)
+        return open_adapter(path, alpha, initial=initial)
 
 
 def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> list[float]:
@@ -138,7 +166,7 @@ def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> l
         raise UsageProblem("no adapter is given", hint="give at least one: `llmconv merge-lora BASE ADAPTER -o OUT`")
     if weights and len(weights) != len(adapters):
         raise UsageProblem(
-            f"{len(weights)} weights are given for {len(adapters)} adapters", hint="give `--weight` once per adapter"
+            f"{len(weights)} weight(s) for {len(adapters)} adapter(s)", hint="give `--weight` once per adapter"
         )
     if not all(map(math.isfinite, weights)):
         raise UsageProblem("a weight is not finite", hint="give numbers such as `--weight 0.5`")
@@ -167,7 +195,8 @@ def _identity(adapter: Adapter) -> dict[str, str]:
 
 def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
     files = sorted(path for path in checkpoint.path.iterdir() if path.suffix in (".safetensors", ".json"))
-    return files + [path for adapter in adapters for path in (*adapter.weights, adapter.settings)]
+    every = [item for adapter in adapters for item in (adapter, adapter.initial) if item]
+    return files + [path for adapter in every for path in (*adapter.weights, adapter.settings)]
 
 
 def plan_merge(
@@ -179,15 +208,27 @@ def plan_merge(
     combination: Combination = LINEAR,
 ) -> Merge:
     """Places every tensor of every adapter and makes the lazy result; see `merge_lora` for arguments and errors."""
+    _refuse_other_types(base, adapters)
     checkpoint, edits = merged(base, adapters, weights, dtype, combination)
     return Merge(
         plan_checkpoint(checkpoint, max_shard_size),
         merged=tuple(name for name in checkpoint if name in edits.changes),
-        replaced=tuple(name for name in checkpoint if name in edits.whole and name in base),
+        replaced=tuple(name for name in checkpoint if edits.replaces(name) and name in base),
         added=tuple(name for name in checkpoint if name not in base),
         warnings=tuple(edits.warnings),
         edits=edits,
     )
+
+
+def _refuse_other_types(base: Checkpoint, adapters: Sequence[Adapter]) -> None:
+    """Shapes of another architecture may fit by chance."""
+    own = base.config.get("model_type")
+    other = next((adapter for adapter in adapters if adapter.model_type not in ("", own)), None)
+    if other:
+        raise MalformedInput(
+            f"`{other.name}` was trained on a {other.model_type}, the base is a {own}",
+            hint="give the base that the adapter was trained on",
+        )
 
 
 def merged(
@@ -202,6 +243,7 @@ def merged(
         raise UnsupportedInput(
             "the base is quantized", hint="merge into the unquantized model the adapter was trained on, then quantize"
         )
+    base = replicated(base, adapters)
     embedding = find_embedding(base)
     shared = embedding is not None and HEAD not in base and says_tied(base.config)
     edits = Edits(dict(base.tensors), base.config)
@@ -210,9 +252,11 @@ def merged(
     vectors = TaskVectors(edits, adapters, weights, combination)
     for number in vectors.order:
         edits.place(adapters[number], weights[number])
+    follow_tokens(edits, embedding, shared=shared)
     config = deepcopy(base.config)
     resized = fit_vocabulary(edits, embedding, config, shared=shared)
-    untie(edits, embedding, config, shared=shared, stay=resized or any(item.config.tied for item in adapters))
+    stay = resized or any(item.config.tied for item in adapters) or edits.only_tokens(embedding)
+    untie(edits, embedding, config, shared=shared, stay=stay)
     tensors = {name: _result(edits, vectors, name, dtype) for name in edits.tensors}
     if dtype != "keep":
         config = with_dtype(config, tensors)
@@ -226,9 +270,7 @@ def _result(edits: Edits, vectors: TaskVectors, name: str, dtype: str) -> LazyTe
     target = BY_NAME[dtype] if dtype != "keep" and kept.name in ("float64", *FLOATS) else kept
     if name in edits.changes and not vectors.summed:
         return vectors.combined(name, edits.current(name), target)
-    if name in edits.changes:
-        return add_changes(edits.current(name), edits.changes[name], target)
-    return cast(edits.current(name), target)
+    return edits.result(name, target)
 
 
 def _side_files(base: Checkpoint, adapters: Sequence[Adapter]) -> dict[str, bytes]:

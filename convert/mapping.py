@@ -58,8 +58,8 @@ def rename(names: Iterable[str], table: Mapping[str, str | None], source: str) -
 def _find(name: str, table: Mapping[str, str | None]) -> tuple[str | None, str]:
     if name in table:
         return name, ""
-    template = re.sub(r"(?<=\.)\d+(?=\.)", "{}", name, count=1)
-    number = re.search(r"(?<=\.)\d+(?=\.)", name)
+    template = re.sub(LAYER_NUMBER, "{}", name, count=1)
+    number = re.search(LAYER_NUMBER, name)
     return (template, number[0]) if number and template in table else (None, "")
 
 
@@ -84,6 +84,10 @@ def require(targets: Iterable[str], produced: Mapping[str, Any], source: str) ->
             f"`{source}` lacks {len(missing)} tensors of the model: {listing(missing)}",
             hint="the checkpoint is incomplete, or its configuration is of another model",
         )
+
+
+LAYER_NUMBER = r"(?<=\.)\d{1,9}(?=\.)"
+"""A longer one is of no layer, and may be longer than what Python makes a number of."""
 
 
 def listing(names: Sequence[str]) -> str:
@@ -180,13 +184,22 @@ def inverse_order(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(place) for place in np.argsort(order))
 
 
+HEAD_LIMIT = 1 << 16
+"""Rows; no head has more than a few hundred."""
+
+
 @lru_cache(maxsize=8)
 def rope_order(head_dim: int) -> tuple[int, ...]:
     """For each row of a head as Hugging Face orders it, the row as Meta orders it.
 
     Meta rotates neighbours (2i, 2i + 1), Hugging Face rotates halves (i, i + D/2): row `j * D/2 + i` is row `2i + j`
     (transformers `convert_llama_weights_to_hf.py`, `permute`). Four rows: 0, 2, 1, 3.
+
+    Raises:
+        ValueError: a head has no rows, or more than any head has.
     """
+    if not 2 <= head_dim <= HEAD_LIMIT:
+        raise ValueError(f"a head has {head_dim} rows")
     return tuple(2 * i + j for j in range(2) for i in range(head_dim // 2))
 
 

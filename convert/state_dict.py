@@ -9,7 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmconv.convert.composer import mpt_tensors
+from llmconv.convert.blueprint.blueprint import Blueprint, blueprint
+from llmconv.convert.blueprint.comparison import compare
+from llmconv.convert.blueprint.names import EMBEDDINGS, HEADS, model_names
+from llmconv.convert.blueprint.rules import LAYER_COUNTS, check_layers, check_rules
 from llmconv.convert.mapping import equal, listing
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.pickles.data import TensorRef
@@ -25,16 +28,12 @@ DROPPED = re.compile(
     r"\.rotary_emb\.inv_freq$"  # a buffer that models compute; rounded in bfloat16 checkpoints
     r"|\._extra_state$"  # Transformer Engine's scaling factors
 )
-CAUSAL_MASK = re.compile(r"\.(?:attn|attention)\.(?:masked_)?bias$")
-"""Buffers of GPT-2 and its kin in old files: rank 4, and a scalar."""
-
-LAYER = re.compile(r"\.(\d+)\.")
-UNEVEN_FIELDS = ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "layers_block_type", "moe_layers")
-"""Configuration fields of models whose layers do not all have the same weights."""
-
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-HEADS = ("lm_head.weight", "embed_out.weight")
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+BUFFERS: tuple[tuple[str, re.Pattern[str], tuple[int, ...]], ...] = (
+    ("causal masks", re.compile(r"\.(?:attn|attention)\.(?:(?:masked_)?bias|causal_mask)$"), (0, 2, 3, 4)),
+    ("rotary tables", re.compile(r"\.rotary_emb\.(?:inv_freq|(?:cos|sin)_cached)$|\.embed_positions$"), (1, 2, 3, 4)),
+    ("position numbers", re.compile(r"(?:^|\.)position_ids$"), (1, 2)),
+)
+"""What models compute for themselves and old files hold nevertheless: what it is, its name, its possible ranks."""
 
 Leaf = TensorRef | LazyTensor
 """What stands for a tensor: a reference into a torch file, or a tensor that is already lazy."""
@@ -65,7 +64,7 @@ def select(
     skipped: list[str] = []
     for key, value in state.items():
         name = names[key].removeprefix(prefix)
-        if DROPPED.search(name) or _is_mask(name, value):
+        if DROPPED.search(name) or _is_buffer(name, value):
             continue
         if isinstance(value, Stub) or name in tensors:
             problem = "is doubled" if name in tensors else "is an object that was not rebuilt, no plain tensor"
@@ -81,8 +80,9 @@ def select(
     return tensors
 
 
-def _is_mask(name: str, value: Any) -> bool:
-    return bool(CAUSAL_MASK.search(name)) and isinstance(value, Leaf) and len(value.shape) in (0, 4)
+def _is_buffer(name: str, value: Any) -> bool:
+    rank = len(value.shape) if isinstance(value, Leaf) else -1
+    return any(sign.search(name) and rank in ranks for _, sign, ranks in BUFFERS)
 
 
 def untie(tensors: dict[str, LazyTensor], config: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
@@ -109,44 +109,49 @@ def _same_place(one: LazyTensor, other: LazyTensor) -> bool:
     return (one.path, one.offset, one.shape, one.dtype) == (other.path, other.offset, other.shape, other.dtype)
 
 
-def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
-    """Every layer of the config is there and no other, so that nothing is left to random initialisation.
+def whole(tensors: dict[str, LazyTensor], config: dict[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
+    """The configuration, which then says whether the head is tied; the tensors are the whole of its model.
+
+    Args:
+        tensors: by Hugging Face name; what transformers passes over, and a head that is the embedding, is taken out.
+        config: content of `config.json`.
+        source: file name for messages.
+        warnings: gets a line where configuration and tensors disagree about the head.
 
     Raises:
-        MalformedInput: a layer, the head or part of a layer is missing, or the sizes are of another model.
+        MalformedInput: see `check_complete`.
     """
-    wanted = next((config[field] for field in LAYER_COUNTS if field in config), None)
-    layers: dict[int, set[str]] = {}
-    for name in tensors:
-        if number := LAYER.search(name):
-            layers.setdefault(int(number[1]), set()).add(name[number.end() :])
-    if wanted is not None and (type(wanted) is not int or wanted != len(layers) or max(layers, default=-1) >= wanted):
-        raise MalformedInput(
-            f"`{source}` has {len(layers)} layers, its configuration says {str(wanted)[:40]}",
-            hint="the configuration is of another model, or the checkpoint is partial",
-        )
-    uneven = [f"{number}.{rest}" for number, parts in layers.items() for rest in set.union(*layers.values()) - parts]
-    if uneven and not any(field in config for field in UNEVEN_FIELDS):
-        raise MalformedInput(
-            f"`{source}` lacks tensors that other layers have: {listing(sorted(uneven))}",
-            hint="the checkpoint is partial; transformers would fill the gaps with random weights",
-        )
-    _check_ends(tensors, config, source)
-    if config.get("model_type") == "mpt":
-        mpt_tensors.check_tensors(tensors, config, source)
+    plan = _plan(tensors, config)
+    if plan:
+        for name in [name for name in tensors if plan.ignores(name)]:
+            del tensors[name]
+    if config.get("tie_word_embeddings") is None:
+        ties = plan.tied if plan else model_names(str(config.get("model_type"))).tied
+        config = {**config, "tie_word_embeddings": True} if ties else config
+    config = untie(tensors, config, warnings)
+    check_complete(tensors, config, source)
+    return config
 
 
-def _check_ends(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
-    """The embedding fits the vocabulary, and there is an output head where it is not tied."""
-    embedding = next((tensors[name] for name in tensors if name.endswith(EMBEDDINGS)), None)
-    vocabulary = config.get("vocab_size")
-    if embedding is not None and vocabulary is not None and embedding.shape[0] != vocabulary:
-        raise MalformedInput(
-            f"the embedding in `{source}` has {embedding.shape[0]} rows, `vocab_size` is {vocabulary}",
-            hint="the configuration is of another model; give the right one with `--config`",
-        )
-    if config.get("tie_word_embeddings") is False and not any(head in tensors for head in HEADS):
-        raise MalformedInput(
-            f"`{source}` has no output head, and its configuration does not tie it to the embedding",
-            hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
-        )
+def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
+    """The tensors are exactly those of the model of `config`, in its shapes, so that nothing is left to chance.
+
+    Where the installed transformers does not tell them one by one, rules are checked that hold for any model.
+
+    Raises:
+        MalformedInput: tensors are missing, or of another model, or no floats.
+    """
+    plan = _plan(tensors, config)
+    try:
+        known = plan is not None and compare(tensors, plan, source)
+    except MalformedInput:
+        check_layers(tensors, config, source)
+        raise
+    if not known:
+        check_rules(tensors, config, model_names(str(config.get("model_type"))), source)
+
+
+def _plan(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> Blueprint | None:
+    """The blueprint, unless the configuration says more layers than there are tensors."""
+    counts = [value for field in LAYER_COUNTS if isinstance(value := config.get(field), int)]
+    return blueprint(config) if all(count <= len(tensors) for count in counts) else None

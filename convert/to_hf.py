@@ -10,6 +10,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import merged_configs, with_dtype
 from llmconv.convert.formats import by_name, detect
+from llmconv.convert.state_dict import check_complete
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import UsageProblem
 from llmconv.manifest import step
@@ -17,7 +18,7 @@ from llmconv.packing.unpacking import unpacked
 from llmconv.progress import warn_all
 from llmconv.storage import files_under, local_path, reading_safely
 from llmconv.tensors import BY_NAME, FLOATS, cast
-from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
+from llmconv.writer import Plan, check_output, plan_checkpoint, write_checkpoint
 
 
 def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
@@ -51,7 +52,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         adapter: what becomes of a LoRA adapter in a Composer checkpoint: `merge` or `split`; merged when None.
         root: keys, joined with dots, under which a distributed checkpoint holds the model, where it holds several.
         dtype, max_shard_size: `keep` or the float type of the weights; largest safetensors file, such as `5GB`.
-        overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; write nothing.
+        overwrite, resume, dry_run: replace what llmconv made; continue an interrupted run; write nothing.
 
     Raises:
         InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.
@@ -61,15 +62,23 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     base = local_path(base) if base else None
     options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
     checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, options)
-    warn_all(checkpoint.warnings)
     plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
+    warn_all(checkpoint.warnings)
+    check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path])
     if not dry_run:
         told = {"config": [path.name for path in configs] or None, "dtype": dtype}
         named = {"tokenizer": Path(tokenizer).name if tokenizer else None, "base": base.name if base else None}
-        steps = [step("to-hf", checkpoint.path, format=checkpoint.format, **(options | named | told))]
-        sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, Path(output))]
-        write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+        _write(plan, Path(output), base, options | named | told, overwrite=overwrite, resume=resume)
     return plan
+
+
+def _write(
+    plan: Plan, output: Path, base: Path | None, told: Mapping[str, Any], *, overwrite: bool, resume: bool
+) -> None:
+    source = plan.checkpoint.path
+    steps = [step("to-hf", source, format=plan.checkpoint.format, **told)]
+    sources = [file for path in (source, base) if path for file in files_under(path, output)]
+    write_checkpoint(plan, output, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
 
 
 def open_training(
@@ -110,7 +119,10 @@ def _open(
         raise UsageProblem(
             f"`--{foreign[0].replace('_', '-')}` means nothing for the format `{chosen.name}`", hint="leave it out"
         )
-    return chosen.open(inside, {**merged_configs(config), **given}, tokenizer)
+    opened = chosen.open(inside, {**merged_configs(config), **given}, tokenizer)
+    if opened.tensors:  # whatever the user's fields have made of the configuration since the format checked its own
+        check_complete(opened.tensors, opened.config, path.name)
+    return opened
 
 
 def check_dtype(dtype: str) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import formats
-from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.pickles.machine import Stub
 from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
 
 PACKED = re.compile(r"\.(?:(?:pth?|bin|ckpt)\.(?:gz|bz2|xz|lzma|lz4|zst)|tar(?:\.\w+)?|tgz)$")
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+MEGATRON = {"checkpoint_version", "args", "model"}
 FOREIGN = {
+    b"version https://git-lfs": "a pointer of Git LFS, whose file was not fetched (`git lfs pull`)",
+    b"<!DOCTYPE html": "a web page; the download may need a login",
+    b"<html": "a web page; the download may need a login",
     b"GGUF": "a GGUF file of llama.cpp",
     b"\x89HDF\r\n\x1a\n": "an HDF5 file, as Keras writes",
     b"\x7fELF": "a program",
@@ -28,6 +33,8 @@ def explain(path: Path) -> LlmconvError:
 
 def _explain_folder(folder: Path) -> LlmconvError:
     names = {entry.name for entry in folder.iterdir()}
+    if DELTA_FILE in names:
+        return UnsupportedInput(f"`{folder}` is a delta", hint="use `llmconv delta apply BASE DELTA -o OUT`")
     if "adapter_config.json" in names:
         return UnsupportedInput(f"`{folder}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
     if "config.json" in names and any(name.endswith(".safetensors") for name in names):
@@ -60,6 +67,8 @@ def _is_torch(path: Path) -> bool:
 def _explain_file(path: Path) -> LlmconvError:
     if not path.is_file():
         return InputRefused(f"`{path}` is no regular file", hint="give a file or a folder")
+    if not path.stat().st_size:
+        return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     with open(path, "rb") as file:
         head = file.read(300)
     if head.startswith(b"PK") or is_torch_file(path):
@@ -76,13 +85,18 @@ def _explain_file(path: Path) -> LlmconvError:
             return InputRefused(
                 f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
             )
+        if isinstance(content, dict) and {*content} >= MEGATRON:
+            return UnsupportedInput(
+                f"`{path.name}` is one rank's file of Megatron-LM, which is not converted",
+                hint="convert it with Megatron's own `tools/checkpoint/convert.py`, and go on from there",
+            )
         keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "no dict"
         return UnsupportedInput(
             f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
         )
     foreign = next((what for magic, what in FOREIGN.items() if head.startswith(magic)), None)
     if foreign:
-        return UnsupportedInput(f"`{path.name}` is {foreign}, no training checkpoint", hint=_known())
+        return UnsupportedInput(f"`{path.name}` is no training checkpoint, but {foreign}", hint=_known())
     no_zip = explain_no_zip(path, head)
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
 

@@ -129,7 +129,7 @@ def open_weights(folder: Path) -> dict[str, LazyTensor]:
         return dict(read_header(folder / SINGLE).tensors)
     raise InputRefused(
         f"`{folder}` holds no safetensors weights",
-        hint=f"it needs `{SINGLE}`, or shards with `{INDEX}`",
+        hint=f"it needs `{SINGLE}`, or shards with `{INDEX}`; convert a training checkpoint first with `llmconv to-hf`",
     )
 
 

@@ -95,8 +95,9 @@ class _Storages:
             case [] | [None]:
                 return root
             case [(str() as name, int() as offset, int() as size)] if 0 <= offset <= numel - size <= numel:
-                part = f"{key}:{name}"
-                self.parts[part] = (key, offset, size, root.dtype.itemsize if root.dtype else 1)
+                part, place = f"{key}:{name}", (key, offset, size, root.dtype.itemsize if root.dtype else 1)
+                if self.parts.setdefault(part, place) != place:
+                    raise Refused(f"describes view `{name[:40]}` in two ways")
                 return StorageRef(root.dtype, root.kind, part, size)
             case _:
                 raise Refused("describes a view that reaches outside its storage")

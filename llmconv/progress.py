@@ -22,12 +22,17 @@ def set_quiet(quiet: bool) -> None:
 def say(text: str) -> None:
     """One line of talk on stderr."""
     if not _level["quiet"]:
-        print(text, file=sys.stderr, flush=True)
+        _print(text)
 
 
 def warn(text: str) -> None:
     """One line on stderr that `-q` does not silence."""
-    print(f"warning: {printable(text)}", file=sys.stderr, flush=True)
+    _print(f"warning: {printable(text)}")
+
+
+def _print(line: str) -> None:
+    if sys.stderr is not None:  # or `print` would write to stdout, where the data is
+        print(line, file=sys.stderr, flush=True)
 
 
 def warn_all(warnings: Iterable[str]) -> None:
@@ -39,7 +44,7 @@ def warn_all(warnings: Iterable[str]) -> None:
 @contextmanager
 def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar over `total` bytes; yields the function that advances it."""
-    if _level["quiet"] or not sys.stderr.isatty():
+    if _level["quiet"] or sys.stderr is None or not sys.stderr.isatty():  # None: the caller closed it
         yield lambda count: None
         return
     columns = (

@@ -9,27 +9,26 @@ A reader never sees a partial OUT. After kill -9 the folder is either gone, or `
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed
-from llmconv.manifest import MANIFEST, Manifest
+from llmconv.manifest import MANIFEST, Manifest, read_manifest
+from llmconv.progress import say
 from llmconv.storage import PARTIAL
-
-MARKS = ("config.json", "adapter_config.json", MANIFEST)
-"""One of these lies in every folder that may be replaced: a model's, an adapter's, or whatever was made here."""
 
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
-RENAME_EXCHANGE, AT_FDCWD = 2, -100
+RENAME_NOREPLACE, RENAME_EXCHANGE, AT_FDCWD = 1, 2, -100
 
 
 class StagedFolder:
@@ -51,7 +50,7 @@ class StagedFolder:
         self.output = output
         self.path = output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
         self.finished: dict[str, dict[str, Any]] = {}
-        self._key = key
+        self._key, self._overwrite = key, overwrite
         self._resume = resume
         self._lock: IO[str] | None = None
 
@@ -92,6 +91,8 @@ class StagedFolder:
     def _open_journal(self) -> None:
         if self._resume:
             self.finished = self._read_journal()
+            if not self.finished and (self.path / JOURNAL).is_file():
+                say("nothing to resume: no finished file, or another input or other options; starting over")
         kept = {self.path / name for name in (*self.finished, LOCK)}
         for item in sorted(self.path.rglob("*"), reverse=True):
             if item.is_dir() and not item.is_symlink():
@@ -127,7 +128,8 @@ class StagedFolder:
     def record(self, name: str, entry: dict[str, Any]) -> None:
         """Notes that the file `name` is complete and on disk."""
         self.finished[name] = entry
-        write_durably(self.path / JOURNAL, self._encode_journal())
+        with failing_safely():
+            write_durably(self.path / JOURNAL, self._encode_journal())
 
     def place(self, name: str) -> Path:
         """Where the file `name` is to be written; it may lie one folder down, as `rank_0/model.ckpt` does."""
@@ -158,10 +160,17 @@ class StagedFolder:
             sync_folder(self.path.parent)
 
     def _publish(self) -> None:
-        if os.path.lexists(self.output):
-            exchange(self.path, self.output)
-        else:
-            self.path.rename(self.output)
+        """Replaces only what may be replaced: somebody may have made OUT since the run began."""
+        if self._overwrite and os.path.lexists(self.output):
+            require_free(self.output, overwrite=True)
+            rename_at(self.path, self.output, RENAME_EXCHANGE)
+            return
+        try:
+            rename_at(self.path, self.output, RENAME_NOREPLACE)
+        except FileExistsError as error:
+            raise OutputFailed(
+                f"`{self.output}` appeared while it was being made", hint="move it away and run again with `--resume`"
+            ) from error
 
 
 def is_inner(name: str) -> bool:
@@ -170,18 +179,40 @@ def is_inner(name: str) -> bool:
     return len(parts) <= 2 and all(Path(part).name == part for part in parts)
 
 
-def require_free(output: Path, overwrite: bool) -> None:
-    """`--overwrite` replaces a model folder, and nothing else that happens to have that name."""
+def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+    """`--overwrite` replaces a folder that llmconv made, and nothing else that happens to have that name.
+
+    Args:
+        output: the folder to make.
+        overwrite: it may be replaced.
+        inputs: what the run reads, which must not lie in it.
+
+    Raises:
+        InputRefused: it is there, and may not be replaced.
+    """
     if not os.path.lexists(output):
         return
     if not overwrite:
         raise InputRefused(f"`{output}` already exists", hint="choose another `-o`, or give `--overwrite`")
-    ours = output.is_dir() and not output.is_symlink()
-    if not ours or (any(output.iterdir()) and not any((output / name).is_file() for name in MARKS)):
+    problem = _why_kept(output, [path.resolve() for path in inputs])
+    if problem:
         raise InputRefused(
-            f"`{output}` is no model folder, so it is not overwritten",
-            hint="choose another `-o`, or remove it yourself",
+            f"`{output}` {problem}, so it is not overwritten", hint="choose another `-o`, or remove it yourself"
         )
+
+
+def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
+    """What of a folder stands against replacing it; empty where nothing does."""
+    if not output.is_dir() or output.is_symlink():
+        return "is no folder"
+    if any(path.is_relative_to(output.resolve()) for path in inputs):
+        return "holds what is to be read"
+    entries = [path for path in output.rglob("*") if not path.is_dir()]
+    if entries and not (output / MANIFEST).is_file():
+        return "was not made by llmconv"
+    known = {MANIFEST, *read_manifest(output).files}
+    foreign = sorted(str(path.relative_to(output)) for path in entries if str(path.relative_to(output)) not in known)
+    return f"also holds `{foreign[0]}`, which llmconv did not make" if foreign else ""
 
 
 @contextmanager
@@ -192,13 +223,11 @@ def failing_safely() -> Iterator[None]:
     except LlmconvError:
         raise
     except OSError as error:
-        hint = (
-            "free some space and run again with `--resume`"
-            if error.errno == 28
-            else "mend it and run again with `--resume`"
-        )
+        full = "free some space and run again with `--resume`"
+        other = "see that the file can be read and its folder written, and run again with `--resume`"
         raise OutputFailed(
-            f"writing failed: {error.strerror or error} ({error.filename or 'output'})", hint=hint
+            f"reading or writing failed: {error.strerror or error} ({error.filename or 'output'})",
+            hint=full if error.errno == errno.ENOSPC else other,
         ) from error
 
 
@@ -221,9 +250,17 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def exchange(new: Path, old: Path) -> None:
-    """Swaps two paths in one call (Linux `renameat2`), so that `old` is never absent; `new` gets the old content."""
+def rename_at(new: Path, old: Path, flag: int) -> None:
+    """Renames in one call (Linux `renameat2`): swaps two paths, so that `old` is never absent, or replaces nothing.
+
+    Raises:
+        FileExistsError: RENAME_NOREPLACE, and `old` is there.
+        OSError: any other failure.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE):
+    if libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), flag):
         code = ctypes.get_errno()
+        if code == errno.EINVAL and flag == RENAME_NOREPLACE:  # a file system that cannot tell
+            new.rename(old)
+            return
         raise OSError(code, os.strerror(code), str(old))

@@ -114,9 +114,8 @@ Container = Callable[[Mapping[str, LazyTensor]], Iterable[Piece]]
 
 def in_memory(array: Array, dtype: DType) -> LazyTensor:
     """A LazyTensor over an array that is already there (any shape, bits reinterpreted as `dtype`)."""
-    flat = np.ascontiguousarray(array)
-    rows = flat if flat.ndim else flat.reshape(1)
-    return LazyTensor(dtype, flat.shape, lambda start, stop: rows[start:stop])
+    rows = np.ascontiguousarray(array)  # which gives a scalar a dimension
+    return LazyTensor(dtype, np.shape(array), lambda start, stop: rows[start:stop])
 
 
 def cast(tensor: LazyTensor, dtype: DType) -> LazyTensor:

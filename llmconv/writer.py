@@ -27,7 +27,7 @@ from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.manifest import Manifest
 from llmconv.progress import bytes_bar, warn_all
 from llmconv.safetensors_io import NAME_LIMIT, safetensors_pieces
-from llmconv.staging import StagedFolder, failing_safely
+from llmconv.staging import StagedFolder, failing_safely, require_free
 from llmconv.tensors import Array, Container, LazyTensor, Piece
 
 LOOK_AHEAD = 8
@@ -170,7 +170,8 @@ def write_checkpoint(
     """
     _reuse_freed_blocks()
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
-        _require_space(folder, plan)
+        done = sum(entry["bytes"] for entry in folder.finished.values())
+        _require_space(folder.path, output, plan.nbytes - done)
         with bytes_bar(f"writing {output.name}", plan.nbytes) as advance, checked_reading() as checks:
             for shard in plan.shards:
                 if shard.name in folder.finished:
@@ -187,6 +188,23 @@ def write_checkpoint(
             finish(folder, manifest)
         folder.commit(manifest)
     return manifest
+
+
+def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Path]) -> None:
+    """Refuses before anything is begun what would fail at the end.
+
+    Args:
+        plan: of the run.
+        output: the folder to make.
+        overwrite: it may be replaced.
+        inputs: what the run reads.
+
+    Raises:
+        InputRefused: `output` is there and may not be replaced, or the disk is too small.
+    """
+    require_free(output, overwrite, inputs)
+    home = next(folder for folder in output.absolute().parents if folder.is_dir())
+    _require_space(home, output, plan.nbytes)
 
 
 def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard]) -> dict[str, bytes]:
@@ -318,13 +336,11 @@ def write_fully(fd: int, block: memoryview) -> None:
         block = block[os.write(fd, block[:WRITE_BYTES]) :]
 
 
-def _require_space(folder: StagedFolder, plan: Plan) -> None:
-    done = sum(entry["bytes"] for entry in folder.finished.values())
-    needed = plan.nbytes - done
-    free = shutil.disk_usage(folder.path).free
+def _require_space(folder: Path, output: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
     if needed > free:
         raise InputRefused(
-            f"no space left: `{folder.output}` needs {needed:,} bytes, {free:,} are free",
+            f"no space left: `{output}` needs {needed:,} bytes, {free:,} are free",
             hint="free some space, or choose an output on another disk",
         )
 

@@ -34,6 +34,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "to-hf": llmconv.convert.to_hf,
     "from-hf": llmconv.convert.from_hf,
     "merge-lora": llmconv.convert.merge_lora,
+    "delta apply": llmconv.convert.apply_delta,
+    "delta extract": llmconv.convert.extract_delta,
     "export": llmconv.export.export,
     "verify": llmconv.verify.verify,
     "generate": llmconv.runtime.generate,
@@ -44,11 +46,24 @@ PRESENTATION = {"as_json", "stream", "report_folder", "help"}
 """What a command does with the result, and no parameter of the function."""
 
 
-def command(name: str) -> click.Command:
-    """One command of llmconv."""
-    found = llmconv.cli.main.get_command(click.Context(llmconv.cli.main), name)
+def command(path: str) -> click.Command:
+    """One command of llmconv, such as `export`, or one of a group, such as `delta apply`."""
+    found: click.Command | None = llmconv.cli.main
+    for name in path.split():
+        assert isinstance(found, click.Group)
+        found = found.get_command(click.Context(found), name)
     assert found is not None
     return found
+
+
+def paths(name: str) -> list[str]:
+    """A command, or those of a group."""
+    found = command(name)
+    return [f"{name} {below}" for below in found.commands] if isinstance(found, click.Group) else [name]
+
+
+LEAVES = [path for name in llmconv.cli.COMMANDS for path in paths(name)]
+"""Every command that does something."""
 
 
 def options(name: str) -> dict[str, click.Parameter]:
@@ -83,9 +98,9 @@ def test_help_loads_nothing_heavy() -> None:
     assert not loaded_by("--help") & {*HEAVY, "numpy"}
 
 
-@pytest.mark.parametrize("name", llmconv.cli.COMMANDS)
+@pytest.mark.parametrize("name", LEAVES)
 def test_the_help_of_a_command_loads_nothing_heavy(name: str) -> None:
-    assert not loaded_by(name, "--help") & set(HEAVY)
+    assert not loaded_by(*name.split(), "--help") & set(HEAVY)
 
 
 def test_a_conversion_does_not_load_torch(tmp_path: Path) -> None:
@@ -106,19 +121,19 @@ def test_every_file_of_the_command_line_is_a_command() -> None:
     assert files - {"--init--", "options", "plans"} == set(llmconv.cli.COMMANDS)
 
 
-@pytest.mark.parametrize("name", llmconv.cli.COMMANDS)
+@pytest.mark.parametrize("name", [*llmconv.cli.COMMANDS, *LEAVES])
 def test_a_command_has_the_name_of_its_file_and_a_sentence_of_help(name: str) -> None:
-    assert command(name).name == name
+    assert command(name).name == name.split()[-1]
     assert not command(name).get_short_help_str(limit=75).endswith("...")
 
 
-@pytest.mark.parametrize("name", llmconv.cli.COMMANDS)
+@pytest.mark.parametrize("name", LEAVES)
 def test_every_option_has_help(name: str) -> None:
     bare = [option.name for option in command(name).params if isinstance(option, click.Option) and not option.help]
     assert not bare
 
 
-@pytest.mark.parametrize("name", llmconv.cli.COMMANDS)
+@pytest.mark.parametrize("name", LEAVES)
 def test_every_command_can_be_quiet_and_answer_in_json(name: str) -> None:
     spellings = {spelling for option in command(name).params for spelling in option.opts}
     assert {"--json", "-q", "--quiet", "-v", "--verbose"} <= spellings

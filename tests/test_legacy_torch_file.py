@@ -145,6 +145,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         ["1"],
         floats(1, 2),
     ),
+    "one view in two ways": (
+        {
+            "a": _Tensor(reference("1", 4, ("v", 0, 2)), 0, (2,)),
+            "b": _Tensor(reference("1", 4, ("v", 2, 2)), 0, (2,)),
+        },
+        ["1"],
+        floats(1, 2, 3, 4),
+    ),
     "a quantized storage": ({"a": _Tensor(reference("1", 1, kind=torch.QInt8Storage), 0, (1,))}, ["1"], floats(1)),
     "something outside that is no storage": ({"a": _Storage("module", "x")}, [], b""),
 }

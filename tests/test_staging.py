@@ -79,7 +79,7 @@ def killing_at(step: int, work: Callable[[], object], *, after: bool) -> Callabl
     def patched() -> object:
         for name in STEPS:
             setattr(os, name, counted(getattr(os, name)))
-        staging.exchange = counted(staging.exchange)
+        staging.rename_at = counted(staging.rename_at)
         return work()
 
     return patched
@@ -202,6 +202,30 @@ def test_overwrite_leaves_nothing_of_the_old_folder(tmp_path: Path) -> None:
     write(tmp_path / "out", sample(count=9))
     assert write(tmp_path / "out", overwrite=True) == write(tmp_path / "reference")
     assert sorted(os.listdir(tmp_path)) == ["out", "reference"]
+
+
+def test_a_folder_that_appears_at_out_during_a_run_is_kept(tmp_path: Path) -> None:
+    def appear(start: int, stop: int) -> Any:
+        (tmp_path / "out").mkdir(exist_ok=True)
+        return np.zeros(stop - start, np.float32)
+
+    tensors = {**sample().tensors, "t1": LazyTensor(F32, (20,), appear)}
+    with pytest.raises(OutputFailed, match="appeared while"):
+        write(tmp_path / "out", Checkpoint(Path("sample"), "test", tensors, sample().config, {}))
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_overwrite_keeps_a_folder_with_a_file_that_llmconv_did_not_make(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    (tmp_path / "out/notes.md").write_text("dear")
+    with pytest.raises(InputRefused, match=r"notes\.md"):
+        write(tmp_path / "out", overwrite=True)
+
+
+def test_overwrite_keeps_a_folder_that_holds_what_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    with pytest.raises(InputRefused, match="what is to be read"):
+        staging.require_free(tmp_path / "out", True, [tmp_path / "out/model-00001-of-00003.safetensors"])
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "folder of something else"])

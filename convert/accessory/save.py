@@ -38,7 +38,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     args = args_of(checkpoint)
     refuse_shards(checkpoint.path.name, shards, args.shared)
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(shards)]
-    for name, tensor in _whole(checkpoint, args).items():
+    for name, tensor in whole_tensors(checkpoint, args).items():
         for number, part in _parts(name, tensor, args.params, shards).items():
             ranks[number][f"llma.{name}"] = part
     container = partial(torch_pieces, inside=("model",))
@@ -51,7 +51,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     return Plan(checkpoint, tuple(files), {**words, **small}, warnings)
 
 
-def _whole(checkpoint: Checkpoint, args: Args) -> dict[str, LazyTensor]:
+def whole_tensors(checkpoint: Checkpoint, args: Args) -> dict[str, LazyTensor]:
     """Whole tensors under Accessory's names and in its order of rows; a tied head is written out.
 
     Raises:

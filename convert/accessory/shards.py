@@ -29,21 +29,25 @@ FUSED_EXPERTS = re.compile(r"(.*\.feed_forward)\.(w[123])")
 Tensors = dict[str, LazyTensor]
 
 
-def open_shards(folder: Path) -> list[Tensors]:
+def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[Tensors]:
     """The shards in order, by name without the `llma.` in front.
+
+    Args:
+        folder: with the shards of a model (Accessory's or Meta's), or of a delta.
+        kind: `SHARD`, or `DELTA` for those of a delta.
 
     Raises:
         InputRefused: there are none, or they are a delta.
         MalformedInput: one is missing, there is one too many, or two sets are mixed.
     """
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    deltas, own = ([name for name in names if kind.fullmatch(name)] for kind in (DELTA, SHARD))
-    if deltas:
+    own = [name for name in names if kind.fullmatch(name)]
+    if kind is SHARD and any(DELTA.fullmatch(name) for name in names):
         raise UnsupportedInput(
             f"`{folder.name}` is a delta, which is nothing without its base",
-            hint="add it to its base first: `llmconv delta apply BASE DELTA -o OUT`",
+            hint=f"add it to its base, Meta's folder for one: `llmconv delta apply BASE {folder.name} -o OUT`",
         )
-    numbers = _numbered(folder, own) if own else _numbered_meta(folder, names)
+    numbers = _numbered(folder, own, kind) if own else _numbered_meta(folder, names)
     if not numbers:
         raise InputRefused(
             f"`{folder}` holds no `consolidated.…` shards", hint="give the folder that training started from, or saved"
@@ -53,13 +57,14 @@ def open_shards(folder: Path) -> list[Tensors]:
     return shards
 
 
-def _numbered(folder: Path, names: Iterable[str]) -> dict[int, str]:
-    found = {name: tuple(map(int, match.groups())) for name in names if (match := SHARD.fullmatch(name))}
+def _numbered(folder: Path, names: Iterable[str], kind: re.Pattern[str]) -> dict[int, str]:
+    found = {name: tuple(map(int, match.groups())) for name in names if (match := kind.fullmatch(name))}
     counts = {count for _, count in found.values()}
+    others = [META_SHARD, SHARD] if kind is DELTA else [META_SHARD]
     if (
         len(counts) != 1
         or len(set(found.values())) != len(found)
-        or any(META_SHARD.fullmatch(entry.name) for entry in folder.iterdir())
+        or any(other.fullmatch(entry.name) for entry in folder.iterdir() for other in others)
     ):
         raise MalformedInput(
             f"`{folder.name}` mixes shards of different checkpoints", hint="keep one set of shards in a folder"

@@ -60,7 +60,7 @@ class Check:
         }
 
 
-def check_output(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool) -> Check:
+def check_written(plan: Checkpoint, edits: Edits, output: Path, *, summed: bool) -> Check:
     """Compares a sample of a written folder with the sum in float64.
 
     The sum of LoRA changes is made here, from the definition, not by the code that merged. Of other kinds of changes

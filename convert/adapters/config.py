@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from llmconv.convert.adapters.patterns import matches, require_few
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 
 FORMULA = "its update is not W + s·B·A; merge it with PEFT's `merge_and_unload` and `save_pretrained`"
 
 REFUSED: dict[str, str] = {
-    "use_dora": "DoRA rescales whole rows; " + FORMULA,
-    "layer_replication": "repeat the layers of the base first, and merge into that model",
-    "target_parameters": "adapters of fused expert parameters are not merged; " + FORMULA,
-    "trainable_token_indices": "trained token rows are not merged; " + FORMULA,
     "alora_invocation_tokens": "the update depends on the prompt, so no merged model equals it; serve the adapter",
     "arrow_config": "the update depends on the input, so no merged model equals it; serve the adapter",
     "use_qalora": "the update works on groups of inputs; " + FORMULA,
-    "use_bdlora": "the factors are block-diagonal; " + FORMULA,
     "kasa_config": "the base is truncated by an SVD first; " + FORMULA,
     "megatron_config": "tensor-parallel adapters are saved per rank; gather and save the adapter as plain PEFT",
 }
@@ -29,15 +26,44 @@ REFUSED: dict[str, str] = {
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` whose training changed the base, so that A and B do not fit the original one."""
 
+QUANTIZED_BASE = "loftq"
+"""Of these, the one whose base differs from the original by more than the initial adapter."""
+
+NO_INITIAL = (
+    "give the adapter as it was before training with `--initial-adapter`, or save the trained one with PEFT's "
+    "`path_initial_model_for_weight_conversion`; if BASE is the base as training changed it, set "
+    "`init_lora_weights` to true in `adapter_config.json`"
+)
+NO_QUANTIZED = (
+    "merge into the base that training saved (its weights are the quantized ones), with `init_lora_weights` set to "
+    "true in `adapter_config.json`"
+)
+
 KNOWN = {
     *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "lora_bias", "modules_to_save"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
     *("fan_in_fan_out", "init_lora_weights", "lora_dropout", "inference_mode", "peft_type", "task_type"),
     *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "megatron_core", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "monteclora_config"),
-    "qalora_group_size",
+    *("qalora_group_size", "use_dora", "layer_replication", "target_parameters", "trainable_token_indices"),
+    "use_bdlora",
 }
 """Fields that are read, or that say only where and how the adapter was trained."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """BD-LoRA (PEFT `BdLoraConfig`): a factor is block-diagonal, and only its blocks are stored.
+
+    Attributes:
+        count: `nblocks`.
+        a: parts of the last component of a module's path that say that its A is blocked.
+        b: the same for B.
+    """
+
+    count: int
+    a: tuple[str, ...]
+    b: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -54,6 +80,13 @@ class LoraConfig:
         bias: `none`, `all` or `lora_only`: which biases the file replaces.
         tied: `ensure_weight_tying`: what is done to the embedding is done to a tied head.
         warnings: what a user should know, one line each.
+        dora: `use_dora`: rows are scaled to the trained magnitudes.
+        layers: `layer_replication`: ranges of the base's layers, end excluded, that make up the adapted model.
+        parameters: `target_parameters`: tensors, mostly of fused experts, that are adapted themselves.
+        tokens: `trainable_token_indices`: module to the ids of its trained rows; `""` is the input embedding.
+        blocks: `use_bdlora`, or None.
+        fused_by_unsloth: the columns of an expert's B lie together (`auto_mapping.unsloth_fixed`).
+        peft_version: the first two numbers of the version that wrote the file, or None.
     """
 
     rank: int | None
@@ -65,6 +98,13 @@ class LoraConfig:
     bias: str
     tied: bool
     warnings: tuple[str, ...]
+    dora: bool = False
+    layers: tuple[tuple[int, int], ...] = ()
+    parameters: tuple[str, ...] = ()
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    blocks: Blocks | None = None
+    fused_by_unsloth: bool = False
+    peft_version: tuple[int, int] | None = None
 
     def scale(self, module: str, rank: int) -> float:
         """The factor s of W + s·B·A (PEFT `LoraLayer.update_layer`: alpha/r, or alpha/√r with `use_rslora`).
@@ -90,33 +130,25 @@ def matching_key(pattern: Mapping[str, Any], module: str) -> str:
     """The first key of `pattern` that matches the module's path (PEFT `get_pattern_key`), or `""`.
 
     Raises:
-        MalformedInput: a key is no regular expression.
+        MalformedInput: a key is no regular expression, or one that is an attack.
     """
-    for key in pattern:
-        try:
-            if re.match(rf"(.*\.)?({key})$", module):
-                return key
-        except re.error as error:
-            raise MalformedInput(
-                f"the adapter config has the pattern {key!r}, which is no regular expression: {error}",
-                hint="repair `rank_pattern` or `alpha_pattern` in `adapter_config.json`",
-            ) from error
-    return ""
+    return next((key for key in pattern if matches(key, module)), "")
 
 
-def parse_config(fields: Mapping[str, Any], alpha: float | None = None) -> LoraConfig:
+def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initial: bool = False) -> LoraConfig:
     """The config of a PEFT LoRA adapter.
 
     Args:
         fields: the content of `adapter_config.json`.
         alpha: `lora_alpha` for a file that does not carry it.
+        initial: the adapter as it was before training is at hand, so a base that training changed is known.
 
     Raises:
         UnsupportedInput: a field that makes the update something else than W + s·B·A.
         MalformedInput: a value of the wrong kind, or an alpha of 0.
         UsageProblem: `alpha` contradicts the file.
     """
-    _require_plain_lora(fields)
+    _require_plain_lora(fields, initial)
     own = fields.get("lora_alpha")
     if alpha is not None and own is not None and alpha != own:
         raise UsageProblem(
@@ -137,20 +169,28 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None) -> LoraC
         bias=_bias(fields),
         tied=_flag(fields, "ensure_weight_tying"),
         warnings=tuple(warnings),
+        dora=_flag(fields, "use_dora"),
+        layers=_layers(fields),
+        parameters=_names(fields, "target_parameters"),
+        tokens=_tokens(fields),
+        blocks=_blocks(fields),
+        fused_by_unsloth=bool(dict(_map(fields, "auto_mapping")).get("unsloth_fixed")),
+        peft_version=_version(fields.get("peft_version")),
     )
 
 
-def _require_plain_lora(fields: Mapping[str, Any]) -> None:
+def _require_plain_lora(fields: Mapping[str, Any], initial: bool) -> None:
     if (kind := fields.get("peft_type")) != "LORA":
         raise UnsupportedInput(f"the adapter has `peft_type` {kind!r}, not 'LORA'", hint=FORMULA)
     for name, way_out in REFUSED.items():
         if fields.get(name):
             raise UnsupportedInput(f"the adapter sets `{name}`", hint=way_out)
     init = fields.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(CHANGED_BASE):
+    quantized = isinstance(init, str) and init.lower().startswith(QUANTIZED_BASE)
+    if isinstance(init, str) and init.lower().startswith(CHANGED_BASE) and (quantized or not initial):
         raise UnsupportedInput(
             f"the adapter has `init_lora_weights` {init!r}, which changed the base it was trained on",
-            hint="convert it to plain LoRA: PEFT `save_pretrained(path_initial_model_for_weight_conversion=...)`",
+            hint=NO_QUANTIZED if quantized else NO_INITIAL,
         )
 
 
@@ -159,7 +199,7 @@ def _unknown(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise MalformedInput(
             f"the adapter config has {value!r} for `{name}`, which would merge nothing",
             hint="ask the adapter's author for the value it was trained with; some trainers wrote 0 by mistake",
@@ -174,8 +214,9 @@ def _flag(fields: Mapping[str, Any], name: str) -> bool:
 
 
 def _map(fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
-    if not isinstance(value := fields.get(name) or {}, dict):
+    if not isinstance(value := fields.get(name) or {}, dict) or not all(isinstance(key, str) for key in value):
         raise _odd(name, value)
+    require_few(value)
     return list(value.items())
 
 
@@ -184,6 +225,40 @@ def _names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise _odd(name, value)
     return tuple(value)
+
+
+def _layers(fields: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    value = fields.get("layer_replication") or []
+    if not isinstance(value, list) or not all(_are_counts(item, 2) and item[0] < item[1] for item in value):
+        raise _odd("layer_replication", value)
+    return tuple((start, stop) for start, stop in value)
+
+
+def _tokens(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    value = fields.get("trainable_token_indices") or {}
+    by_module = value if isinstance(value, dict) else {"": value}
+    if not all(_are_counts(ids) and len(set(ids)) == len(ids) for ids in by_module.values()):
+        raise _odd("trainable_token_indices", value)
+    return {module: tuple(ids) for module, ids in by_module.items()}
+
+
+def _are_counts(value: Any, length: int | None = None) -> bool:
+    if not isinstance(value, list) or length not in (None, len(value)):
+        return False
+    return all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
+
+
+def _blocks(fields: Mapping[str, Any]) -> Blocks | None:
+    own = dict(_map(fields, "use_bdlora"))
+    if not own:
+        return None
+    count = int(_number("nblocks", own.get("nblocks", 1)))
+    return Blocks(count, _names(own, "target_modules_bd_a"), _names(own, "target_modules_bd_b"))
+
+
+def _version(value: Any) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)", value) if isinstance(value, str) else None
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _bias(fields: Mapping[str, Any]) -> str:

@@ -1,10 +1,11 @@
-"""Which tensor of the base an adapter's name means: the same name, or one prefix exchanged for all of them."""
+"""Which tensor of the base an adapter's name means: the same name, or one renaming that places all the others."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 
+from llmconv.convert.adapters.renamed import spellings
 from llmconv.errors import MalformedInput
 
 LISTED = 3
@@ -14,8 +15,9 @@ LISTED = 3
 def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -> dict[str, str]:
     """Each wanted name's tensor in the base.
 
-    Names that are not there may all differ by one prefix, such as `transformer.` in the model and nothing in the file.
-    That is accepted only where exactly one exchange places every name, each on a tensor of its own.
+    Names that are not there may be of another version of transformers (`renamed.py`), or may all differ by one prefix,
+    such as `transformer.` in the model and nothing in the file. That is accepted only where exactly one renaming places
+    every name, each on a tensor of its own; the versions' names come first.
 
     Args:
         wanted: tensor names in the model that the adapter was trained on.
@@ -29,7 +31,9 @@ def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -
     missing = sorted(set(wanted) - set(found))
     if not missing:
         return found
-    fits = {frozenset(fit.items()) for fit in _exchanges(missing, set(names)) if not set(fit.values()) & set(found)}
+    known = set(names)
+    versions = [dict(zip(missing, spelled, strict=True)) for spelled in spellings(missing) if known.issuperset(spelled)]
+    fits = _distinct(versions, found) or _distinct(_exchanges(missing, known), found)
     if len(fits) == 1:
         return found | dict(next(iter(fits)))
     if fits:
@@ -42,6 +46,12 @@ def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -
         f"`{adapter}` adapts {len(missing)} tensors that the base does not have: {_nearest(missing, names)}",
         hint="the adapter was trained on another model; see its `base_model_name_or_path`",
     )
+
+
+def _distinct(fits: Iterable[dict[str, str]], found: Mapping[str, str]) -> set[frozenset[tuple[str, str]]]:
+    """The different ones among those that place each name on a tensor of its own."""
+    own = (fit for fit in fits if len(set(fit.values())) == len(fit) and not set(fit.values()) & set(found))
+    return {frozenset(fit.items()) for fit in own}
 
 
 def _exchanges(missing: list[str], names: set[str]) -> Iterator[dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,20 +10,16 @@ from typing import Any
 import numpy as np
 
 from llmconv.convert.adapters.low_rank import LowRank
-from llmconv.convert.adapters.names import match_names
-from llmconv.convert.adapters.reading import Adapter, Pair
+from llmconv.convert.adapters.reading import Adapter
+from llmconv.convert.adapters.targets import Targets, other_base
+from llmconv.convert.adapters.tokens import TokenRows, with_rows
 from llmconv.convert.adapters.tuned import updates_of
-from llmconv.convert.adapters.updates import Change
+from llmconv.convert.adapters.updates import Change, add_changes
+from llmconv.convert.blueprint.names import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.tensors import BY_NAME, FLOATS, LazyTensor, in_memory
+from llmconv.tensors import BY_NAME, FLOATS, DType, LazyTensor, cast, in_memory
 
 HEAD = "lm_head.weight"
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
-"""How the tensors are called whose rows are tokens."""
-
-CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
-CONV1D_TYPES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-"""Modules that transformers makes as Conv1D, whose weight is stored in×out, and the model types that have them."""
 
 ONE = in_memory(np.ones((1, 1), dtype=np.float32), BY_NAME["float32"])
 
@@ -35,6 +32,7 @@ class Edits:
         tensors: the base's tensors, and those that adapters add.
         config: the base's `config.json`.
         whole: tensors that are replaced.
+        tokens: rows that are replaced, after whole tensors.
         changes: what is added after replacing.
         warnings: what a user should know, one line each.
     """
@@ -42,38 +40,63 @@ class Edits:
     tensors: dict[str, LazyTensor]
     config: Mapping[str, Any]
     whole: dict[str, LazyTensor] = field(default_factory=dict)
+    tokens: dict[str, list[TokenRows]] = field(default_factory=dict)
     changes: dict[str, list[Change]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def touches(self, name: str | None) -> bool:
         """Whether the tensor will differ from the base's."""
-        return name in self.whole or name in self.changes
+        return name in self.whole or name in self.changes or name in self.tokens
+
+    def replaces(self, name: str) -> bool:
+        """Whether the tensor, or rows of it, come from an adapter as they are."""
+        return name in self.whole or name in self.tokens
+
+    def only_tokens(self, name: str | None) -> bool:
+        """Whether nothing but some rows of the tensor are replaced."""
+        return name in self.tokens and name not in self.whole and name not in self.changes
+
+    def follows(self, name: str, other: str | None) -> bool:
+        """Whether nothing is done to the tensor but to replace the rows that are replaced in the other one."""
+        return self.only_tokens(name) and self.tokens[name] is self.tokens.get(other or "")
 
     def current(self, name: str) -> LazyTensor:
-        """The tensor that changes are added to."""
-        return self.whole.get(name) or self.tensors[name]
+        """The tensor that changes are added to; in float32 where it has rows that are not of its element type."""
+        tensor = self.whole.get(name) or self.tensors[name]
+        if name not in self.tokens:
+            return tensor
+        wide = name in self.changes and tensor.dtype.itemsize < 4
+        return with_rows(cast(tensor, BY_NAME["float32"]) if wide else tensor, self.tokens[name])
+
+    def result(self, name: str, dtype: DType) -> LazyTensor:
+        """The tensor with all that is done to it, rounded once to `dtype`."""
+        if name in self.changes:
+            return add_changes(self.current(name), self.changes[name], dtype)
+        return cast(self.current(name), dtype)
 
     def place(self, adapter: Adapter, weight: float) -> None:
         """Adds one adapter, its update multiplied by `weight`.
 
         Raises:
             MalformedInput: a tensor that matches nothing, has another shape, or was replaced by another adapter.
-            UnsupportedInput: the weight in the base is not a floating-point tensor.
+            UnsupportedInput: the weight in the base is not a floating-point tensor, or a layer that is not known.
         """
         new = {name for name in adapter.whole if name not in self.tensors and _is_saved_module(name, adapter)}
-        wanted = {f"{module}.weight" for module in adapter.pairs} | adapter.whole.keys() - new
-        wanted |= {f"{module}.weight" for module in adapter.learned}
-        wanted |= {f"{module}.bias" for module, pair in adapter.pairs.items() if pair.bias}
-        homes = match_names(wanted, self.tensors.keys(), adapter.name)
+        targets = Targets(adapter, ChainMap(self.whole, self.tensors), self.config)
+        homes = targets.homes(adapter.whole.keys() - new)
         for name, tensor in adapter.whole.items():
             self._replace(adapter.name, homes.get(name, name), tensor)
+        for module, tokens in adapter.tokens.items():
+            self._replace_rows(adapter.name, homes[f"{module}.weight"], tokens)
         for module, pair in adapter.pairs.items():
-            scale = weight * adapter.config.scale(module, pair.rank)
-            self._change(adapter.name, homes[f"{module}.weight"], pair, scale)
+            for name, changes in targets.changes(module, pair, weight):
+                self._require_float(name)
+                self.changes.setdefault(name, []).extend(changes)
             if pair.bias:
+                scale = weight * adapter.config.scale(module, pair.rank)
                 self._change_bias(adapter.name, homes[f"{module}.bias"], pair.bias, scale)
         has_bias = self.tensors.__contains__
-        for name, update in updates_of(adapter, homes, self.current, has_bias, self._is_conv1d, weight):
+        for name, update in updates_of(adapter, homes, self.current, has_bias, targets.is_conv1d, weight):
             self.changes.setdefault(name, []).append(update)
         self._warn(adapter, weight)
 
@@ -86,30 +109,35 @@ class Edits:
         there = self.tensors.setdefault(name, tensor)
         rows_may_differ = name == HEAD or name.endswith(EMBEDDINGS)
         if there.shape != tensor.shape and not (rows_may_differ and there.shape[1:] == tensor.shape[1:]):
-            raise _other_base(adapter, name, there.shape, tensor.shape)
+            raise other_base(adapter, name, there.shape, tensor.shape)
         self.whole[name] = tensor
 
-    def _change(self, adapter: str, name: str, pair: Pair, scale: float) -> None:
-        weight = self.current(name)
-        if weight.dtype.name not in ("float64", *FLOATS):
-            raise UnsupportedInput(
-                f"`{name}` of the base is stored as {weight.dtype.name}", hint="merge into the unquantized model"
+    def _replace_rows(self, adapter: str, name: str, tokens: TokenRows) -> None:
+        shape = self.current(name).shape
+        if len(shape) != 2 or shape[1:] != tokens.rows.shape[1:] or max(tokens.ids) >= shape[0]:
+            raise MalformedInput(
+                f"`{adapter}` replaces row {max(tokens.ids)} of {tokens.rows.shape[1]} numbers in `{name}`, "
+                f"in the base it has shape {list(shape)}",
+                hint="the adapter was trained on another model; see its `base_model_name_or_path`",
             )
-        own = (pair.b.shape[0], pair.a.shape[1])
-        possible = {own[::-1]} if pair.embedding else {own, own[::-1]}
-        if weight.shape not in possible:
-            raise _other_base(adapter, name, weight.shape, own[::-1] if pair.embedding else own)
-        transposed = pair.embedding or (self._is_conv1d(name) if own[0] == own[1] else weight.shape != own)
-        self.changes.setdefault(name, []).append(LowRank(pair.a, pair.b, scale, transposed))
+        taken = {row for other in self.tokens.get(name, []) for row in other.ids}
+        if common := sorted(taken & set(tokens.ids)):
+            raise MalformedInput(
+                f"`{adapter}` replaces row {common[0]} of `{name}`, which another adapter replaces too",
+                hint="trained rows cannot be summed; merge one adapter at a time and decide which one counts",
+            )
+        self.tokens.setdefault(name, []).append(tokens)
 
-    def _is_conv1d(self, name: str) -> bool:
-        """For square weights, whose shape does not tell; nor does `fan_in_fan_out`, which PEFT overrides."""
-        return self.config.get("model_type") in CONV1D_TYPES and name.split(".")[-2] in CONV1D
+    def _require_float(self, name: str) -> None:
+        if (dtype := self.current(name).dtype).name not in ("float64", *FLOATS):
+            raise UnsupportedInput(
+                f"`{name}` of the base is stored as {dtype.name}", hint="merge into the unquantized model"
+            )
 
     def _change_bias(self, adapter: str, name: str, bias: LazyTensor, scale: float) -> None:
         """`lora_bias`: the bias of B is one more product, of a column and a one."""
         if bias.shape != self.current(name).shape:
-            raise _other_base(adapter, name, self.current(name).shape, bias.shape)
+            raise other_base(adapter, name, self.current(name).shape, bias.shape)
         column = LazyTensor(bias.dtype, (*bias.shape, 1), lambda start, stop: bias.rows(start, stop).reshape(-1, 1))
         self.changes.setdefault(name, []).append(LowRank(ONE, column, scale))
 
@@ -118,18 +146,11 @@ class Edits:
         has_bias = any(name.endswith(".bias") for name in adapter.whole)
         if adapter.config.bias != "none" and not has_bias and any(name.endswith(".bias") for name in self.tensors):
             notes.append(f"`bias` is {adapter.config.bias!r}, but the file holds no bias; PEFT up to 0.20 lost them")
-        if adapter.whole and weight != 1:
-            notes.append(f"the weight {weight:g} does not apply to the {len(adapter.whole)} tensors it replaces")
+        if weight != 1 and (count := len(adapter.whole) + len(adapter.tokens)):
+            notes.append(f"the weight {weight:g} does not apply to the {count} tensors it replaces")
         self.warnings += [f"`{adapter.name}`: {note}" for note in notes]
 
 
 def _is_saved_module(name: str, adapter: Adapter) -> bool:
     module = name.rpartition(".")[0]
     return any(module == saved or module.endswith(f".{saved}") for saved in adapter.config.modules_to_save)
-
-
-def _other_base(adapter: str, name: str, base: tuple[int, ...], own: tuple[int, ...]) -> MalformedInput:
-    return MalformedInput(
-        f"`{adapter}` is for `{name}` of shape {list(own)}, in the base it has shape {list(base)}",
-        hint="the adapter was trained on another model; see its `base_model_name_or_path`",
-    )

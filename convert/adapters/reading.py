@@ -2,7 +2,9 @@
 
 Layout (PEFT `save_pretrained`, peft/utils/save_and_load.py): `adapter_config.json` beside `adapter_model.safetensors`
 or `adapter_model.bin`; tensors `base_model.model.<module>.lora_A.weight` (r×in), `.lora_B.weight` (out×r),
-`.lora_B.bias` (out), `.lora_embedding_A` (r×vocab), `.lora_embedding_B` (dim×r), and whole ones as `<module>.weight`.
+`.lora_B.bias` (out), `.lora_embedding_A` (r×vocab), `.lora_embedding_B` (dim×r), `.lora_magnitude_vector` (out), for a
+convolution r×in×k… and out×r×1…; trained rows as `.token_adapter.trainable_tokens_delta`, whole ones as
+`<module>.weight`.
 """
 
 from __future__ import annotations
@@ -10,13 +12,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 
 import numpy as np
 
 from llmconv.checkpoint import read_json
+from llmconv.convert.adapters.blocks import dense
 from llmconv.convert.adapters.config import LoraConfig, parse_config
 from llmconv.convert.adapters.learned import Learned
+from llmconv.convert.adapters.tokens import TokenRows, pair_tokens
 from llmconv.convert.adapters.tuners import Tuner
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.pickles.data import TensorRef
@@ -28,6 +33,11 @@ CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 """Path components that trainers put around modules."""
+
+MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.\w+)??(?:\.weight)?")
+TOKENS = re.compile(r"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.\w+)?")
+TRAINING_ONLY = re.compile(r"\.lora_(?:velora_\w+|monteclora_\w+|mcsampler\w*)(?:\.|$)")
+"""What VeLoRA and MonteCLoRA keep for training; PEFT's merge does not use it."""
 
 FACTOR = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<part>[AB])(?:\.\w+)??(?:\.(?P<leaf>weight|bias))?")
 WHOLE = re.compile(r"\.(?:modules_to_save(?:\.\w+)?|base_layer)(?=\.\w+$)")
@@ -42,12 +52,16 @@ class Pair:
         b: out×r (an embedding: dim×r).
         bias: out, added to the module's bias; only with `lora_bias`.
         embedding: the module is an embedding, whose weight is the transpose of B·A.
+        magnitude: one number per output; only with DoRA.
+        kernel: sizes of the kernel that A's columns are made of, behind the inputs; only of a convolution.
     """
 
     a: LazyTensor
     b: LazyTensor
     bias: LazyTensor | None = None
     embedding: bool = False
+    magnitude: LazyTensor | None = None
+    kernel: tuple[int, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -66,8 +80,11 @@ class Adapter:
         config: what the config says about the merged weight.
         pairs: module path to its A and B.
         whole: tensor name to a tensor that replaces the base's.
+        tokens: module path to rows that replace the base's.
+        initial: the adapter as it was before training, where training took it out of the base.
         learned: module path to the tensors of another kind of adapter.
         tuner: that kind.
+        model_type: that of its base, where its files tell.
     """
 
     path: Path
@@ -76,8 +93,11 @@ class Adapter:
     config: LoraConfig
     pairs: Mapping[str, Pair]
     whole: Mapping[str, LazyTensor] = field(default_factory=dict)
+    tokens: Mapping[str, TokenRows] = field(default_factory=dict)
+    initial: Adapter | None = None
     learned: Mapping[str, Learned] = field(default_factory=dict)
     tuner: Tuner | None = None
+    model_type: str = ""
 
     @property
     def name(self) -> str:
@@ -85,12 +105,13 @@ class Adapter:
         return self.path.absolute().name
 
 
-def open_adapter(path: Path, alpha: float | None = None) -> Adapter:
+def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = False) -> Adapter:
     """Opens an adapter folder (or the weights file in one).
 
     Args:
         path: the folder, or its `adapter_model.*` file.
         alpha: `lora_alpha` where the config does not carry it.
+        initial: the adapter as it was before training is given too, or this is that one.
 
     Raises:
         InputRefused: config or weights are missing.
@@ -100,7 +121,7 @@ def open_adapter(path: Path, alpha: float | None = None) -> Adapter:
     folder = path if path.is_dir() else path.parent
     if not (folder / CONFIG).is_file():
         raise InputRefused(f"`{folder}` is no PEFT adapter: it has no `{CONFIG}`", hint=_way_to_adapter(folder))
-    config = parse_config(read_json(folder / CONFIG), alpha)
+    config = parse_config(read_json(folder / CONFIG), alpha, initial=initial)
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise InputRefused(f"`{folder}` holds no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
@@ -119,8 +140,10 @@ def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensor
     Raises:
         MalformedInput, UnsupportedInput: see `open_adapter`.
     """
-    pairs, whole = _sort(tensors, weights[0].name)
-    adapter = Adapter(path, weights, path / CONFIG, config, pairs, whole)
+    found = _sort(tensors, weights[0].name)
+    pairs = {module: _pair(module, parts, config) for module, parts in found.factors.items()}
+    tokens = pair_tokens(found.tokens, config)
+    adapter = Adapter(path, weights, path / CONFIG, config, pairs, found.whole, tokens)
     check(adapter)
     return adapter
 
@@ -130,7 +153,7 @@ def _way_to_adapter(folder: Path) -> str:
     return (
         f"give one of its folders: {', '.join(inner)}"
         if inner
-        else "give the folder that PEFT's `save_pretrained` wrote"
+        else "give the folder that PEFT's `save_pretrained` wrote, or PaddleNLP's"
     )
 
 
@@ -157,55 +180,94 @@ def plain_name(name: str) -> str:
     return ".".join(parts).removeprefix("base_model.model.")
 
 
-def _sort(tensors: Mapping[str, LazyTensor], file: str) -> tuple[dict[str, Pair], dict[str, LazyTensor]]:
-    """Pairs by module and whole tensors by name; every tensor goes to exactly one place."""
-    factors: dict[str, dict[str, LazyTensor]] = {}
-    whole: dict[str, LazyTensor] = {}
+@dataclass(frozen=True)
+class _Sorted:
+    """The tensors of a file: factors by module and part, whole ones by name, trained rows by module."""
+
+    factors: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
+    whole: dict[str, LazyTensor] = field(default_factory=dict)
+    tokens: dict[str, LazyTensor] = field(default_factory=dict)
+
+    def place(self, plain: str) -> tuple[dict[str, LazyTensor], str] | None:
+        """Where a tensor of this name goes, and under which key; None for a name that is not known."""
+        if match := FACTOR.fullmatch(plain):
+            key = (match["kind"] or "") + match["part"]
+            key = "bias" if (key, match["leaf"]) == ("B", "bias") else key
+            return self.factors.setdefault(match["module"], {}), key
+        if match := MAGNITUDE.fullmatch(plain):
+            return self.factors.setdefault(match["module"], {}), "magnitude"
+        if match := TOKENS.fullmatch(plain):
+            return self.tokens, match["module"]
+        return None if "lora_" in plain else (self.whole, WHOLE.sub("", plain))
+
+
+def _sort(tensors: Mapping[str, LazyTensor], file: str) -> _Sorted:
+    """Every tensor goes to exactly one place."""
+    result = _Sorted()
     for name, tensor in tensors.items():
         plain = plain_name(name)
-        if match := FACTOR.fullmatch(plain):
-            place, key = factors.setdefault(match["module"], {}), (match["kind"] or "") + match["part"]
-            key = "bias" if (key, match["leaf"]) == ("B", "bias") else key
-        elif "lora_" in plain or "trainable_tokens" in plain:
+        if TRAINING_ONLY.search(plain):
+            continue
+        if (home := result.place(plain)) is None:
             raise UnsupportedInput(
                 f"`{file}` holds `{name}`, which plain LoRA does not have",
                 hint="the adapter is of another kind; merge it with PEFT's `merge_and_unload`",
             )
-        else:
-            place, key = whole, WHOLE.sub("", plain)
+        place, key = home
         if key in place:
             raise MalformedInput(
                 f"`{file}` holds `{name}` twice, under different names",
                 hint="several adapters are in one file; save each in its own folder",
             )
         place[key] = tensor
-    return {module: _pair(module, parts) for module, parts in factors.items()}, whole
+    return result
 
 
-def _pair(module: str, parts: dict[str, LazyTensor]) -> Pair:
+def _pair(module: str, parts: dict[str, LazyTensor], config: LoraConfig) -> Pair:
     embedding = any(key.startswith("embedding_") for key in parts)
     prefix = "embedding_" if embedding else ""
     a, b, bias = parts.pop(f"{prefix}A", None), parts.pop(f"{prefix}B", None), parts.pop("bias", None)
+    magnitude = parts.pop("magnitude", None)
     if a is None or b is None or parts:
         absent = "A" if a is None else "B" if b is None else "half of a second pair"
         raise MalformedInput(
             f"the adapter lacks {absent} of `{module}`",
             hint="the file is incomplete; save or copy the adapter again",
         )
+    if (magnitude is not None) != config.dora:
+        raise UnsupportedInput(
+            f"the adapter {'has' if magnitude else 'lacks'} `lora_magnitude_vector` of `{module}`, and its config says "
+            f"`use_dora` {str(config.dora).lower()}",
+            hint="config and tensors are of different adapters; copy the adapter again",
+        )
+    a, b = dense(a, b, module, config.blocks)
     _check_shapes(module, a, b)
-    return Pair(a, b, bias, embedding)
+    return Pair(flat(a), flat(b), bias, embedding, magnitude, a.shape[2:])
+
+
+def flat(tensor: LazyTensor) -> LazyTensor:
+    """The tensor with one dimension for all behind the first: a convolution's product is one of such matrices."""
+    shape = (tensor.shape[0], prod(tensor.shape[1:]))
+    if tensor.shape == shape:
+        return tensor
+    return LazyTensor(tensor.dtype, shape, lambda start, stop: tensor.rows(start, stop).reshape(-1, shape[1]))
 
 
 def _check_shapes(module: str, a: LazyTensor, b: LazyTensor) -> None:
-    if len(a.shape) > 2 or len(b.shape) > 2:
-        raise UnsupportedInput(
-            f"`{module}` is a convolution or a fused expert (A has shape {list(a.shape)})",
-            hint="only linear layers and embeddings are merged; use PEFT's `merge_and_unload`",
-        )
     if len(a.shape) < 2 or len(b.shape) < 2 or 0 in (*a.shape, *b.shape):
         raise MalformedInput(
             f"A of `{module}` has shape {list(a.shape)}, B {list(b.shape)}: they were saved before they were gathered",
             hint="gather the parameters (ZeRO-3, FSDP) before saving the adapter",
+        )
+    if len(a.shape) != len(b.shape) or set(b.shape[2:]) - {1}:
+        raise UnsupportedInput(
+            f"A of `{module}` has shape {list(a.shape)}, B {list(b.shape)}: they are of no layer that is known",
+            hint="the adapter is of another kind; merge it with PEFT's `merge_and_unload`",
+        )
+    if len(a.shape) > 2 and a.shape[0] % b.shape[1] == 0 and a.shape[0] > b.shape[1]:
+        raise UnsupportedInput(
+            f"`{module}` is a convolution with groups: A has shape {list(a.shape)}, B {list(b.shape)}",
+            hint="its change has no groups, so no merged weight equals it; serve the adapter",
         )
     if a.shape[0] != b.shape[1]:
         raise MalformedInput(
@@ -220,11 +282,15 @@ def check(adapter: Adapter) -> None:
         MalformedInput: they do not.
         UnsupportedInput: a tensor that is no floating-point one.
     """
-    if not adapter.pairs and not adapter.whole and not adapter.learned:
+    if not any((adapter.pairs, adapter.whole, adapter.tokens, adapter.learned)):
         raise MalformedInput(f"`{adapter.weights[0].name}` holds no tensors", hint="save the adapter again")
     for module, pair in adapter.pairs.items():
-        adapter.config.scale(module, pair.rank)
-        for part, tensor in (("lora_A", pair.a), ("lora_B", pair.b), ("lora_B.bias", pair.bias)):
+        if not adapter.config.parameters:  # whose rank depends on the number of experts, which the base knows
+            adapter.config.scale(module, pair.rank)
+        for part, tensor in (
+            *(("lora_A", pair.a), ("lora_B", pair.b), ("lora_B.bias", pair.bias)),
+            ("lora_magnitude_vector", pair.magnitude),
+        ):
             if tensor is not None:
                 _require_finite(f"{module}.{part}", tensor)
     for name, tensor in adapter.whole.items():
@@ -232,6 +298,8 @@ def check(adapter: Adapter) -> None:
     for module, learned in adapter.learned.items():
         for part, tensor in learned.tensors.items():
             _require_finite(f"{module}.{part}", tensor)
+    for name, tokens in adapter.tokens.items():
+        _require_finite(f"{name}.trainable_tokens_delta", tokens.rows)
 
 
 def _require_finite(name: str, tensor: LazyTensor) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from llmconv.convert.adapters.experts import Slab, add_to_experts
 from llmconv.convert.adapters.low_rank import LowRank, add_low_rank, round_into
 from llmconv.tensors import Array, DType, LazyTensor
 
@@ -28,8 +29,8 @@ class Update(Protocol):
         ...
 
 
-Change = LowRank | Update
-"""A change of a tensor; the first has a fast sum of its own."""
+Change = LowRank | Slab | Update
+"""A change of a tensor; the first two have fast sums of their own."""
 
 
 def add_changes(base: LazyTensor, changes: Sequence[Change], dtype: DType) -> LazyTensor:
@@ -37,10 +38,13 @@ def add_changes(base: LazyTensor, changes: Sequence[Change], dtype: DType) -> La
 
     Every update is of the base as it was, so their order does not count, and each adapter's weight scales all it does.
     """
+    slabs = [change for change in changes if isinstance(change, Slab)]
     low_rank = [change for change in changes if isinstance(change, LowRank)]
+    if slabs:
+        return add_to_experts(base, slabs, dtype)
     if len(low_rank) == len(changes):
         return add_low_rank(base, low_rank, dtype)
-    return _add_updates(base, changes, dtype)
+    return _add_updates(base, [change for change in changes if not isinstance(change, Slab)], dtype)
 
 
 def _add_updates(base: LazyTensor, updates: Sequence[Update], dtype: DType) -> LazyTensor:

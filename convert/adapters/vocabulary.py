@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llmconv.convert.adapters.placement import EMBEDDINGS, HEAD, Edits
+from llmconv.convert.adapters.placement import HEAD, Edits
+from llmconv.convert.blueprint.names import EMBEDDINGS
 from llmconv.errors import MalformedInput
 
 
@@ -17,8 +18,8 @@ def find_embedding(names: Iterable[str]) -> str | None:
 
 def says_tied(config: Mapping[str, Any]) -> bool:
     """Whether head and embedding are one matrix when the file has only one (transformers' default is yes)."""
-    parts = (config, config.get("text_config") or {})
-    return all(part.get("tie_word_embeddings", True) for part in parts)
+    parts = (config, config.get("text_config"))
+    return all(part.get("tie_word_embeddings", True) for part in parts if isinstance(part, Mapping))
 
 
 def fit_vocabulary(edits: Edits, embedding: str | None, config: dict[str, Any], *, shared: bool) -> bool:
@@ -51,6 +52,13 @@ def fit_vocabulary(edits: Edits, embedding: str | None, config: dict[str, Any], 
     return True
 
 
+def follow_tokens(edits: Edits, embedding: str | None, *, shared: bool) -> None:
+    """Gives a tied head the trained rows of the embedding, as PEFT does (`TrainableTokensWrapper`, `tied_adapter`)."""
+    tied = shared or (HEAD in edits.tensors and edits.config.get("tie_word_embeddings") is True)
+    if embedding in edits.tokens and tied and HEAD not in edits.tokens:
+        edits.tokens[HEAD] = edits.tokens[embedding]
+
+
 def untie(edits: Edits, embedding: str | None, config: dict[str, Any], *, shared: bool, stay: bool) -> None:
     """Gives the head its own tensor where it and the embedding part ways.
 
@@ -61,7 +69,8 @@ def untie(edits: Edits, embedding: str | None, config: dict[str, Any], *, shared
         shared: the base keeps no head of its own.
         stay: a head that is not touched itself follows the embedding.
     """
-    if shared and not edits.touches(HEAD) and (stay or not edits.touches(embedding)):
+    own_head = edits.touches(HEAD) and not edits.follows(HEAD, embedding)
+    if shared and not own_head and (stay or not edits.touches(embedding)):
         del edits.tensors[HEAD]
     elif HEAD in edits.tensors and (edits.touches(HEAD) or edits.touches(embedding)) and says_tied(config):
         set_everywhere(config, "tie_word_embeddings", False)

@@ -52,6 +52,7 @@ def with_adapter(
         UnsupportedInput: the base is needed and not given, or a kind of adapter that cannot be merged.
         MalformedInput: the adapter is of another base.
     """
+    run = _of_its_base(run)
     split, folder = options.get("adapter") == "split", options.get("base")
     if run.base and folder:
         raise UsageProblem(f"`{run.path.name}` holds the base's weights too", hint="leave out `--base`")
@@ -65,6 +66,16 @@ def with_adapter(
     if model.tensors and not run.config.get("target_parameters"):
         _check_places(run, model)
     return _apart(run, model) if split else _merged(run, model)
+
+
+def _of_its_base(run: PeftRun) -> PeftRun:
+    """Without what PEFT did to the base before training, where the run holds the base as it was then."""
+    if not run.base:
+        return run
+    config = {name: value for name, value in run.config.items() if name != "layer_replication"}
+    if isinstance(config.get("init_lora_weights"), str):
+        config["init_lora_weights"] = True
+    return replace(run, config=config)
 
 
 def _apart(run: PeftRun, model: Checkpoint) -> Checkpoint:

@@ -17,7 +17,7 @@ MODEL_TYPES = ("mpt", "mosaic_gpt")
 
 FOUNDRY_ONLY = frozenset(
     ("norm_eps", "ffn_config", "fc_type", "init_config", "attention_bias", "block_overrides", "final_logit_softcapping")
-    + ("head_dim", "use_pad_tok_in_ffn", "fuse_norm_attn_norm", "loss_fn", "name", "verbose", "moe_world_size")
+    + ("head_dim", "use_pad_tok_in_ffn", "fuse_norm_attn_norm", "loss_fn", "name", "moe_world_size")
 )
 """Fields of Foundry's configuration that transformers' has not."""
 

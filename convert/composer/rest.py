@@ -56,7 +56,12 @@ def dropped(run: Run) -> tuple[str, ...]:
     parts = {key: value for key, value in run.content.items() if key != "state"} | run.branch("state")
     leaves = {str(key): [*_leaves(value)] for key, value in parts.items() if key not in KEPT}
     sizes = {PARTS.get(key, f"`{key[:40]}`"): sum(map(_nbytes, found)) for key, found in leaves.items() if found}
-    return phrases({**sizes, **run.beside})
+    return phrases(sizes | {_phrase(told): size for told, size in run.beside.items() if told.strip("`") not in KEPT})
+
+
+def _phrase(told: str) -> str:
+    """What a sharded run's part is called in a run of one file."""
+    return PARTS.get(told.strip("`"), told)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

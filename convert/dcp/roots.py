@@ -6,9 +6,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from llmconv.convert.blueprint.names import EMBEDDINGS, HEADS
 from llmconv.convert.dcp.folder import PARTS
 from llmconv.convert.dcp.metadata import TensorItem
-from llmconv.convert.state_dict import EMBEDDINGS, HEADS
 
 META_EMBEDDING = "tok_embeddings.weight"
 DEPTH_LIMIT = 4

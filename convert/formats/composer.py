@@ -26,7 +26,7 @@ from llmconv.convert.composer.run import Run, is_run, open_run
 from llmconv.convert.configs import causal_lm_config
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import listing
-from llmconv.convert.state_dict import check_complete, select, untie
+from llmconv.convert.state_dict import select, whole
 from llmconv.convert.tokenizers.embedded_files import plain, restore_files
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused
@@ -71,8 +71,7 @@ def _open_model(
         warnings += differences(embedded, base.config) if embedded and base else []
         settings = causal_lm_config(embedded or (base.config if base else {}), given, path.name, warnings)
         tensors = native_tensors(tensors, path.name) if settings["model_type"] == "mpt" else tensors
-        settings = untie(tensors, settings, warnings)
-        check_complete(tensors, settings, path.name)
+        settings = whole(tensors, settings, path.name, warnings)
     side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, base, warnings)
     side_files = {**generation_settings(base), **side_files}
     told = (version(run), run.shards, dropped(run))

@@ -20,7 +20,7 @@ from llmconv.convert.formats import Format
 from llmconv.convert.leftovers import phrases
 from llmconv.convert.mapping import listing, permute_rows, rename, rope_order
 from llmconv.convert.meta.names import LLAMA
-from llmconv.convert.state_dict import check_complete, select, untie
+from llmconv.convert.state_dict import select, whole
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
@@ -58,8 +58,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     tensors, left_out = _tensors(folder, state, warnings, drop=bool(config.get("drop")))
     if is_meta_named(state):
         tensors = _from_meta(tensors, settings, path.name)
-    settings = untie(tensors, settings, warnings)
-    check_complete(tensors, settings, path.name)
+    settings = whole(tensors, settings, path.name, warnings)
     side_files = read_tokenizer(tokenizer) if tokenizer else read_side_files(home) if home else {}
     return Checkpoint(
         path,

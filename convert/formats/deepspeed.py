@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import INDEX, SINGLE, Checkpoint, read_json, read_side_files
+from llmconv.convert.blueprint.names import HEADS
 from llmconv.convert.configs import causal_lm_config
 from llmconv.convert.deepspeed.folder import is_deepspeed, open_save
 from llmconv.convert.deepspeed.model import open_model
 from llmconv.convert.formats import Format
-from llmconv.convert.state_dict import HEADS, WRAPPERS, check_complete, select, untie
+from llmconv.convert.state_dict import WRAPPERS, select, whole
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor
@@ -34,8 +35,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = causal_lm_config(stored, config, path.name, warnings)
     prefix = _prefix(model.tensors)
     tensors = select(model.tensors, lambda _, tensor: tensor, save.name, warnings, prefix=prefix)
-    settings = untie(tensors, settings, warnings)
-    check_complete(tensors, settings, save.name)
+    settings = whole(tensors, settings, save.name, warnings)
     side_files = _side_files(save.home, tokenizer)
     if not any(name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for name in side_files):
         warnings.append(f"`{path.name}` holds no tokenizer; give one with `--tokenizer` if you need it")

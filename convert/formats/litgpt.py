@@ -17,6 +17,7 @@ from llmconv.convert.litgpt.families import SAME_FUNCTION, family_of, reconcile,
 from llmconv.convert.litgpt.names import to_hugging_face
 from llmconv.convert.litgpt.settings import LitConfig, read_settings
 from llmconv.convert.mapping import equal, listing
+from llmconv.convert.state_dict import whole
 from llmconv.convert.torch_state.dialects import dialect_of
 from llmconv.convert.torch_state.files import StateFile, open_state
 from llmconv.convert.torch_state.whole import config_folder, left_around, side_files_of, stored_config
@@ -55,6 +56,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     plain = {_unwrapped(name): tensor for name, tensor in found.tensors().items()}
     tensors = to_hugging_face(plain, lit, family, path.name)
     settings["tie_word_embeddings"] = _tie(tensors)
+    settings = whole(tensors, settings, path.name, warnings)
     side_files = side_files_of(path, tokenizer)
     if not set(side_files) - {"generation_config.json"}:
         warnings.append(f"`{path.name}` has no tokenizer beside it; give one with `--tokenizer` if you need it")

@@ -17,7 +17,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import with_architecture, without_code
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import listing, rename, require
-from llmconv.convert.state_dict import WRAPPERS, untie
+from llmconv.convert.state_dict import WRAPPERS, whole
 from llmconv.convert.torch_state.dialects import dialect_of
 from llmconv.convert.torch_state.files import StateFile, open_state
 from llmconv.convert.torch_state.whole import left_around, side_files_of
@@ -68,7 +68,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     extra, code = without_code(config)
     if code:
         warnings.append(f"dropped {listing(code)} from the configuration: no code comes from a checkpoint")
-    settings = untie(tensors, with_architecture(_config(args, found, warnings) | extra), warnings)
+    settings = with_architecture(_config(args, found, warnings) | extra)
+    settings = whole(tensors, settings, path.name, warnings)
     side_files = side_files_of(_file(path), tokenizer)
     if not side_files:
         warnings.append("nanoGPT saves no tokenizer; give one with `--tokenizer` (GPT-2's, where the run used it)")

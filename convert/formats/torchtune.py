@@ -16,12 +16,10 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import causal_lm_config
 from llmconv.convert.formats import Format
 from llmconv.convert.mapping import concat, listing, permute_rows, rename, require, rope_order
-from llmconv.convert.state_dict import WRAPPERS
+from llmconv.convert.state_dict import WRAPPERS, whole
 from llmconv.convert.torch_state.dialects import dialect_of
 from llmconv.convert.torch_state.files import StateFile, open_state, torch_files
-from llmconv.convert.torch_state.model_names import model_names
-from llmconv.convert.torch_state.sizes import head_dim
-from llmconv.convert.torch_state.whole import finish, left_around, side_files_of, stored_config
+from llmconv.convert.torch_state.whole import left_around, side_files_of, stored_config
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -104,9 +102,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     renamed = rename(stored, NAMES | dict(family.names), path.name)
     tensors = {target: stored[name] for target, name in renamed.items()}
     if family.neighbours:
-        tensors = _permuted(tensors, head_dim(settings), path.name)
+        tensors = _permuted(tensors, _head_dim(settings), path.name)
     tensors = _fused(tensors, family.fused, path.name)
-    settings = finish(tensors, settings, model_names(settings["model_type"]), path.name, warnings)
+    settings = whole(tensors, settings, path.name, warnings)
     side_files = side_files_of(found.path, tokenizer)
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=left_around(found))
 
@@ -136,6 +134,13 @@ def _refuse_adapters(found: StateFile, source: str) -> None:
         )
 
 
+def _head_dim(config: Mapping[str, Any]) -> int | None:
+    """Elements of one attention head: `head_dim`, or the hidden size over the heads."""
+    fields = [config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
+    size, hidden, heads = [value if type(value) is int and value > 0 else None for value in fields]
+    return size or (hidden // heads if hidden and heads else None)
+
+
 def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) -> dict[str, LazyTensor]:
     """The tensors with queries and keys as Hugging Face rotates them, in heads of `size` rows."""
     if size is None or size % 2:
@@ -161,12 +166,12 @@ def _fused(tensors: Mapping[str, LazyTensor], fused: Mapping[str, Sequence[str]]
         MalformedInput: a part is missing or does not fit.
     """
     result = dict(tensors)
-    for whole, parts in fused.items():
+    for joined, parts in fused.items():
         for first in [name for name in tensors if f".{parts[0]}." in name]:
             names = [first.replace(parts[0], part) for part in parts]
             require(names, result, source)
             try:
-                result[first.replace(parts[0], whole)] = concat([result.pop(name) for name in names], 0)
+                result[first.replace(parts[0], joined)] = concat([result.pop(name) for name in names], 0)
             except ValueError as error:
                 raise MalformedInput(
                     f"`{first}` of `{source}` does not join: {error}", hint="the checkpoint is damaged or partial"

@@ -6,6 +6,7 @@ modeling files; upstream's own table by model name is `scripts/convert_lit_check
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -206,14 +207,18 @@ def _rope_scaling(lit: LitConfig, source: str) -> dict[str, Any] | None:
         ratio = lit.rope_condense_ratio
         return None if ratio == 1 else {"rope_type": "linear", "factor": float(ratio)}
     numbers = {name: adjust.get(name) for name in LLAMA_3}
-    is_llama_3 = set(adjust) == set(LLAMA_3) and all(isinstance(number, int | float) for number in numbers.values())
-    is_linear = set(adjust) == {"factor"} and isinstance(adjust["factor"], int | float)
+    is_llama_3 = set(adjust) == set(LLAMA_3) and all(map(_is_number, numbers.values()))
+    is_linear = set(adjust) == {"factor"} and _is_number(adjust["factor"])
     if lit.rope_condense_ratio != 1 or not (is_llama_3 or is_linear):
         raise _refused(source, lit, "a model with such `rope_adjustments`")
     if not is_llama_3:
         return {"rope_type": "linear", "factor": float(adjust["factor"])}
     positions = {"original_max_position_embeddings": adjust["original_max_seq_len"]}
     return {"rope_type": "llama3", **{name: float(adjust[name]) for name in LLAMA_3[:3]}, **positions}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) -> dict[str, Any]:

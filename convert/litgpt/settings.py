@@ -5,6 +5,7 @@ Source: Lightning-AI/litgpt `config.py`, with its defaults.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -151,6 +152,7 @@ def _size(said: Mapping[str, Any], name: str, source: str) -> int:
 def _checked(field: Any, said: Mapping[str, Any], source: str) -> Any:
     value, kind = said[field.name], str(field.type).removesuffix(" | None")
     is_right = isinstance(value, TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
+    is_right = is_right and (not isinstance(value, int | float) or abs(value) <= sys.float_info.max)
     if not is_right or (field.default is MISSING and value <= 0):
         raise _wrong(field.name, value, source)
     return value

@@ -96,13 +96,19 @@ class RunConfig:
         )
 
 
+WHOLE = {"model", "architectures", "num_layers", "num_hidden_layers"}
+"""Fields by which a configuration is more than a few fields that a user adds."""
+
+
 def read_run_config(path: Path, given: Mapping[str, Any]) -> RunConfig:
-    """The configuration of the checkpoint at `path`: what the user gives, or the only run configuration beside it.
+    """The configuration of the checkpoint at `path`: the only run configuration beside it, and what the user adds.
+
+    A whole configuration that the user gives (with `model`, or a `config.json`) stands alone.
 
     Raises:
         MalformedInput: not of the form of a run configuration.
     """
-    beside, run = ("", given) if {*given} - {*OPTIONS} else _beside(path)
+    beside, run = ("", given) if {*given} & WHOLE else _beside(path)
     run = {**run, **given}
     model = _section(run, "model")
     # what stands beside `model` is from other files: fields that the user adds, or a `config.json`

@@ -154,11 +154,30 @@ def _llama(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
 
 def _qwen2(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     fields = ("use_sliding_window", "sliding_window", "max_window_layers")
-    return {**_decoder(config, source, warnings), **{name: config[name] for name in fields if name in config}}
+    kept = {name: config[name] for name in fields if name in config}
+    if config.get("use_sliding_window") and _ignores_window(config, source, warnings):
+        kept["use_sliding_window"] = False
+    return {**_decoder(config, source, warnings), **kept}
 
 
 def _mistral(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
-    return {**_decoder(config, source, warnings), "sliding_window": config.get("sliding_window")}
+    window = None if _ignores_window(config, source, warnings) else config.get("sliding_window")
+    return {**_decoder(config, source, warnings), "sliding_window": window}
+
+
+def _ignores_window(config: Config, source: str, warnings: Warnings) -> bool:
+    """Whether PaddleNLP computed it, whose Mistral and Qwen 2 read no window (2.6 to 3.0: `mistral/modeling.py`).
+
+    Its own files have the key `paddlenlp_version`, null in the older ones; those that `from-hf` wrote have not.
+    """
+    window = config.get("sliding_window")
+    if "paddlenlp_version" not in config or window is None:
+        return False
+    warnings.append(
+        f"PaddleNLP ignores `sliding_window` {window!r:.40}: its model attends to all tokens, and so does the one of "
+        f"transformers that `{source}` becomes"
+    )
+    return True
 
 
 def _qwen(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:

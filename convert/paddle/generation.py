@@ -34,7 +34,7 @@ def paddle_generation_config(content: bytes) -> bytes:
     """What PaddleNLP understands of transformers' file; of one that is no JSON object, nothing."""
     try:
         stored = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         stored = None
     fields = stored if isinstance(stored, dict) else {}
     return json_bytes(_same(fields) | {STRATEGY: SAMPLING if fields.get("do_sample") else GREEDY})

@@ -44,7 +44,15 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     files = tuple(Shard(name, rank, pdparams_pieces) for name, rank in zip(names, ranks, strict=True))
     parallel = {"tensor_parallel_degree": shards} if shards > 1 else {}
     small = {**_side_files(checkpoint), "config.json": json_bytes({**config, **parallel})}
-    return Plan(checkpoint, files, small)
+    return Plan(checkpoint, files, small, _ignored(config))
+
+
+def _ignored(config: dict[str, Any]) -> tuple[str, ...]:
+    """A window that PaddleNLP keeps in its configuration and does not compute, where a prompt can be longer."""
+    window = config.get("sliding_window")
+    if type(window) is not int or window >= config["max_position_embeddings"]:
+        return ()
+    return (f"PaddleNLP ignores `sliding_window` {window}: beyond so many tokens it computes something else",)
 
 
 def _refuse_shards(config: dict[str, Any], settings: dict[str, Any], shards: int, source: str) -> None:

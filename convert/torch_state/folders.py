@@ -124,10 +124,10 @@ def _numbered(folder: Path) -> list[Path]:
         )
     files = plain or {int(match[1]): entry for match, entry in tuned}
     count = max(totals | {max(files)})
-    missing = sorted(set(range(1, count + 1)) - set(files))
-    if missing:
+    missing = next((number for number in range(1, count + 1) if number not in files), None)
+    if missing is not None:
         raise MalformedInput(
-            f"`{folder}` has {len(files)} of {count} shards; number {missing[0]} is missing",
+            f"`{folder}` has {len(files)} of {count} shards; number {missing} is missing",
             hint="copy the folder again",
         )
     return [files[number] for number in sorted(files)]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from llmconv.convert.blueprint.names import ModelNames
 from llmconv.convert.mapping import listing
 from llmconv.convert.torch_state.dialects import EMBEDDING
-from llmconv.convert.torch_state.model_names import ModelNames
 from llmconv.errors import MalformedInput, UnsupportedInput
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,27 +9,17 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.architectures import causal_lm_classes
+from llmconv.convert.blueprint.names import model_names
 from llmconv.convert.configs import causal_lm_config
 from llmconv.convert.mapping import listing
-from llmconv.convert.state_dict import HEADS, Leaf, check_complete, select, untie
+from llmconv.convert.state_dict import BUFFERS, Leaf, select, whole
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.convert.torch_state.files import StateFile, refuse_objects, refuse_quantized
-from llmconv.convert.torch_state.model_names import ModelNames, model_names
-from llmconv.convert.torch_state.parts import check_parts
 from llmconv.convert.torch_state.placing import Placement, place
-from llmconv.convert.torch_state.sizes import check_sizes
-from llmconv.errors import InputRefused, UnsupportedInput
-from llmconv.tensors import LazyTensor
+from llmconv.errors import UnsupportedInput
 
 OLD_NORM = {"gamma": "weight", "beta": "bias"}
 """How models that came from TensorFlow called a LayerNorm's parameters (`LayerNorm.gamma`)."""
-
-BUFFERS: tuple[tuple[str, re.Pattern[str], tuple[int, ...]], ...] = (
-    ("causal masks", re.compile(r"\.(?:attn|attention)\.(?:(?:masked_)?bias|causal_mask)$"), (0, 2, 3, 4)),
-    ("rotary tables", re.compile(r"\.rotary_emb\.(?:inv_freq|(?:cos|sin)_cached)$|\.embed_positions$"), (1, 2, 3, 4)),
-    ("position numbers", re.compile(r"(?:^|\.)position_ids$"), (1, 2)),
-)
-"""What models compute for themselves and old files hold nevertheless: what it is, its name, its possible ranks."""
 
 AROUND = {
     "optimizer": "the optimizer's state",
@@ -100,7 +89,7 @@ def assemble(
     placement = place(list(stored), model, source)
     tensors = {_new_style(target): stored[name] for name, target in placement.names.items()}
     dropped += _outside(placement, source, drop=bool(given.get("drop")))
-    settings = finish(tensors, settings, model, source, warnings)
+    settings = whole(tensors, settings, source, warnings)
     if placement.added:
         warnings.append(f"the names are those of the model without its head; `{placement.added}` was put in front")
     return Checkpoint(
@@ -120,31 +109,6 @@ def _writer(config: Mapping[str, Any]) -> str:
     """The transformers that wrote the configuration, which is mostly the one that wrote the weights."""
     version = config.get("transformers_version")
     return f"transformers {version[:20]}" if isinstance(version, str) else ""
-
-
-def finish(
-    tensors: dict[str, LazyTensor], config: dict[str, Any], model: ModelNames, source: str, warnings: list[str]
-) -> dict[str, Any]:
-    """The configuration, which says whether the head is tied; every tensor compared with it.
-
-    Raises:
-        InputRefused: there is no head though it is not tied; a layer is missing; the sizes are of another model.
-    """
-    tied = config.get("tie_word_embeddings")
-    if not any(head in tensors for head in HEADS):
-        if not (model.tied if tied is None else tied):
-            raise InputRefused(
-                f"`{source}` has no output head, and its configuration does not tie it to the embedding",
-                hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
-            )
-        config = {**config, "tie_word_embeddings": True}
-    elif tied is None and model.tied:
-        config = {**config, "tie_word_embeddings": True}
-    config = untie(tensors, config, warnings)
-    check_complete(tensors, config, source)
-    check_parts(tensors, config, model, source)
-    check_sizes(tensors, config, source)
-    return config
 
 
 def _refuse_packed(file: StateFile, config: Mapping[str, Any], source: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import traceback
+from types import FrameType
 from typing import Any
 
 import click
@@ -14,7 +16,15 @@ from llmconv import __version__
 from llmconv.cli.options import VERBOSE
 from llmconv.errors import LlmconvError
 
-COMMANDS = ("inspect", "to-hf", "from-hf", "merge-lora", "export", "verify", "generate", "formats", "families")
+COMMANDS = ("inspect", "to-hf", "from-hf", "merge-lora", "delta", "export", "verify", "generate", "formats", "families")
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as a scheduler sends it before it kills."""
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 class LazyGroup(click.Group):
@@ -34,17 +44,24 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; an error becomes message, blank line, hint and its exit code."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        signal.signal(signal.SIGTERM, _terminated)
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
         except LlmconvError as error:
             self._fail(ctx, error.message, error.hint, error.exit_code)
-        except KeyboardInterrupt:
-            self._fail(ctx, "interrupted", "run the same command again; `--resume` keeps what was finished", 130)
+        except KeyboardInterrupt as interrupt:
+            code = 143 if isinstance(interrupt, Terminated) else 130
+            self._fail(ctx, "interrupted", "run the same command again; `--resume` keeps what was finished", code)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at exit
             ctx.exit(141)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except OSError as error:
+            problem = f"reading or writing failed: {error.strerror or error} ({error.filename or 'stdout'})"
+            self._fail(ctx, problem, "see that there is space, and that files can be read and written", 4)
         except Exception as error:  # a defect of ours or of a library: never exit code 1, which means a difference
             problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
             self._fail(ctx, problem, "this should have been a clear message; `-v` shows where it comes from", 3)
@@ -65,10 +82,12 @@ def main() -> None:
     llmconv to-hf      SOURCE -o OUT           training checkpoint -> Hugging Face folder
     llmconv from-hf    MODEL -o OUT --to KIND  Hugging Face folder -> training checkpoint
     llmconv merge-lora BASE ADAPTER -o OUT     adapters merged into the weights
+    llmconv delta apply BASE DELTA -o OUT      delta weights added; `delta extract` makes them
     llmconv export     MODEL                   prefill and decode graphs beside the weights they map
     llmconv verify     MODEL                   graphs against the eager model
     llmconv generate   MODEL --prompt TEXT     text from the graphs
 
     Exit codes: 0 done and true, 1 a difference was found, 2 usage, 3 input refused,
-    4 I/O failed (safe to --resume), 5 nothing could be compared.
+    4 I/O failed (safe to --resume), 5 nothing could be compared,
+    130 interrupted and 143 terminated (--resume goes on).
     """

@@ -29,15 +29,16 @@ def command(path: str, as_json: bool) -> None:
     if as_json:
         options.print_json(found.summary())
         return
-    rows = _rows(found)
+    rows = shown_rows(found)
     width = max(len(title) for title, _ in rows)
     for title, value in rows:
         click.echo(f"{title:<{width}}  {printable(value)}")
 
 
-def _rows(found: Inspection) -> list[tuple[str, str]]:
+def shown_rows(found: Inspection) -> list[tuple[str, str]]:
     """The lines of the table: title and value."""
-    architecture = ", ".join(found.config.get("architectures") or [])
+    said = found.config.get("architectures")
+    architecture = ", ".join(map(str, said)) if isinstance(said, list) else ""
     rows = [
         ("path", str(found.path)),
         ("format", found.format),

@@ -28,6 +28,14 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
     help="Factor of an adapter's update; once per adapter [default: 1].",
 )
 @click.option(
+    "--initial-adapter",
+    "initial_adapters",
+    multiple=True,
+    metavar="PATH",
+    help="The adapter before training, where its start was taken out of the base (PiSSA, OLoRA); once per adapter, - "
+    "for none.",
+)
+@click.option(
     "--combine",
     type=click.Choice(COMBINATIONS),
     default="linear",

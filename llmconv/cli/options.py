@@ -27,7 +27,7 @@ dtype = click.option(
 max_shard_size = click.option(
     "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest safetensors file."
 )
-overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT if it is a model folder.")
+overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT if llmconv made it.")
 resume = click.option("--resume", is_flag=True, help="Continue a run that was interrupted.")
 dry_run = click.option("--dry-run", is_flag=True, help="Print the plan (tensors, bytes, disk needed) and stop.")
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")

@@ -79,9 +79,12 @@ def shapes_of(config: Mapping[str, Any]) -> Shapes:
 
 def _block(prefix: str, config: Mapping[str, Any]) -> Shapes:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    for name, rows in {"q": hidden, "k": keys, "v": keys, "o": hidden}.items():
-        yield from _linear(f"{prefix}self_attn.{name}_proj", rows, hidden, biased=config.get("attention_bias"))
+    size = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = (config[name] * size for name in ("num_attention_heads", "num_key_value_heads"))
+    for name, rows in {"q": queries, "k": keys, "v": keys}.items():
+        biased = config.get("attention_bias") or config["model_type"] == "qwen2"
+        yield from _linear(f"{prefix}self_attn.{name}_proj", rows, hidden, biased=biased)
+    yield from _linear(f"{prefix}self_attn.o_proj", hidden, queries, biased=config.get("attention_bias"))
     if "num_local_experts" in config:
         yield from _linear(f"{prefix}block_sparse_moe.gate", config["num_local_experts"], hidden)
         for expert in range(config["num_local_experts"]):

@@ -53,13 +53,9 @@ def attempt(base: Path, save_tensors: Callable[..., Path], tmp_path: Path) -> Ca
     ("field", "value"),
     [
         ("use_dora", True),
-        ("layer_replication", [[0, 4], [2, 5]]),
-        ("target_parameters", ["mlp.experts.gate_up_proj"]),
-        ("trainable_token_indices", [5]),
         ("alora_invocation_tokens", [1, 2]),
         ("arrow_config", {"top_k": 3}),
         ("use_qalora", True),
-        ("use_bdlora", {"nblocks": 2}),
         ("kasa_config", {"beta": 1}),
         ("megatron_config", {"tp": 2}),
         ("init_lora_weights", "pissa"),
@@ -211,7 +207,7 @@ def adapter(save_tensors: Callable[..., Path]) -> Path:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--weight", "1", "--weight", "2"], "2 weights"),
+        (["--weight", "1", "--weight", "2"], "2 weight(s)"),
         (["--weight", "nan"], "not finite"),
         (["--max-shard-size", "5 apples"], "5 apples"),
     ],

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from llmconv.cli import main
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.checking import SAMPLE, _distances, check_output
+from llmconv.convert.adapters.checking import SAMPLE, _distances, check_written
 from llmconv.errors import UsageProblem
 from tests.convert.tuned_models import train_layers
 
@@ -52,7 +52,7 @@ def test_one_wrong_bit_is_found(name: str, tmp_path: Path) -> None:
     tensors = load_file(file)
     tensors[name].view(torch.int32).view(-1)[-1] ^= 1
     save_file(tensors, file)
-    check = check_output(merge.plan.checkpoint, merge.edits, tmp_path / "out", summed=True)
+    check = check_written(merge.plan.checkpoint, merge.edits, tmp_path / "out", summed=True)
     assert check.differing == (name,) and check.histogram["1"] == 1
     assert name in check.lines()[-1]
 
@@ -61,7 +61,7 @@ def test_a_wrong_scale_is_found_though_the_merge_agrees_with_itself(tmp_path: Pa
     base, adapter, _ = train_layers(tmp_path, LORA)
     merge = merge_lora(base, [adapter], tmp_path / "out", weights=[1.001])
     right = merge_lora(base, [adapter], tmp_path / "right", dry_run=True)
-    check = check_output(merge.plan.checkpoint, right.edits, tmp_path / "out", summed=True)
+    check = check_written(merge.plan.checkpoint, right.edits, tmp_path / "out", summed=True)
     assert set(check.differing) == {"linear.weight", "square.weight"}
 
 
@@ -76,7 +76,7 @@ def test_only_a_sample_of_many_tensors_is_read(tmp_path: Path) -> None:
     save_file(
         {name: torch.from_numpy(tensor.read().copy()) for name, tensor in many.items()}, folder / "model.safetensors"
     )
-    check = check_output(replace(plan, tensors=many), merge.edits, folder, summed=True)
+    check = check_written(replace(plan, tensors=many), merge.edits, folder, summed=True)
     assert check.tensors == SAMPLE and not check.differing
 
 

@@ -180,13 +180,35 @@ def assert_equal_models(model: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("kind", (KINDS | APART).values(), ids=(KINDS | APART).keys())
 def test_merging_gives_what_peft_computes(
     tiny: Callable[[str], Path], tmp_path: Path, model_type: str, kind: dict[str, Any]
 ) -> None:
     model = trained(tiny(model_type), **kind)
     to_hf(save_run(tmp_path / "x.pt", model), tmp_path / "hf", adapter="merge")
     assert_equal_models(model, tmp_path / "hf")
+
+
+BEFORE: dict[str, dict[str, Any]] = {
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "replicated layers": {"layer_replication": [[0, 3], [1, 4]]},
+}
+"""What changes the base before training: a run holds it as it was then."""
+
+
+@pytest.mark.parametrize("adapter", ["merge", "split"])
+@pytest.mark.parametrize("kind", BEFORE.values(), ids=BEFORE.keys())
+def test_a_base_that_was_changed_before_training_is_not_changed_again(
+    tiny: Callable[[str], Path], tmp_path: Path, kind: dict[str, Any], adapter: str
+) -> None:
+    model = trained(tiny("llama"), **kind)
+    to_hf(save_run(tmp_path / "x.pt", model), tmp_path / "hf", adapter=adapter)
+    if adapter == "merge":
+        assert_equal_models(model, tmp_path / "hf")
+    else:
+        found = loaded_with_peft(tmp_path / "hf", tmp_path / "hf" / "adapter")
+        assert (logits(found) - logits(model)).abs().max() < 1e-5 * logits(model).abs().max()
 
 
 @pytest.mark.parametrize("kind", BIASED.values(), ids=BIASED.keys())

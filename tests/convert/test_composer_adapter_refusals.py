@@ -66,8 +66,8 @@ def test_biases_that_composer_left_out_are_a_warning(tiny: Callable[[str], Path]
 
 
 def test_a_kind_that_is_not_merged_can_be_kept_apart(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    path = save_run(tmp_path / "x.pt", trained(tiny("llama"), use_dora=True))
-    with pytest.raises(UnsupportedInput, match="`use_dora`") as refusal:
+    path = save_run(tmp_path / "x.pt", trained(tiny("llama"), alora_invocation_tokens=[1], task_type="CAUSAL_LM"))
+    with pytest.raises(UnsupportedInput, match="`alora_invocation_tokens`") as refusal:
         open_training(path)
     assert "--adapter split" in refusal.value.hint
 

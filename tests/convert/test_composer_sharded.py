@@ -65,6 +65,12 @@ def test_the_writer_the_shards_and_what_is_left_out_are_told(run: Path) -> None:
     assert checkpoint.dropped[0] == f"{OPTIMIZER} (536 kB)"
 
 
+def test_what_is_left_out_is_called_as_in_a_run_of_one_file(run: Path) -> None:
+    told = " ".join(open_training(run).dropped)
+    assert "the time stamp" in told and "the callbacks" in told
+    assert not any(name in told for name in ("`timestamp`", "`run_name`", "`rank_zero_seed`"))
+
+
 def test_a_link_to_the_latest_folder_is_followed(run: Path, tmp_path: Path) -> None:
     (tmp_path / "latest-rank0.pt").symlink_to(run)
     assert len(open_training(tmp_path / "latest-rank0.pt")) == 21

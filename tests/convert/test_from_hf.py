@@ -25,6 +25,7 @@ from llmconv.convert.meta.params_of import feed_forward_of
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
 from tests.convert.accessory_models import FIXTURES
 from tests.convert.hf_models import FALCON, LLAMA, MIXTRAL, contents, save_model
+from tests.convert.tiny_models import save_tiny
 
 MATTERS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps"),
@@ -173,6 +174,14 @@ def test_a_model_that_metas_code_has_not_is_refused(tmp_path: Path, changes: dic
     with pytest.raises(UnsupportedInput, match=f"what Meta's code cannot hold: {reason}"):
         from_hf(model, tmp_path / "out", to="meta")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["meta", "accessory"])
+@pytest.mark.parametrize("kind", ["gpt2", "bloom"])
+def test_a_model_with_sizes_of_other_names_is_refused_as_what_it_is(tmp_path: Path, kind: str, to: str) -> None:
+    save_tiny(tmp_path / "model", kind, "float32")
+    with pytest.raises(UnsupportedInput, match=f"is a `{kind}`, and this format holds only"):
+        from_hf(tmp_path / "model", tmp_path / "out", to=to)
 
 
 ACCESSORY_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {

@@ -193,6 +193,13 @@ def test_an_element_type_that_paddle_reads_as_another_is_refused(dtype: str) -> 
         pdparams_pieces({"a": tensor})
 
 
+def test_a_window_that_paddlenlp_ignores_is_told_and_comes_back(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "mistral", sliding_window=8)
+    plan = from_hf(tmp_path / "model", tmp_path / "out", to="paddle")
+    assert any("PaddleNLP ignores `sliding_window` 8: beyond" in line for line in plan.warnings)
+    assert open_training(tmp_path / "out").config["sliding_window"] == 8
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "biases": ("llama", {"attention_bias": True}, "attention_bias True"),
     "biases of the feed-forward": ("llama", {"mlp_bias": True}, "mlp_bias True"),

@@ -133,6 +133,18 @@ def test_rows_that_do_not_divide_into_groups_are_an_error() -> None:
         permute_rows(lazy(numbers(6, 2)), rope_order(4))
 
 
+@pytest.mark.parametrize("size", [0, 1, -2, 1 << 60])
+def test_a_head_of_no_possible_size_is_an_error(size: int) -> None:
+    with pytest.raises(ValueError, match="a head has"):
+        rope_order(size)
+
+
+@pytest.mark.parametrize("layer", ["9" * 10, "9" * 5000])
+def test_a_number_that_no_layer_has_is_placed_nowhere(layer: str) -> None:
+    with pytest.raises(MalformedInput, match="no rule places"):
+        rename([f"in.{layer}.weight"], TABLE, "x")
+
+
 def test_copies_are_compared_while_they_are_read() -> None:
     one, other = numbers(4, 2), numbers(4, 2)
     assert np.array_equal(replicated([lazy(one), lazy(one)], "x").read(), one)

@@ -20,6 +20,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.inspect import inspect
+from llmconv.convert.paddle.configs import to_config
 from llmconv.convert.to_hf import open_training
 from llmconv.errors import InputRefused
 from tests.convert.paddle_models import CONFIG, FIXTURES, Model, contents, cut, fused, save, save_whole, whole_model
@@ -38,6 +39,8 @@ CASES = {
     "bloom": ("", "bloom", "logits"),
     "gpt3": ("", "gpt2", "logits"),
     "chatglm_v2": ("", "glm", "logits"),
+    "mistral_window": ("", "mistral", "logits"),
+    "qwen2_window": ("", "qwen2", "logits"),
 }
 
 
@@ -80,6 +83,18 @@ def test_bfloat16_stays_bfloat16_bit_for_bit(tmp_path: Path) -> None:
 
 def test_qwen_says_up_to_which_length_it_is_the_same() -> None:
     assert any("beyond 64 tokens" in warning for warning in open_training(FIXTURES / "qwen").warnings)
+
+
+@pytest.mark.parametrize("case", ["mistral_window", "qwen2_window"])
+def test_a_window_that_paddlenlp_ignores_is_told(case: str) -> None:
+    assert any("PaddleNLP ignores `sliding_window` 8" in line for line in open_training(FIXTURES / case).warnings)
+
+
+def test_a_window_in_a_file_that_paddlenlp_did_not_write_is_kept() -> None:
+    config = {**CONFIG, "model_type": "mistral", "sliding_window": 8}
+    warnings: list[str] = []
+    assert to_config(config, "x", warnings)["sliding_window"] == 8
+    assert warnings == []
 
 
 def test_inspect_names_the_format_and_what_it_becomes() -> None:

@@ -21,7 +21,7 @@ SCALING = 2.0
 Judge = Callable[..., Any]
 
 
-@pytest.mark.parametrize("case", ["lora_llama", "lora_llama_rslora", "lora_qwen2"])
+@pytest.mark.parametrize("case", ["lora_llama", "lora_llama_rslora", "lora_qwen2", "lora_gpt"])
 def test_the_merged_model_has_the_logits_of_the_adapted_one(case: str, tmp_path: Path, logits_of: Judge) -> None:
     to_hf(FIXTURES / case / "base", tmp_path / "base")
     merge_lora(tmp_path / "base", [FIXTURES / case / "lora"], tmp_path / "merged")
@@ -125,6 +125,12 @@ def test_a_factor_without_its_partner_is_refused(tmp_path: Path) -> None:
     tensors = adapter_of(whole_model(), ("q_proj.weight",))
     del tensors["llama.layers.1.self_attn.q_proj.lora_B"]
     assert "llama.layers.1.self_attn.q_proj.lora_A" in str(refusal(tensors, tmp_path))
+
+
+def test_an_adapter_of_another_architecture_is_refused_though_its_shapes_fit(tmp_path: Path) -> None:
+    to_hf(FIXTURES / "lora_llama" / "base", tmp_path / "hf")
+    with pytest.raises(MalformedInput, match="qwen2, the base is a llama"):
+        merge_lora(tmp_path / "hf", [FIXTURES / "lora_qwen2" / "lora"], tmp_path / "out")
 
 
 def test_factors_of_another_size_are_refused(tmp_path: Path) -> None:

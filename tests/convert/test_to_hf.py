@@ -45,6 +45,12 @@ def test_exactly_one_format_claims_each_checkpoint(path: Path, name: str) -> Non
     assert [claim for claim, found in formats().items() if found.detect(path)] == [name]
 
 
+def test_every_format_claims_genuine_files_and_no_two_claim_the_same_path() -> None:
+    claims = {path: [name for name, found in formats().items() if found.detect(path)] for path in FIXTURES.rglob("*")}
+    assert not {str(path): names for path, names in claims.items() if len(names) > 1}
+    assert {name for names in claims.values() for name in names} == set(formats())
+
+
 def test_every_format_is_named_after_its_file() -> None:
     files = sorted(file.stem for file in (Path(__file__).parents[2] / "convert" / "formats").glob("[a-z]*.py"))
     assert [found.name for found in formats().values()] == list(formats()) == files

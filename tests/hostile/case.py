@@ -14,13 +14,15 @@ class Case:
 
     Attributes:
         build: makes it in an empty folder and returns the path to convert.
-        refused: what the refusal of `to-hf` says (a regular expression); None: converted, without any effect.
-        options: of `to_hf`; names of files in the folder are made paths.
+        refused: what the refusal of the conversion says (a regular expression); None: converted, without any effect.
+        options: of the command; a Path, and the names in a list, are of files in the folder.
+        command: what converts it: `to-hf`, `from-hf` or `merge-lora` (whose adapter it is).
     """
 
     build: Callable[[Path], Path]
     refused: str | None
     options: Mapping[str, Any] = field(default_factory=dict)
+    command: str = "to-hf"
 
 
 CANARY = "/tmp/llmconv-canary-that-only-an-executed-payload-makes"

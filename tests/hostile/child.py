@@ -1,4 +1,4 @@
-"""Runs inspect and to-hf on many inputs in one process that writes down everything it does.
+"""Runs inspect and a conversion on many inputs in one process that writes down everything it does.
 
     python -m tests.hostile.child JOBS.json RESULTS.json
 
@@ -8,11 +8,14 @@ Loaded without torch: what a payload could import is not there by accident.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import resource
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -20,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from llmconv.convert import to_hf
+from llmconv.cli.inspect import shown_rows
+from llmconv.convert import from_hf, merge_lora, to_hf
 from llmconv.convert.inspect import inspect
 from llmconv.errors import LlmconvError
 
@@ -29,6 +33,9 @@ SECONDS = 30
 """A hang ends after so many seconds of wall time."""
 
 LIBRARIES = tuple({sys.prefix, sys.base_prefix, os.path.realpath(sys.prefix), str(Path(__file__).parents[2])})
+MODELS = os.path.join(*importlib.util.find_spec("transformers").submodule_search_locations)  # type: ignore[union-attr,misc]
+"""Source that is read, and of which constructors are run with stand-ins."""
+
 HARMLESS = {
     *("object.__getattr__", "object.__setattr__", "object.__delattr__", "sys._getframe", "builtins.id"),
     *(
@@ -45,6 +52,13 @@ CHANGING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 FOREIGN = {"mallopt", "renameat2"}
 """The only C functions that the writer calls."""
 
+COMMANDS: dict[str, Callable[..., object]] = {
+    "to-hf": to_hf,
+    "from-hf": from_hf,
+    "merge-lora": lambda adapter, output, base: merge_lora(base, [adapter], output),
+}
+
+UNPACKED = re.compile(r"/proc/self/fd/\d+")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -55,12 +69,12 @@ class Watch:
         self.active = False
         self.readable: tuple[str, ...] = ()
         self.writable = ""
+        self.temporary = tempfile.gettempdir()
         self.seen: list[str] = []
 
     def begin(self, source: Path, output: Path) -> None:
-        """From now on only `source` may be read, and only beside `output` may be written."""
-        folder = source.parent
-        self.readable = (str(folder), str(output.parent), *LIBRARIES)
+        """From now on only the folder of `source` may be read, and only beside `output` or in TMPDIR be written."""
+        self.readable = (str(source.parent), str(output.parent), self.temporary, *LIBRARIES)
         self.writable = str(output.parent)
         self.seen, self.active = [], True
 
@@ -72,14 +86,25 @@ class Watch:
     def _allowed(self, event: str, args: tuple[Any, ...]) -> bool:
         if event == "open":
             path, _, flags = args
-            return isinstance(path, int) or self._inside(path, (self.writable,) if flags & WRITING else self.readable)
+            return isinstance(path, int) or self._inside(path, self._changeable() if flags & WRITING else self.readable)
         if event in CHANGING:
-            return all(self._inside(path, (self.writable,)) for path in self._named(args))
+            return all(self._inside(path, self._changeable()) for path in self._named(args))
+        if event in ("tempfile.mkdtemp", "tempfile.mkstemp"):
+            return self._inside(args[0], (self.temporary,))
+        if event == "os.symlink":  # what stands for an unpacked file: a descriptor of this very process
+            return UNPACKED.fullmatch(str(args[0])) is not None and self._inside(args[1], (self.temporary,))
         if event == "ctypes.dlopen":
             return args == (None,)
         if event == "ctypes.dlsym":
             return args[1] in FOREIGN
+        if event == "compile":
+            return args[1] is None or self._inside(args[1], (MODELS,))  # None: a tree that was read before
+        if event == "exec":
+            return self._inside(args[0].co_filename, (MODELS,))
         return event in HARMLESS
+
+    def _changeable(self) -> tuple[str, ...]:
+        return self.writable, self.temporary
 
     @staticmethod
     def _named(args: tuple[Any, ...]) -> list[str]:
@@ -108,18 +133,33 @@ def main(jobs_file: str, results_file: str) -> None:
     Path(results_file).write_text(json.dumps(results))
 
 
+class Hangs(BaseException):
+    """It takes too long; no OSError, as TimeoutError is, which the product explains as one of the disk."""
+
+
 def _too_long(_signal: int, _frame: FrameType | None) -> None:
-    raise TimeoutError("it hangs")
+    raise Hangs
 
 
 def _both(job: dict[str, Any], watch: Watch, kind: str) -> dict[str, Any]:
     source, output = Path(job["source"]), Path(job["place"]) / kind / "hf"
     output.parent.mkdir()
-    runs = {
-        "inspect": lambda: json.dumps(inspect(source).summary()),
-        "to_hf": lambda: to_hf(source, output, **job["options"]) and None,
-    }
+    convert = COMMANDS[job["command"]]
+    runs = {"inspect": lambda: _inspect(source), "convert": lambda: convert(source, output, **job["options"]) and None}
     return {name: _one(run, watch, source, output) for name, run in runs.items()}
+
+
+def _inspect(source: Path) -> str:
+    """What both forms of the command's output are made of."""
+    found = inspect(source)
+    assert all(isinstance(text, str) for row in shown_rows(found) for text in row)
+    return json.dumps(found.summary())
+
+
+def _left_temporary(folder: str) -> list[str]:
+    """What lies in TMPDIR but links to files that have no name; those go with the process, however it ends."""
+    there = [path for path in Path(folder).glob("*/*") if not (path.is_symlink() and UNPACKED.match(os.readlink(path)))]
+    return sorted(map(str, there + [path for path in Path(folder).iterdir() if not any(path.iterdir())]))
 
 
 def _one(run: Callable[[], Any], watch: Watch, source: Path, output: Path) -> dict[str, Any]:
@@ -137,7 +177,8 @@ def _one(run: Callable[[], Any], watch: Watch, source: Path, output: Path) -> di
     watch.active = False
     signal.alarm(0)
     left = sorted(str(path.relative_to(output.parent)) for path in output.parent.rglob("*"))
-    return {**result, "seconds": time.process_time() - began, "events": watch.seen, "left": left}
+    seconds, temporary = time.process_time() - began, _left_temporary(watch.temporary)
+    return {**result, "seconds": seconds, "events": watch.seen, "left": left, "temporary": temporary}
 
 
 if __name__ == "__main__":

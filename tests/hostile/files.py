@@ -54,6 +54,16 @@ def alone(put: Place, refused: str, name: str = "x.pt") -> Case:
     return Case(build, refused)
 
 
+def instead_of(name: str, put: Place) -> Callable[[Path], None]:
+    """Puts something else at the place of one file of a folder."""
+
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        put(folder / name)
+
+    return change
+
+
 def content(data: bytes, refused: str, name: str = "x.pt") -> Case:
     """A file of these bytes."""
     return alone(lambda path: path.write_bytes(data), refused, name)
@@ -177,7 +187,7 @@ CASES: dict[str, Case] = {
     "a link to /dev/zero": alone(linked("/dev/zero"), NO_FILE),
     "a link to a folder of the system": alone(linked("/usr/share"), UNKNOWN),
     "an empty folder": alone(Path.mkdir, UNKNOWN),
-    "an empty file": content(b"", UNKNOWN),
+    "an empty file": content(b"", "is empty"),
     "one byte": content(b"P", UNKNOWN),
     "zeros, 8 GB": alone(sparse(8 << 30), UNKNOWN),
     "PK and zeros, 8 GB": Case(lambda folder: pk(folder), "damaged"),
@@ -196,7 +206,7 @@ CASES: dict[str, Case] = {
     "a name that is no text": alone(
         lambda path: Path(os.fsdecode(os.fsencode(path))).write_bytes(b"x"), UNKNOWN, "x\udcff.pt"
     ),
-    "safetensors: no header": content(b"", UNKNOWN, "x.safetensors"),
+    "safetensors: no header": content(b"", "is empty", "x.safetensors"),
     "safetensors: a header of 2^63 bytes": header(tensor(), length=1 << 63),
     "safetensors: a header longer than the file": header(tensor(), length=10_000),
     "safetensors: a header of no bytes": header(b""),

@@ -14,7 +14,21 @@ from typing import Any
 
 import pytest
 
-from tests.hostile import configs, files, pickles, tensors, zips
+from tests.hostile import (
+    adapters,
+    configs,
+    dcp,
+    deepspeed,
+    dialects,
+    files,
+    legacy,
+    models,
+    packed,
+    pickles,
+    states,
+    tensors,
+    zips,
+)
 from tests.hostile.case import CANARY, Case
 from tests.hostile.honest import composer, meta, mindspore, paddle, save
 
@@ -31,15 +45,33 @@ HONEST: dict[str, Case] = {
     "honest: zip": zips.CASES["a zip written by hand"],
     "honest: refused": Case(lambda folder: folder, "no training format"),
 }
-KINDS = {"pickle": pickles, "zip": zips, "tensor": tensors, "config": configs, "file": files}
+KINDS: dict[str, Any] = {
+    "pickle": pickles,
+    "zip": zips,
+    "tensor": tensors,
+    "config": configs,
+    "file": files,
+    "packed": packed,
+    "dcp": dcp,
+    "deepspeed": deepspeed,
+    "state": states,
+    "legacy": legacy,
+    "dialect": dialects,
+    "adapter": adapters,
+    "model": models,
+}
+"""Kind to the module with its `CASES`, and with what is `HONEST` and only these need."""
+
 CASES = {f"{kind}: {name}": case for kind, module in KINDS.items() for name, case in module.CASES.items()}
+
+CONVERTED = {"hf/config.json", "hf/params.json", "hf/model.ckpt"}
 
 Result = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Result]:
-    """`results(name)`: what inspect and to-hf did with a case; all cases of its kind run at once in one process.
+    """`results(name)`: what inspect and the conversion did with a case; all of its kind run at once, in one process.
 
     Several pytest processes share what the first of them has found.
     """
@@ -62,36 +94,48 @@ def once(kind: str, folder: Path) -> dict[str, Result]:
     """The results of one kind; the cases run where nobody has run them."""
     if not (folder / "results.json").exists():
         folder.mkdir()
-        run({name: case for name, case in CASES.items() if name.startswith(kind + ":")}, folder)
+        run(kind, folder)
     results: dict[str, Result] = json.loads((folder / "results.json").read_text())
     return results
 
 
-def run(cases: dict[str, Case], folder: Path) -> None:
-    """Builds the cases and runs them in a child, after honest ones."""
-    named = enumerate((HONEST | cases).items())
+def run(kind: str, folder: Path) -> None:
+    """Builds the cases of a kind and runs them in a child, after honest ones."""
+    cases = {name: case for name, case in CASES.items() if name.startswith(f"{kind}: ")}
+    honest = {f"honest: {name}": case for name, case in getattr(KINDS[kind], "HONEST", {}).items()}
+    named = enumerate((HONEST | honest | cases).items())
     jobs = [job(name, case, folder / f"case{number}") for number, (name, case) in named]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    (folder / "tmp").mkdir()
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
     command = [sys.executable, "-m", "tests.hostile.child", str(folder / "jobs.json"), str(folder / "results.json")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert not list((folder / "tmp").iterdir()), "something stays in TMPDIR when the process has ended"
 
 
 def job(name: str, case: Case, place: Path) -> dict[str, Any]:
     """What the child is told of a case."""
     (place / "in").mkdir(parents=True)
     source = case.build(place / "in")
-    options = {key: [str(place / "in" / file) for file in value] for key, value in case.options.items()}
-    return {"name": name, "source": str(source), "place": str(place), "options": options, "honest": name in HONEST}
+    options = {key: _in_folder(value, place / "in") for key, value in case.options.items()}
+    honest = name.startswith("honest: ")
+    told = {"source": str(source), "place": str(place), "options": options, "command": case.command}
+    return {"name": name, "honest": honest, **told}
+
+
+def _in_folder(value: Any, folder: Path) -> Any:
+    if isinstance(value, list):
+        return [str(folder / file) for file in value]
+    return str(folder / value) if isinstance(value, Path) else value
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_refused_or_has_no_effect(results: Callable[[str], Result], name: str) -> None:
-    result, case = results(name)["to_hf"], CASES[name]
+    result, case = results(name)["convert"], CASES[name]
     if case.refused is None:
         assert result["outcome"] == "done", result["message"]
-        assert "hf/config.json" in result["left"] and not any("partial" in file for file in result["left"])
+        assert CONVERTED & {*result["left"]} and not any("partial" in file for file in result["left"])
         assert not any(file.endswith((".py", ".pkl", ".so")) for file in result["left"])
     else:
         assert result["outcome"] == "refused", result["message"]
@@ -109,6 +153,7 @@ def test_inspect_survives_it(results: Callable[[str], Result], name: str) -> Non
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_else_is_opened_imported_started_or_called(results: Callable[[str], Result], name: str) -> None:
     assert [run["events"] for run in results(name).values()] == [[], []]
+    assert [run["temporary"] for run in results(name).values()] == [[], []]
     assert not Path(CANARY).exists()
 
 
@@ -130,6 +175,7 @@ ACTS = {
     "import socket; socket.socket()": "socket.__new__",
     "eval('1')": "compile",
     "import ctypes; ctypes.CDLL(None).system": "ctypes.dlsym",
+    "os.symlink('/etc/passwd', tempfile.gettempdir() + '/x')": "os.symlink",
     "import shutil; shutil.rmtree('/nonexistent-folder', ignore_errors=True)": "shutil.rmtree",
 }
 
@@ -137,7 +183,7 @@ ACTS = {
 @pytest.mark.parametrize("act", ACTS)
 def test_the_watch_sees(tmp_path: Path, act: str) -> None:
     code = f"""
-import ctypes, os, pathlib, shutil, socket, subprocess, sys
+import ctypes, os, pathlib, shutil, socket, subprocess, sys, tempfile
 from tests.hostile.child import Watch
 watch = Watch()
 sys.addaudithook(watch.hook)
@@ -149,5 +195,7 @@ except Exception:
 watch.active = False
 print("\\n".join(watch.seen))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert ACTS[act] in {line.partition(" ")[0] for line in done.stdout.splitlines()}, done.stdout

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from llmconv.convert.architectures import causal_lm_classes
-from llmconv.convert.state_dict import HEADS
+from llmconv.convert.blueprint.source import assigned, source, transformers_folder
+
+HEADS = ("lm_head.weight", "embed_out.weight")
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ def model_names(model_type: str) -> ModelNames:
     Source: `base_model_prefix` and `_tied_weights_keys` in transformers `models/*/modeling_*.py`, and the default of
     `tie_word_embeddings` in `configuration_*.py`.
     """
-    folder = _folder(model_type)
-    modeling = _classes(folder / f"modeling_{folder.name}.py") if folder else {}
+    folder = model_folder(model_type)
+    modeling = source(folder / f"modeling_{folder.name}.py").classes if folder else {}
     causal = modeling.get(causal_lm_classes().get(model_type, ""))
     bases = [found for body in modeling.values() if isinstance(found := _value(body, "base_model_prefix"), str)]
     pairs = _value(causal, "_tied_weights_keys") if causal else None
@@ -54,42 +55,25 @@ def model_names(model_type: str) -> ModelNames:
 
 
 def _tied(folder: Path, model_type: str) -> bool | None:
-    for body in _classes(folder / f"configuration_{folder.name}.py").values():
+    for body in source(folder / f"configuration_{folder.name}.py").classes.values():
         if _value(body, "model_type") == model_type:
             found = _value(body, "tie_word_embeddings")
             return found if isinstance(found, bool) else None
     return None
 
 
-def _folder(model_type: str) -> Path | None:
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    models = Path(spec.submodule_search_locations[0], "models")
-    name = Path(model_type).name.replace("-", "_")
-    return next((models / one for one in (name, name.removesuffix("_text")) if (models / one).is_dir()), None)
-
-
-def _classes(source: Path) -> dict[str, list[ast.stmt]]:
-    if not source.is_file():
-        return {}
-    return {node.name: node.body for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.ClassDef)}
+def model_folder(model_type: str) -> Path | None:
+    """Where transformers keeps the source of a model type."""
+    root, name = transformers_folder(), Path(model_type).name.replace("-", "_")
+    folders = [root / "models" / one for one in (name, name.removesuffix("_text"))] if root and name else []
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def _value(body: list[ast.stmt], field: str) -> Any:
     """The literal that a class gives `field`, or None."""
-    for value in _assigned(body, field):
+    for value in assigned(body, field):
         try:
             return ast.literal_eval(value)
         except ValueError:
             return None
     return None
-
-
-def _assigned(body: list[ast.stmt], field: str) -> Iterator[ast.expr]:
-    for node in body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == field:
-                yield value
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value) if name == field:
-                yield value

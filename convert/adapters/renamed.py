@@ -1,0 +1,53 @@
+"""What versions of transformers call the same tensor: prefixes and components that moved (`conversion_mapping.py`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+Rules = tuple[tuple[str, str], ...]
+"""Regular expressions and what stands in their place, applied in order."""
+
+PREFIXES: tuple[Rules, ...] = (
+    (
+        (r"^language_model\.lm_head\.", "lm_head."),
+        (r"^language_model\.model\.", "model.language_model."),
+        (r"^(?=vision_tower\.|multi_modal_projector\.|image_newline)", "model."),
+    ),
+    (
+        (r"^lm_head\.", "language_model.lm_head."),
+        (r"^model\.language_model\.", "language_model.model."),
+        (r"^model\.(?=vision_tower\.|multi_modal_projector\.|image_newline)", ""),
+    ),
+    ((r"^visual\.", "model.visual."), (r"^model\.(?!language_model\.|visual\.)", "model.language_model.")),
+    ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
+    ((r"^embed_out\.", "lm_head."),),
+    ((r"^lm_head\.", "embed_out."),),
+)
+"""Multimodal models of the llava kind and of the Qwen2-VL kind, old names to new and back; the head of GPT-NeoX."""
+
+COMPONENTS: tuple[Rules, ...] = (
+    ((r"\.block_sparse_moe\.", ".mlp."),),
+    ((r"\.mlp\.", ".block_sparse_moe."),),
+    ((r"\.block_sparse_moe\.", ".mlp."), (r"\.gate\.weight$", ".router.weight")),
+    ((r"\.mlp\.", ".block_sparse_moe."), (r"\.router\.weight$", ".gate.weight")),
+    (
+        (r"\.experts\.gate_up_proj$", ".input_linear.weight"),
+        (r"\.experts\.down_proj$", ".output_linear.weight"),
+        (r"\.router\.weight$", ".router.layer.weight"),
+    ),
+)
+"""Mixtral and MiniMax, Phi-MoE, both ways; GraniteMoE from the model's names to the files'."""
+
+
+def spellings(names: Sequence[str]) -> Iterator[list[str]]:
+    """Every way in which all of `names` may be spelled, as they are first: in the order of the names."""
+    for components in ((), *COMPONENTS):
+        for prefixes in ((), *PREFIXES):
+            yield [_replaced(name, (*components, *prefixes)) for name in names]
+
+
+def _replaced(name: str, rules: Rules) -> str:
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name

@@ -1,0 +1,87 @@
+"""Replicated layers (`layer_replication`): the base with its layers in the order that the adapter has them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.adapters.reading import Adapter
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.tensors import LazyTensor
+
+LAYER = re.compile(r"((?:[A-Za-z_]\w*\.)*(?:layers|h|layer)\.)(\d+)(\..+)")
+COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
+LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
+"""Fields with one entry for each layer."""
+
+NUMBERED = ("mlp_only_layers", "moe_layers", "attn_layer_indices")
+"""Fields with numbers of layers, which say nothing certain of a model with other layers."""
+
+
+def replicated(base: Checkpoint, adapters: Sequence[Adapter]) -> Checkpoint:
+    """The base with the layers that the adapters were trained on (PEFT `tuners_utils.py`, `replicate_layers`).
+
+    Raises:
+        UnsupportedInput: adapters of models with different layers, or a model whose layers are not found.
+        MalformedInput: a layer that the base does not have.
+    """
+    wanted = {adapter.config.layers for adapter in adapters}
+    if wanted <= {()}:
+        return base
+    if len(wanted) > 1:
+        raise UnsupportedInput(
+            "the adapters have different `layer_replication`", hint="they are of different models; merge one at a time"
+        )
+    order = [layer for start, stop in wanted.pop() for layer in range(start, stop)]
+    tensors, count = _restacked(base.tensors, order)
+    return replace(base, tensors=tensors, config=_config(base.config, count, order))
+
+
+def _restacked(tensors: Mapping[str, LazyTensor], order: Sequence[int]) -> tuple[dict[str, LazyTensor], int]:
+    """The tensors under their new numbers, and how many layers there were."""
+    stacks: Counter[str] = Counter(match[1] for name in tensors if (match := LAYER.fullmatch(name)))
+    if not stacks:
+        raise UnsupportedInput("the base has no numbered layers to replicate", hint="give a decoder of the llama kind")
+    prefix = stacks.most_common(1)[0][0]
+    homes: dict[int, list[int]] = {}
+    for new, old in enumerate(order):
+        homes.setdefault(old, []).append(new)
+    result: dict[str, LazyTensor] = {}
+    count = 0
+    for name, tensor in tensors.items():
+        match = LAYER.fullmatch(name)
+        if not match or match[1] != prefix:
+            result[name] = tensor
+            continue
+        count = max(count, int(match[2]) + 1)
+        result |= {f"{prefix}{new}{match[3]}": tensor for new in homes.get(int(match[2]), [])}
+    if max(order) >= count:
+        raise MalformedInput(
+            f"`layer_replication` names layer {max(order)}, the base has {count}",
+            hint="the adapter was trained on another model; see its `base_model_name_or_path`",
+        )
+    return result, count
+
+
+def _config(config: Mapping[str, Any], count: int, order: Sequence[int]) -> dict[str, Any]:
+    result = deepcopy(dict(config))
+    for part in (result, result.get("text_config")):
+        if not isinstance(part, dict):
+            continue
+        if set_ := [name for name in NUMBERED if part.get(name)]:
+            raise UnsupportedInput(
+                f"the base's config numbers its layers in `{set_[0]}`, which replication would change",
+                hint="repeat the layers of the base yourself, and remove `layer_replication` from the adapter",
+            )
+        part |= {name: len(order) for name in COUNTS if name in part}
+        part |= {
+            name: [part[name][layer] for layer in order]
+            for name in LAYER_LISTS
+            if isinstance(part.get(name), list) and len(part[name]) == count
+        }
+    return result

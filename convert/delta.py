@@ -1,0 +1,165 @@
+"""apply_delta and extract_delta: a tuned model as its base and what is new over it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
+from llmconv.convert.deltas import DELTA_FILE
+from llmconv.convert.deltas.accessory import is_accessory_delta, plus_accessory
+from llmconv.convert.deltas.arithmetic import open_difference, plus_difference, require_difference
+from llmconv.convert.deltas.exact import open_exact, plan_exact
+from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
+from llmconv.convert.deltas.models import open_model
+from llmconv.convert.to_hf import check_dtype, with_cast
+from llmconv.errors import UnsupportedInput
+from llmconv.manifest import step, steps_of_weights
+from llmconv.progress import warn_all
+from llmconv.storage import files_under, local_path, reading_safely
+from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What `apply_delta` wrote, or would write.
+
+    Attributes:
+        plan: the tensors and files of the tuned model.
+        kind: `exact`, `difference` (tuned − base, as FastChat has it) or `accessory`.
+    """
+
+    plan: Plan
+    kind: str
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """What `extract_delta` wrote, or would write.
+
+    Attributes:
+        plan: the files of the delta.
+        kind: `exact` or `low-rank`.
+        nbytes: bytes of the files with weights; None in a dry run, where they are not known.
+        captured: of a low-rank delta, the tensor's name to ‖B·A‖ / ‖tuned − base‖, 0 to 1; empty in a dry run.
+        captured_overall: the same of all these tensors together.
+        whole: names of the tensors that a low-rank delta holds whole.
+    """
+
+    plan: Plan
+    kind: str
+    nbytes: int | None = None
+    captured: Mapping[str, float] = field(default_factory=dict)
+    captured_overall: float | None = None
+    whole: tuple[str, ...] = ()
+
+
+def apply_delta(
+    base: str | Path,
+    delta: str | Path,
+    output: str | Path,
+    *,
+    dtype: str = "keep",
+    max_shard_size: str | int = "5GB",
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+) -> Applied:
+    """Writes the model that `delta` makes of `base`, as a Hugging Face folder.
+
+    An exact delta gives back the tuned model bit for bit, and refuses any base but its own before anything is written.
+    Of other tools' deltas the sum is made in float32 and rounded once; those tools round in float16.
+
+    Args:
+        base: a Hugging Face folder, or a checkpoint that `to-hf` reads (Meta's shards, …); path, URI or hub id.
+        delta: of `extract_delta`, of FastChat (a Hugging Face folder of tuned − base), or of LLaMA2-Accessory.
+        output: the folder to make.
+        dtype: `keep` (an exact delta: the tuned model's; a sum: the base's, or the delta's where that has more bits),
+            `float32`, `float16` or `bfloat16`.
+        max_shard_size: largest safetensors file, such as `5GB`.
+        overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; check, write nothing.
+
+    Raises:
+        InputRefused: the base is another one than the delta was made from, or an input is malformed or unsupported.
+        UsageProblem, OutputFailed: an option has an impossible value; writing failed.
+    """
+    check_dtype(dtype)
+    model = open_model(base)
+    with reading_safely(delta):
+        path = local_path(delta)
+        kind, tuned = _tuned(model, path, dtype)
+    warn_all(tuned.warnings)
+    plan = plan_checkpoint(tuned, max_shard_size)
+    if not dry_run:
+        options = {"delta": path.absolute().name, "kind": kind, "dtype": None if dtype == "keep" else dtype}
+        steps = [*steps_of_weights(model.path), step("delta-apply", model.path.absolute(), **options)]
+        sources = _sources(output, model.path, path)
+        write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+    return Applied(plan, kind)
+
+
+def _tuned(base: Checkpoint, path: Path, dtype: str) -> tuple[str, Checkpoint]:
+    """What kind of delta lies at `path`, and the model that it makes of the base."""
+    if (path / DELTA_FILE).is_file():
+        tuned = open_exact(path).over(base)
+        return "exact", with_cast(tuned, dtype) if dtype != "keep" else tuned
+    if (path / ADAPTER_CONFIG).is_file():
+        raise UnsupportedInput(f"`{path}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
+    if is_accessory_delta(path):
+        return "accessory", plus_accessory(base, path, dtype)
+    require_difference(path)
+    return "difference", plus_difference(base, open_difference(path), dtype)
+
+
+def extract_delta(  # noqa: PLR0913 - the options of the command, by the same names
+    base: str | Path,
+    tuned: str | Path,
+    output: str | Path,
+    *,
+    rank: int | None = None,
+    dtype: str = "keep",
+    max_shard_size: str | int = "5GB",
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+) -> Extracted:
+    """Writes what `tuned` is over `base`: an exact delta, or with `rank` a LoRA adapter that comes close to it.
+
+    Args:
+        base, tuned: Hugging Face folders, or training checkpoints that `to-hf` reads; paths, URIs or hub ids.
+        output: the folder to make.
+        rank: of the adapter; None for an exact delta.
+        dtype: `keep` or the float type that the tuned weights are rounded to first, or that the adapter gets
+            (whose factors are float32 with `keep`).
+        max_shard_size: bytes of tuned weights that one file of an exact delta tells of.
+        overwrite, resume, dry_run: replace an existing folder; continue an interrupted run; write nothing.
+
+    Raises:
+        InputRefused: an input is malformed, or the adapter cannot say what changed.
+        UsageProblem, OutputFailed: an option has an impossible value; writing failed.
+    """
+    check_dtype(dtype)
+    below, above = open_model(base), open_model(tuned)
+    low_rank: LowRankDelta | None = None
+    if rank is None:
+        plan = plan_exact(below, with_cast(above, dtype) if dtype != "keep" else above, max_shard_size)
+    else:
+        low_rank = plan_low_rank(below, above, rank, dtype)
+        plan = low_rank.plan
+    warn_all((*below.warnings, *above.warnings, *plan.warnings))
+    kind = "low-rank" if low_rank else "exact"
+    if dry_run:
+        return Extracted(plan, kind, whole=low_rank.whole if low_rank else ())
+    options = {"tuned": above.path.absolute().name, "rank": rank, "dtype": None if dtype == "keep" else dtype}
+    steps = [step("delta-extract", below.path.absolute(), **options)]
+    sources = _sources(output, below.path, above.path)
+    manifest = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+    size = sum(manifest.files[shard.name]["bytes"] for shard in plan.shards)
+    if low_rank is None:
+        return Extracted(plan, kind, size)
+    return Extracted(plan, kind, size, low_rank.captured(), low_rank.captured_overall(), low_rank.whole)
+
+
+def _sources(output: str | Path, *paths: Path) -> list[Path]:
+    return [file for path in paths for file in files_under(path, Path(output))]

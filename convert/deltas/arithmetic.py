@@ -1,0 +1,158 @@
+"""Deltas that are a Hugging Face folder of tuned − base: FastChat's (Vicuna), Stanford Alpaca's, and their like.
+
+FastChat `model/apply_delta.py`: names are those of the base; `param += delta`, both in float16. Up to v0 it made the
+base's embedding and head longer by a row of zeros first, because Vicuna v0 had 32,001 tokens. Tokenizer and (with
+`--low-cpu-mem`) config are the delta's. Here the sum is made in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
+from llmconv.convert.adapters.placement import HEAD
+from llmconv.convert.adapters.vocabulary import find_embedding, says_tied, set_everywhere
+from llmconv.convert.blueprint.names import EMBEDDINGS
+from llmconv.convert.configs import with_dtype, without_code
+from llmconv.convert.deltas.sums import added, all_rounded, wider
+from llmconv.convert.mapping import listing
+from llmconv.convert.state_dict import DROPPED
+from llmconv.convert.torch_state.folders import is_bin_folder, open_bin_folder
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.tensors import LazyTensor
+
+NORM = ("norm.weight", "ln_f.weight")
+"""How the last norm is called: about 1 in a model, about 0 in a delta."""
+
+
+def open_difference(folder: Path) -> Checkpoint:
+    """A folder of tuned − base: its tensors under their own names, without buffers.
+
+    Raises:
+        InputRefused: no weights in safetensors or torch files.
+        UnsupportedInput: quantized.
+    """
+    tensors = open_bin_folder(folder).tensors() if is_bin_folder(folder) else open_weights(folder)
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    kept = {name: tensor for name, tensor in tensors.items() if not DROPPED.search(name)}
+    return Checkpoint(folder, "delta", kept, config, read_side_files(folder))
+
+
+def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> Checkpoint:
+    """The tuned model: base + delta, with the delta's config and side files where it has them.
+
+    Raises:
+        MalformedInput: their tensors do not have the same names and shapes, but for a vocabulary that grew.
+        UnsupportedInput: one of them is quantized.
+    """
+    if base.config.get("quantization_config") or delta.config.get("quantization_config"):
+        raise UnsupportedInput("base or delta is quantized", hint="give the weights from before quantization")
+    below, above = _same_names(base, delta)
+    _check_shapes(base, delta, below, above)
+    warnings = [*base.warnings, *_grown(below, above), *_no_delta(below, above, delta)]
+    sums = {name: added(name, below[name], above[name]) for name in below}
+    kept = {name: wider(below[name].dtype, above[name].dtype) for name in below}
+    tensors = all_rounded(sums, kept, dtype)
+    config, dropped = without_code({**base.config, **delta.config})
+    warnings += [f"dropped {listing(dropped)} from the configuration: no code comes from a delta"] if dropped else []
+    if embedding := find_embedding(below):
+        set_everywhere(config, "vocab_size", above[embedding].num_rows)
+    if HEAD in below and says_tied(config):
+        set_everywhere(config, "tie_word_embeddings", False)
+    files = {**base.side_files, **delta.side_files}
+    return replace(
+        base, tensors=tensors, config=with_dtype(config, tensors), side_files=files, warnings=tuple(warnings)
+    )
+
+
+Tensors = Mapping[str, LazyTensor]
+
+
+def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[Tensors, Tensors]:
+    """The tensors of both, without buffers; a head that only one of them stores is the embedding of the other.
+
+    Raises:
+        MalformedInput: lists the names that only one of them has.
+    """
+    below = {name: tensor for name, tensor in base.items() if not DROPPED.search(name)}
+    above = dict(delta.tensors)
+    for one, other in ((below, above), (above, below)):
+        config, embedding = base.config if one is below else delta.config or base.config, find_embedding(one)
+        if HEAD in other and HEAD not in one and embedding and says_tied(config):
+            one[HEAD] = one[embedding]
+    for one, other, problem in ((below, above, "the delta lacks"), (above, below, "the base lacks")):
+        if missing := [name for name in one if name not in other]:
+            raise MalformedInput(
+                f"{problem} {len(missing)} tensors that the other has: {listing(missing)}",
+                hint="the delta was made from another model; see its page for the base it needs",
+            )
+    return below, {name: above[name] for name in below}
+
+
+def _check_shapes(base: Checkpoint, delta: Checkpoint, below: Tensors, above: Tensors) -> None:
+    odd = [
+        f"{name} {list(above[name].shape)} for {list(below[name].shape)}"
+        for name in below
+        if below[name].shape != above[name].shape
+        and not (_is_vocabulary(name) and _is_longer(below[name].shape, above[name].shape))
+    ]
+    if not odd:
+        return
+    hint = "the delta was made from another model; see its page for the base it needs"
+    if all(_is_vocabulary(entry.split(" ")[0]) for entry in odd):
+        hint = "the base has tokens that the delta's base did not have; give it as it was published"
+    raise MalformedInput(
+        f"`{delta.path.absolute().name}` does not fit `{base.path.absolute().name}` in {len(odd)} tensors: "
+        + listing(odd),
+        hint=hint,
+    )
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name == HEAD or name.endswith(EMBEDDINGS)
+
+
+def _is_longer(below: tuple[int, ...], above: tuple[int, ...]) -> bool:
+    return len(below) == len(above) and below[1:] == above[1:] and above[0] > below[0]
+
+
+def _grown(below: Tensors, above: Tensors) -> list[str]:
+    """A warning where the delta has more tokens than the base."""
+    rows = {(below[name].num_rows, above[name].num_rows) for name in below if _is_vocabulary(name)}
+    return [
+        f"the base has {few:,} tokens, the delta {many:,}: rows that the base lacks count as zeros, as for FastChat "
+        "(for Stanford Alpaca as the mean of the others, so that its padding token comes out differently)"
+        for few, many in sorted(rows)
+        if few != many
+    ]
+
+
+def _no_delta(below: Tensors, above: Tensors, delta: Checkpoint) -> list[str]:
+    """A warning where the delta's last norm is not small: then it is a whole model."""
+    name: Any = next((name for name in below if name.endswith(NORM) and ".layers." not in name), None)
+    if name is None:
+        return []
+    sizes = [np.abs(side[name].read().astype(np.float32)).mean() for side in (below, above)]
+    if not sizes[1] > 0.5 * sizes[0] > 0:
+        return []
+    return [f"`{name}` of `{delta.path.absolute().name}` is as large as the base's: is it a whole model, no delta?"]
+
+
+def require_difference(folder: Path) -> None:
+    """Refuses what is no delta of any kind.
+
+    Raises:
+        InputRefused: says what is expected.
+    """
+    if folder.is_dir() and (is_bin_folder(folder) or list(folder.glob("*.safetensors"))):
+        return
+    raise InputRefused(
+        f"`{folder}` is no delta",
+        hint="give a folder that `llmconv delta extract` made, one of FastChat's (a Hugging Face folder), "
+        "or one of LLaMA2-Accessory's (`consolidated.NN-of-MM.model-diff.pth`)",
+    )

@@ -1,0 +1,163 @@
+"""Exact deltas: what is told from what, the plan of the files, and the way back over the same base.
+
+A folder with `delta.json` (`{"delta": "exact", "version": 1, "files": […], "tensors": n, "removed": […]}`), files of
+frames, and the tuned model's `config.json` and side files. Order and dtype of the tensors are the tuned model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from llmconv.checkpoint import Checkpoint, read_json, read_side_files
+from llmconv.convert.adapters.placement import HEAD
+from llmconv.convert.adapters.vocabulary import find_embedding
+from llmconv.convert.deltas import DELTA_FILE
+from llmconv.convert.deltas.bits import tells_of
+from llmconv.convert.deltas.frames import Told, frame_pieces
+from llmconv.convert.deltas.stored import Source, Stored, open_frames
+from llmconv.convert.mapping import listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.tensors import LazyTensor
+from llmconv.writer import Plan, Shard, as_bytes, json_bytes, plan_checkpoint
+
+VERSION = 1
+
+
+def plan_exact(base: Checkpoint, tuned: Checkpoint, max_shard_size: str | int) -> Plan:
+    """The files of an exact delta; nothing is read.
+
+    Raises:
+        UsageProblem, InputRefused: see `plan_checkpoint`.
+    """
+    whole = plan_checkpoint(tuned, max_shard_size)
+    told = {name: _told(name, tensor, base) for name, tensor in tuned.items()}
+    names = _frame_names(len(whole.shards))
+    container = partial(frame_pieces, told)
+    shards = tuple(Shard(name, shard.tensors, container) for name, shard in zip(names, whole.shards, strict=True))
+    content = {
+        "delta": "exact",
+        "version": VERSION,
+        "base": base.path.absolute().name,
+        "files": names,
+        "tensors": len(tuned),
+        "removed": sorted(name for name in base if name not in tuned),
+    }
+    small = {**tuned.side_files, "config.json": json_bytes(tuned.config), DELTA_FILE: json_bytes(content)}
+    return Plan(tuned, shards, small)
+
+
+def _frame_names(count: int) -> list[str]:
+    return ["delta.zst"] if count == 1 else [f"delta-{number:05}-of-{count:05}.zst" for number in range(1, count + 1)]
+
+
+def _told(name: str, tensor: LazyTensor, base: Checkpoint) -> Told:
+    """From the tensor of the same name; a head of its own from the embedding that was the head before."""
+    embedding = find_embedding(base)
+    source = embedding if name == HEAD and name not in base and embedding else name
+    if source in base and tells_of(base[source], tensor.dtype, tensor.shape):
+        return Told(tensor, source, base[source])
+    return Told(tensor)
+
+
+@dataclass(frozen=True)
+class ExactDelta:
+    """An opened exact delta.
+
+    Attributes:
+        path: its folder.
+        stored: the tuned model's tensors in order.
+        base_name: how the base's folder was called.
+        config: the tuned model's `config.json`.
+        side_files: the tuned model's.
+    """
+
+    path: Path
+    stored: Mapping[str, Stored]
+    base_name: str
+    config: dict[str, object]
+    side_files: Mapping[str, bytes]
+
+    def over(self, base: Checkpoint) -> Checkpoint:
+        """The tuned model.
+
+        Raises:
+            InputRefused: the base is not the one that the delta was made from; names what differs.
+        """
+        self._check_base(base)
+        tensors = {name: one.over(base[one.base.name] if one.base else None) for name, one in self.stored.items()}
+        return replace(base, format="hf", tensors=tensors, config=self.config, side_files=self.side_files, warnings=())
+
+    def _check_base(self, base: Checkpoint) -> None:
+        sources = {one.base.name: one.base for one in self.stored.values() if one.base}
+        if missing := [name for name in sources if name not in base]:
+            raise self._other_base(f"it lacks {len(missing)} tensors: {listing(missing)}")
+        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in base.items()}
+        odd = [name for name, source in sources.items() if kinds[name] != (source.dtype, source.shape)]
+        if odd:
+            raise self._other_base(f"{len(odd)} tensors have another shape or dtype: {listing(odd)}")
+        different = _different(sources, base)
+        if different:
+            raise self._other_base(
+                f"{len(different)} of {len(sources)} tensors have other values: {listing(different)}"
+            )
+
+    def _other_base(self, problem: str) -> InputRefused:
+        return InputRefused(
+            f"the base is not the one that `{self.path.absolute().name}` was made from: {problem}",
+            hint=f"give the model that the delta was extracted from (its folder was called `{self.base_name}`)",
+        )
+
+
+def _different(sources: Mapping[str, Source], base: Checkpoint) -> list[str]:
+    """The names of those of the base's tensors that have another sha256."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        digests = {name: pool.submit(copy_context().run, _sha256, base[name]) for name in sources}
+        return [name for name, digest in digests.items() if digest.result() != sources[name].sha256]
+
+
+def _sha256(tensor: LazyTensor) -> str:
+    digest = hashlib.sha256()
+    for block in tensor.blocks():
+        digest.update(as_bytes(tensor.rows(*block)))
+    return digest.hexdigest()
+
+
+def open_exact(folder: Path) -> ExactDelta:
+    """Opens the folder of an exact delta; of its files the indices are read.
+
+    Raises:
+        UnsupportedInput: of a later version.
+        MalformedInput: a file is missing or damaged, or they do not belong together.
+    """
+    content = read_json(folder / DELTA_FILE)
+    if content.get("delta") != "exact" or content.get("version") != VERSION:
+        raise UnsupportedInput(
+            f"`{folder.name}` is a delta of version {str(content.get('version'))[:20]!r}, this llmconv reads {VERSION}",
+            hint="apply it with a later llmconv",
+        )
+    files, stored = content.get("files"), dict[str, Stored]()
+    if not isinstance(files, list) or not all(isinstance(name, str) and Path(name).name == name for name in files):
+        raise MalformedInput(f"`{DELTA_FILE}` does not list its files", hint="copy the delta again")
+    for name in files:
+        if not (folder / name).is_file():
+            raise MalformedInput(f"`{name}` is missing from `{folder}`", hint="copy the delta again")
+        more = open_frames(folder / name)
+        if doubled := sorted(stored.keys() & more.keys()):
+            raise MalformedInput(f"`{name}` repeats {listing(doubled)}", hint="copy the delta again")
+        stored |= more
+    if len(stored) != content.get("tensors"):
+        raise MalformedInput(
+            f"`{folder.name}` holds {len(stored)} tensors, `{DELTA_FILE}` says {str(content.get('tensors'))[:20]}",
+            hint="files of different deltas are mixed; copy the delta again",
+        )
+    if not (folder / "config.json").is_file():
+        raise MalformedInput(f"`config.json` is missing from `{folder}`", hint="copy the delta again")
+    base_name = str(content.get("base"))[:200]
+    return ExactDelta(folder, stored, base_name, read_json(folder / "config.json"), read_side_files(folder))

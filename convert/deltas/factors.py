@@ -1,0 +1,156 @@
+"""The best approximation of tuned − base by a product of two narrow matrices, and how much of it that holds.
+
+By Eckart and Young it is the largest singular triples. They come from the eigenvectors Q of the smaller of D·Dᵀ and
+Dᵀ·D in float64, D = tuned − base: Q·Qᵀ·D (or D·Q·Qᵀ) is D itself when Q is square, however small its singular values.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from threading import Lock
+
+import numpy as np
+
+from llmconv.errors import UnsupportedInput
+from llmconv.tensors import Array, LazyTensor
+
+KEPT = 8
+"""Products in memory: as many as the writer may ask for out of order."""
+
+CHUNK = 4096
+
+DENSE, SPARSE = 512, 8
+"""Sizes up to which, and shares of which from on, all eigenvectors are computed at once."""
+
+SPARE, DEPTH, RESTARTS, GAIN = 8, 4, 50, 1e-7
+"""Columns more than are wanted; blocks of a basis; how often it is built at most, and what has to be gained by it."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Squared Frobenius norms: of the change, and of what the product holds of it."""
+
+    held: float
+    change: float
+
+    @property
+    def captured(self) -> float:
+        """‖product‖ / ‖change‖, 0 to 1."""
+        return sqrt(min(1.0, self.held / self.change)) if self.change else 1.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """One linear weight before and after, of one shape (rows×columns)."""
+
+    base: LazyTensor
+    tuned: LazyTensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        rows, columns = self.tuned.shape
+        return rows, columns
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Rows of tuned − base in float64."""
+        before, after = (side.rows(start, stop).astype(np.float64) for side in (self.base, self.tuned))
+        return np.asarray(after - before)
+
+
+class Factors:
+    """The products of many changes, each computed when one of its halves is first asked for, one at a time.
+
+    Args:
+        changes: by name of the weight.
+        ranks: the width of each product.
+    """
+
+    def __init__(self, changes: Mapping[str, Change], ranks: Mapping[str, int]) -> None:
+        self._changes, self._ranks = changes, ranks
+        self._shares: dict[str, Share] = {}
+        self._recent: OrderedDict[str, tuple[Array, Array]] = OrderedDict()
+        self._lock = Lock()
+
+    def of(self, name: str) -> tuple[Array, Array]:
+        """left (rows×rank) and right (rank×columns) in float32; the singular values are shared out evenly.
+
+        Raises:
+            UnsupportedInput: the change is not finite.
+        """
+        with self._lock:
+            if name not in self._recent:
+                left, right, self._shares[name] = factored(name, self._changes[name], self._ranks[name])
+                self._recent[name] = left, right
+                if len(self._recent) > KEPT:
+                    self._recent.popitem(last=False)
+            return self._recent[name]
+
+    def share(self, name: str) -> Share:
+        """How much of a change its product holds."""
+        if name not in self._shares:
+            self.of(name)
+        return self._shares[name]
+
+
+def factored(name: str, change: Change, rank: int) -> tuple[Array, Array, Share]:
+    """left, right and the share that their product holds; see `Factors.of`.
+
+    Memory follows the matrix: its smaller side squared, and where it is wider than high also the whole of it.
+    """
+    rows, columns = change.shape
+    blocks = list(change.tuned.blocks())
+    if rows >= columns:
+        gram = sum((_squared(change.rows(*block).T) for block in blocks), np.zeros((columns, columns)))
+        basis = _top(name, gram, rank)
+        left = np.concatenate([change.rows(*block) @ basis for block in blocks])
+        right = basis.T
+    else:
+        whole = np.concatenate([change.rows(*block).astype(np.float32) for block in blocks])
+        parts = [slice(first, first + CHUNK) for first in range(0, columns, CHUNK)]
+        gram = sum((_squared(whole[:, part].astype(np.float64)) for part in parts), np.zeros((rows, rows)))
+        basis = _top(name, gram, rank)
+        left, right = basis, np.hstack([basis.T @ whole[:, part] for part in parts])
+    # One side is orthonormal, the other as long as the singular values; √σ for each.
+    values = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
+    share = Share(float(np.square(values).sum()), float(np.trace(gram)))
+    root = np.sqrt(np.where(values > 0, values, 1))
+    upper, lower = (root, 1 / root) if rows < columns else (1 / root, root)
+    return (left * upper).astype(np.float32), (right * lower[:, None]).astype(np.float32), share
+
+
+def _squared(part: Array) -> Array:
+    return part @ part.T
+
+
+def _top(name: str, gram: Array, rank: int) -> Array:
+    """The eigenvectors of the `rank` largest eigenvalues, as columns, the largest first."""
+    if not np.isfinite(gram).all():
+        raise UnsupportedInput(f"the change of `{name}` is not finite", hint="extract an exact delta, without `--rank`")
+    if len(gram) <= DENSE or SPARSE * rank > len(gram):
+        return np.asarray(np.linalg.eigh(gram)[1][:, ::-1][:, :rank])
+    return _largest(gram, rank)
+
+
+def _largest(gram: Array, rank: int) -> Array:
+    """As `_top`, by block Krylov iteration (Musco and Musco 2015, algorithm 2), restarted until nothing is gained.
+
+    A matrix of 4096 takes seconds, all of its eigenvectors take minutes.
+    """
+    block = np.random.default_rng(0).standard_normal((len(gram), rank + SPARE))
+    before = 0.0
+    for _ in range(RESTARTS):
+        parts = [np.linalg.qr(block)[0]]
+        while len(parts) < DEPTH:
+            parts.append(np.linalg.qr(gram @ parts[-1])[0])
+        basis = np.linalg.qr(np.hstack(parts))[0]
+        values, vectors = np.linalg.eigh(basis.T @ (gram @ basis))
+        block = basis @ vectors[:, ::-1][:, : rank + SPARE]
+        held = float(values[::-1][:rank].sum())
+        if held - before <= GAIN * held:
+            break
+        before = held
+    return np.asarray(block[:, :rank])

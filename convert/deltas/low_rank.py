@@ -1,0 +1,233 @@
+"""A LoRA adapter that comes close to what a model was tuned to: factors of linear weights, and the rest of it whole.
+
+Layout as PEFT saves it (`utils/save_and_load.py`): `lora_A` (rank×in) and `lora_B` (out×rank) and alpha = rank, so a
+factor of 1; norms and embeddings as `modules_to_save`; biases as `bias="all"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.adapters.placement import HEAD
+from llmconv.convert.adapters.targets import CONV1D, CONV1D_TYPES
+from llmconv.convert.adapters.vocabulary import find_embedding, says_tied
+from llmconv.convert.blueprint.names import EMBEDDINGS
+from llmconv.convert.deltas.factors import Change, Factors, Share
+from llmconv.convert.mapping import equal, listing
+from llmconv.convert.state_dict import DROPPED
+from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
+from llmconv.writer import Plan, plan_checkpoint
+
+PREFIX = "base_model.model."
+TRACES = ("torch_dtype", "dtype", "transformers_version", "architectures", "use_cache", "vocab_size")
+"""Fields of the config that an adapter does not depend on."""
+
+EXACT = "extract an exact delta, without `--rank`"
+
+
+@dataclass(frozen=True)
+class LowRankDelta:
+    """An adapter to write, and what it will hold.
+
+    Attributes:
+        plan: its files.
+        products: names of the base's weights that get a product.
+        whole: names of the tensors that it holds whole.
+        factors: the products.
+    """
+
+    plan: Plan
+    products: tuple[str, ...]
+    whole: tuple[str, ...]
+    factors: Factors
+
+    def captured(self) -> dict[str, float]:
+        """‖B·A‖ / ‖tuned − base‖ of each product."""
+        return {name: self.factors.share(name).captured for name in self.products}
+
+    def captured_overall(self) -> float:
+        """The same of all products together."""
+        shares = [self.factors.share(name) for name in self.products]
+        return Share(sum(share.held for share in shares), sum(share.change for share in shares)).captured
+
+
+def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) -> LowRankDelta:
+    """The files of an adapter. Base and tuned model are compared, which reads both; the products are made later.
+
+    Args:
+        base, tuned: of one architecture.
+        rank: of the products; less where a weight is smaller.
+        dtype: `keep` (products in float32, the rest as it is) or a float type.
+
+    Raises:
+        UsageProblem: no positive rank.
+        UnsupportedInput: something changed that an adapter of PEFT cannot hold.
+    """
+    if rank < 1:
+        raise UsageProblem(f"`--rank {rank}` is not possible", hint="give a positive number, such as 16")
+    below, above = _effective(base), _effective(tuned)
+    products, whole = _sorted(base, below, above)
+    changes = {name: Change(below[name], above[name]) for name in products}
+    factors = Factors(changes, {name: min(rank, *changes[name].shape) for name in products})
+    turned = {name for name in products if _is_turned(base, name)}
+    tensors: dict[str, LazyTensor] = {}
+    for name in products:
+        tensors |= _pair(name, changes[name], min(rank, *changes[name].shape), factors, turned=name in turned)
+    tensors |= {_stored_name(name, products): above[name] for name in whole}
+    if dtype != "keep":
+        tensors = {name: cast(tensor, BY_NAME[dtype]) for name, tensor in tensors.items()}
+    config = _adapter_config(base, rank, changes, whole, turned=bool(turned))
+    adapter = replace(tuned, tensors=tensors, config=config)
+    warnings = tuple(_warnings(base, tuned, below, above, whole))
+    plan = plan_checkpoint(replace(tuned, tensors={}, adapter=adapter))
+    return LowRankDelta(replace(plan, warnings=warnings), tuple(products), tuple(whole), factors)
+
+
+def _effective(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
+    """The tensors without buffers, a tied head among them.
+
+    Raises:
+        UnsupportedInput: they are quantized.
+    """
+    if checkpoint.config.get("quantization_config"):
+        raise UnsupportedInput(f"`{checkpoint.path.name}` is quantized", hint=EXACT)
+    tensors = {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
+    embedding = find_embedding(tensors)
+    if HEAD not in tensors and embedding and says_tied(checkpoint.config):
+        tensors[HEAD] = tensors[embedding]
+    return tensors
+
+
+Tensors = Mapping[str, LazyTensor]
+
+
+def _sorted(base: Checkpoint, below: Tensors, above: Tensors) -> tuple[list[str], list[str]]:
+    """The names of changed tensors: those that get a product, and those that are stored whole.
+
+    Raises:
+        UnsupportedInput: an adapter cannot hold what changed.
+    """
+    if odd := sorted(below.keys() ^ above.keys()):
+        raise UnsupportedInput(f"only one of the two models has {listing(odd)}", hint=EXACT)
+    changed = [name for name in above if _differ(below[name], above[name])]
+    odd = [name for name in changed if not _fits(name, below[name], above[name])]
+    if odd:
+        raise UnsupportedInput(f"an adapter cannot hold what changed in {len(odd)} tensors: {listing(odd)}", hint=EXACT)
+    own_head = HEAD in base and not says_tied(base.config)
+    products = [
+        name
+        for name in changed
+        if _is_linear(name, above[name]) and below[name].shape == above[name].shape and (own_head or name != HEAD)
+    ]
+    if not products:
+        raise UnsupportedInput("no linear weight changed, so there is nothing for an adapter to hold", hint=EXACT)
+    return products, _with_siblings([name for name in changed if name not in products], above)
+
+
+def _with_siblings(whole: list[str], above: Tensors) -> list[str]:
+    """PEFT stores saved modules with all their parameters; the bias of a linear layer goes alone."""
+    modules = [_module(name) for name in whole if not _is_linear_bias(name, above)]
+    return [name for name in above if name in whole or (_module(name) in modules and not _is_linear_bias(name, above))]
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_linear(name: str, tensor: LazyTensor) -> bool:
+    is_embedding = name.endswith((*EMBEDDINGS, "wpe.weight")) or "embed" in name
+    return name.endswith(".weight") and len(tensor.shape) == 2 and not is_embedding
+
+
+def _is_linear_bias(name: str, tensors: Tensors) -> bool:
+    weight = f"{_module(name)}.weight"
+    return name.endswith(".bias") and weight in tensors and _is_linear(weight, tensors[weight])
+
+
+def _fits(name: str, below: LazyTensor, above: LazyTensor) -> bool:
+    """Whether PEFT has a place for the change: experts are fused in its model, parameters of other names have none."""
+    plain = name.endswith((".weight", ".bias")) and len(above.shape) <= 2 and ".experts." not in name
+    grown = name == HEAD or name.endswith(EMBEDDINGS)
+    same = below.shape == above.shape or (grown and below.shape[1:] == above.shape[1:])
+    return plain and same and all(side.dtype.name in ("float64", *FLOATS) for side in (below, above))
+
+
+def _differ(below: LazyTensor, above: LazyTensor) -> bool:
+    if below.dtype == above.dtype or below.shape != above.shape:
+        return not equal(below, above)
+    wide = ([side.rows(*block).astype(np.float64) for side in (below, above)] for block in above.blocks())
+    return any(not np.array_equal(one, other, equal_nan=True) for one, other in wide)
+
+
+def _is_turned(base: Checkpoint, name: str) -> bool:
+    """Whether the weight is a Conv1D's, stored in×out."""
+    return base.config.get("model_type") in CONV1D_TYPES and name.split(".")[-2] in CONV1D
+
+
+def _pair(name: str, change: Change, rank: int, factors: Factors, *, turned: bool) -> dict[str, LazyTensor]:
+    """A and B of one weight, in float32."""
+    rows, columns = change.shape
+
+    def a(start: int, stop: int) -> Array:
+        left, right = factors.of(name)
+        return np.ascontiguousarray((left.T if turned else right)[start:stop])
+
+    def b(start: int, stop: int) -> Array:
+        left, right = factors.of(name)
+        return np.ascontiguousarray((right.T if turned else left)[start:stop])
+
+    wide, high = (rows, columns) if turned else (columns, rows)
+    module = PREFIX + _module(name)
+    return {
+        f"{module}.lora_A.weight": LazyTensor(BY_NAME["float32"], (rank, wide), a),
+        f"{module}.lora_B.weight": LazyTensor(BY_NAME["float32"], (high, rank), b),
+    }
+
+
+def _stored_name(name: str, products: list[str]) -> str:
+    """As PEFT calls a tensor that is stored whole; a layer with a product lies one level deeper."""
+    module, _, kind = name.rpartition(".")
+    return f"{PREFIX}{module}.base_layer.{kind}" if f"{module}.weight" in products else PREFIX + name
+
+
+def _adapter_config(
+    base: Checkpoint, rank: int, changes: Mapping[str, Change], whole: list[str], *, turned: bool
+) -> dict[str, Any]:
+    small = {_module(name): min(change.shape) for name, change in changes.items() if min(change.shape) < rank}
+    biases = [name for name in whole if _is_linear_bias(name, base)]
+    saved = sorted({_module(name) for name in whole if name not in biases})
+    return {
+        "alpha_pattern": small,
+        "base_model_name_or_path": base.path.absolute().name,
+        "bias": "all" if biases else "none",
+        "fan_in_fan_out": turned,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "modules_to_save": saved or None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": small,
+        "target_modules": sorted(map(_module, changes)),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def _warnings(base: Checkpoint, tuned: Checkpoint, below: Tensors, above: Tensors, whole: list[str]) -> list[str]:
+    names = sorted({*base.config, *tuned.config} - {*TRACES})
+    odd = [name for name in names if base.config.get(name) != tuned.config.get(name)]
+    warnings = [f"an adapter does not carry what else changed in the config: {listing(odd)}"] if odd else []
+    grown = next((name for name in whole if below[name].shape != above[name].shape), None)
+    if grown:
+        rows = above[grown].num_rows
+        warnings.append(f"the vocabulary changed: PEFT needs `resize_token_embeddings({rows})` on the base first")
+    return warnings

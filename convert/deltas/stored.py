@@ -1,0 +1,187 @@
+"""Reading the files of an exact delta: the index checked throughout, frames unpacked when their rows are wanted."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import zstandard
+
+from llmconv.convert.deltas.bits import from_planes, guess_rows, known_rows, moved, tells_of
+from llmconv.convert.deltas.frames import END, MAGIC, TAIL
+from llmconv.errors import MalformedInput
+from llmconv.safetensors_io import HEADER_LIMIT, NAME_LIMIT, RANK_LIMIT, read_exactly
+from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
+from llmconv.writer import as_bytes
+
+BLOCK_LIMIT = 16 * BLOCK_BYTES
+"""A block is held in memory; no writer makes larger ones, except of one row."""
+
+SKIPPED = struct.Struct("<II")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The base's tensor that another is told from: its name, and what it must be."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor as a delta file holds it.
+
+    Attributes:
+        path: the file.
+        dtype, shape: of the tuned tensor.
+        rows: height of a block.
+        blocks: of each block the position and size of its frame and the CRC-32 of its tuned rows.
+        base: what it is told from, None for zeros.
+    """
+
+    path: Path
+    dtype: DType
+    shape: tuple[int, ...]
+    rows: int
+    blocks: tuple[tuple[int, int, int], ...]
+    base: Source | None
+
+    def over(self, base: LazyTensor | None) -> LazyTensor:
+        """The tuned tensor, from the base's tensor of the name `self.base.name`.
+
+        Raises (when rows are read):
+            MalformedInput: a frame is damaged, or the rows are not those that were tuned.
+        """
+        return LazyTensor(self.dtype, self.shape, partial(self._load, base))
+
+    def _load(self, base: LazyTensor | None, start: int, stop: int) -> Array:
+        parts = []
+        for number in range(start // self.rows, -(-stop // self.rows)):
+            first = number * self.rows
+            block = self._block(base, number, first, min(first + self.rows, self.shape[0] if self.shape else 1))
+            parts.append(block[max(0, start - first) : stop - first])
+        if not parts:
+            return np.empty((0, *self.shape[1:]), self.dtype.numpy)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _block(self, base: LazyTensor | None, number: int, start: int, stop: int) -> Array:
+        position, size, crc = self.blocks[number]
+        shape = (stop - start, *self.shape[1:])
+        rows = guess_rows(known_rows(base, start, stop), self.dtype, shape)
+        if size:
+            content = self._unpacked(position, size, prod(shape) * self.dtype.itemsize)
+            rows = moved(rows, from_planes(content, self.dtype.itemsize))
+        if zlib.crc32(as_bytes(rows)) != crc:
+            _refuse(self.path, "does not give the rows that it was made from")
+        return rows
+
+    def _unpacked(self, position: int, size: int, expected: int) -> bytes:
+        frame = bytearray(size)
+        with open(self.path, "rb", buffering=0) as file:
+            read_exactly(file.fileno(), memoryview(frame), position, self.path)
+        try:
+            if zstandard.frame_content_size(frame) != expected:
+                _refuse(self.path, "has a frame of another size than its rows")
+            return zstandard.ZstdDecompressor().decompress(frame)
+        except zstandard.ZstdError as error:
+            raise MalformedInput(
+                f"`{self.path.name}` has a damaged frame: {error}", hint="copy the delta again"
+            ) from error
+
+
+def open_frames(path: Path) -> dict[str, Stored]:
+    """The tensors of one file of an exact delta, in order; only its index is read.
+
+    Raises:
+        MalformedInput: the index is missing, or anything in it does not add up.
+    """
+    end, text = _index_text(path)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        _refuse(path, "has an index that is not valid JSON")
+    entries = content.get("tensors") if isinstance(content, dict) else None
+    if not isinstance(entries, dict):
+        _refuse(path, "has an index without tensors")
+    tensors: dict[str, Stored] = {}
+    position = 0
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or not name or len(name) > NAME_LIMIT or not name.isprintable():
+            _refuse(path, f"has an impossible entry for {name[:40]!r}")
+        tensors[name] = _stored(path, name, entry, position)
+        position += sum(size for _, size, _ in tensors[name].blocks)
+    if position != end:
+        _refuse(path, f"describes {position} bytes of frames, it has {end}")
+    return tensors
+
+
+def _index_text(path: Path) -> tuple[int, bytes]:
+    """Where the index begins, and its JSON."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        file.seek(max(0, size - END.size))
+        last = file.read(END.size)
+        length, tail = END.unpack(last) if len(last) == END.size else (0, b"")
+        begin = size - END.size - length - SKIPPED.size
+        if tail != TAIL or length > HEADER_LIMIT or begin < 0:
+            _refuse(path, "has no index at its end")
+        file.seek(begin)
+        if SKIPPED.unpack(file.read(SKIPPED.size)) != (MAGIC, length + END.size):
+            _refuse(path, "has no index at its end")
+        return begin, file.read(length)
+
+
+def _stored(path: Path, name: str, entry: Mapping[str, Any], position: int) -> Stored:
+    dtype, shape = _kind(path, name, entry)
+    rows, blocks, base = entry.get("rows"), entry.get("blocks"), entry.get("base")
+    if not _natural(rows) or not rows or not isinstance(blocks, list):
+        _refuse(path, f"has no blocks for `{name}`")
+    if rows > 1 and rows * prod(shape[1:]) * dtype.itemsize > BLOCK_LIMIT:
+        _refuse(path, f"has blocks of {rows} rows for `{name}`, which is too large")
+    count = -(-(shape[0] if shape else 1) // rows)
+    pairs = all(isinstance(block, list) and len(block) == 2 and all(map(_natural, block)) for block in blocks)
+    if not pairs or len(blocks) != count:
+        _refuse(path, f"has {len(blocks)} blocks for `{name}`, its shape needs {count}")
+    starts = accumulate((block[0] for block in blocks), initial=position)
+    placed = tuple((start, size, crc) for start, (size, crc) in zip(starts, blocks, strict=False))
+    return Stored(path, dtype, shape, rows, placed, _source(path, name, base, dtype, shape))
+
+
+def _source(path: Path, name: str, base: Any, dtype: DType, shape: tuple[int, ...]) -> Source | None:
+    if base is None:
+        return None
+    if not isinstance(base, dict) or not isinstance(base.get("name"), str) or not isinstance(base.get("sha256"), str):
+        _refuse(path, f"does not say what `{name}` is told from")
+    source = Source(base["name"], *_kind(path, base["name"], base), base["sha256"])
+    if not tells_of(LazyTensor(source.dtype, source.shape, lambda start, stop: np.empty(0)), dtype, shape):
+        _refuse(path, f"tells `{name}` from a tensor of another kind")
+    return source
+
+
+def _kind(path: Path, name: str, entry: Mapping[str, Any]) -> tuple[DType, tuple[int, ...]]:
+    dtype, shape = entry.get("dtype"), entry.get("shape")
+    if not isinstance(dtype, str) or dtype not in BY_NAME:
+        _refuse(path, f"stores `{name[:NAME_LIMIT]}` as unknown dtype {str(dtype)[:40]!r}")
+    if not isinstance(shape, list) or len(shape) > RANK_LIMIT or not all(map(_natural, shape)) or prod(shape) > 1 << 62:
+        _refuse(path, f"gives `{name[:NAME_LIMIT]}` an impossible shape")
+    return BY_NAME[dtype], tuple(shape)
+
+
+def _natural(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _refuse(path: Path, problem: str) -> NoReturn:
+    raise MalformedInput(f"`{path.name}` {problem}", hint="the delta is damaged; copy it again")

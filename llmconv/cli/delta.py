@@ -1,0 +1,87 @@
+"""llmconv delta: a tuned model from its base and a delta, and the delta from the two models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from llmconv.cli import options, plans
+
+if TYPE_CHECKING:
+    from llmconv.convert.delta import Extracted
+
+
+@click.group(name="delta")
+def command() -> None:
+    """Apply or extract what tuning changed in a base."""
+
+
+@command.command(name="apply")
+@click.argument("base")
+@click.argument("delta")
+@options.writes
+def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
+    """Make the tuned model OUT of BASE and DELTA.
+
+    BASE is a Hugging Face folder, or a checkpoint that to-hf reads. DELTA is one of three, told by its content:
+    of `delta extract`, which gives back the tuned model bit for bit and refuses any other base before anything is
+    written; of FastChat (Vicuna: a Hugging Face folder of tuned - base, whose vocabulary may be larger); of
+    LLaMA2-Accessory. The sums of the latter two are made in float32 and rounded once to --dtype, where their own tools
+    round to float16; with `keep` that is the base's type, or the delta's where that has more bits.
+
+    \b
+    llmconv delta apply llama-7b vicuna-7b-delta-v1.1 -o vicuna-7b
+    llmconv delta apply llama-2-13b accessory-diff -o tuned       consolidated.NN.pth and ….model-diff.pth
+    """
+    from llmconv.convert.delta import apply_delta
+
+    done = apply_delta(base, delta, output, dry_run=dry_run, **choices)
+    if as_json:
+        options.print_json({"kind": done.kind, **plans.as_result(done.plan, output, dry_run)})
+    else:
+        plans.print_plan(done.plan, output, dry_run, f", from a delta ({done.kind})")
+
+
+@command.command(name="extract")
+@click.argument("base")
+@click.argument("tuned")
+@options.writes
+@click.option("--rank", type=click.IntRange(1), help="Write a LoRA adapter of this rank instead, which is not exact.")
+def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
+    """Write what TUNED is over BASE into the folder OUT.
+
+    The delta is exact: each weight is stored as the number of representable values that it moved by, an integer
+    difference of bit patterns that any two of them have (NaN, infinities, other types, rows that are new), packed with
+    zstd. `delta apply` gives TUNED back bit for bit, with its config and tokenizer. OUT keeps the sha256 of the base's
+    tensors.
+
+    With --rank, OUT is a LoRA adapter for PEFT or merge-lora: the best product of that rank for each linear weight that
+    changed, and norms, biases and embeddings whole. How much of each change it holds is printed.
+
+    \b
+    llmconv delta extract llama-2-7b tuned -o tuned-delta
+    llmconv delta extract llama-2-7b tuned -o tuned-lora --rank 64
+    """
+    from llmconv.convert.delta import extract_delta
+
+    done = extract_delta(base, tuned, output, dry_run=dry_run, **choices)
+    if as_json:
+        options.print_json({**plans.as_result(done.plan, output, dry_run), **_told(done)})
+        return
+    size = f"; {done.nbytes:,} bytes as {done.kind} delta" if done.nbytes is not None else f" as {done.kind} delta"
+    plans.print_plan(done.plan, output, dry_run, size)
+    for name, share in done.captured.items():
+        click.echo(f"  {share:7.2%}  {name}")
+    if done.captured_overall is not None:
+        click.echo(f"  {done.captured_overall:7.2%}  of the norm of all {len(done.captured)} changes together")
+
+
+def _told(done: Extracted) -> dict[str, Any]:
+    low_rank = {
+        "captured": dict(done.captured),
+        "captured_overall": done.captured_overall,
+        "whole": list(done.whole),
+    }
+    return {"kind": done.kind, "delta_bytes": done.nbytes, **(low_rank if done.kind == "low-rank" else {})}

@@ -1,0 +1,184 @@
+"""Files of LitGPT, nanoGPT and torchtune, genuine ones changed: YAML that builds, sizes and names that lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tests.convert.torch_states import FIXTURES
+from tests.hostile.case import Case
+from tests.hostile.configs import MERGE
+from tests.hostile.files import instead_of
+from tests.hostile.honest import members, repacked, save
+from tests.hostile.pickles import SHELL, call, text
+from tests.hostile.states import ATTACK, HUGE, UNKNOWN, changed
+
+
+def lit(refused: str | None, settings: Any = None, config: str | None = None, case: str = "llama3") -> Case:
+    """A genuine LitGPT folder with other settings, or with this text for them."""
+
+    def build(folder: Path) -> Path:
+        place = folder / "lit"
+        shutil.copytree(FIXTURES / "litgpt" / case, place)
+        file = place / "model_config.yaml"
+        told = yaml.safe_load(file.read_text())
+        file.write_text(settings if isinstance(settings, str) else yaml.safe_dump({**told, **(settings or {})}))
+        if config:
+            (place / "config.json").write_text(config)
+        return place
+
+    return Case(build, refused)
+
+
+def lit_state(folder: Path, name: str) -> Path:
+    """A LitGPT folder with one more tensor."""
+    place = lit(None).build(folder)
+    content = torch.load(place / "lit_model.pth")
+    save(place, {**content, name: torch.zeros(2)}, "lit_model.pth")
+    return place
+
+
+def lit_file(put: Callable[[Path], object], refused: str) -> Case:
+    """A LitGPT folder in which something else stands for the settings."""
+
+    def build(folder: Path) -> Path:
+        place = lit(None).build(folder)
+        instead_of("model_config.yaml", put)(place)
+        return place
+
+    return Case(build, refused)
+
+
+def nano(refused: str | None, change: Callable[[dict[str, Any]], Any]) -> Case:
+    """A genuine nanoGPT file after `change`."""
+
+    def build(folder: Path) -> Path:
+        content = torch.load(FIXTURES / "nanogpt" / "with_bias" / "ckpt.pt")
+        change(content)
+        return save(folder, content, "ckpt.pt")
+
+    return Case(build, refused)
+
+
+def args(**fields: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda content: content["model_args"].update(fields)
+
+
+def tune(refused: str | None, change: Callable[[dict[str, Any]], Any], **config: Any) -> Case:
+    """A genuine torchtune folder after `change` of its state dict, with other fields in its configuration."""
+
+    def build(folder: Path) -> Path:
+        source = FIXTURES / "torchtune" / "llama2"
+        content = torch.load(source / "model-00001-of-00001.bin")
+        change(content)
+        told = json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**told, **config}))
+        save(folder, content, "model-00001-of-00001.bin")
+        return folder
+
+    return Case(build, refused)
+
+
+def nanopickle(folder: Path, opcodes: bytes) -> Path:
+    """A nanoGPT file with one more value, made by these opcodes."""
+    parts = members(torch.load(FIXTURES / "nanogpt" / "with_bias" / "ckpt.pt"))
+    return repacked(
+        folder, {**parts, "x/data.pkl": parts["x/data.pkl"][:-1] + text("evil") + opcodes + b"s."}, "ckpt.pt"
+    )
+
+
+SIZES = "which no model has|not valid|impossible|says"
+HONEST = {
+    "litgpt": lit(None),
+    "nanogpt": nano(None, lambda content: None),
+    "torchtune": tune(None, lambda own: None),
+}
+CASES: dict[str, Case] = {
+    **{f"honest: {name}": case for name, case in HONEST.items()},
+    "litgpt: YAML that builds": lit("not valid YAML", "n_layer: !!python/object/apply:os.system ['" + SHELL + "']\n"),
+    "litgpt: a YAML bomb": lit("aliases that expand", MERGE),
+    "litgpt: YAML 20,000 deep": lit("not valid YAML", "[" * 20_000),
+    "litgpt: a layer of 5000 digits": Case(
+        lambda folder: lit_state(folder, f"transformer.h.{'9' * 5000}.norm_1.weight"), "no|not|layer"
+    ),
+    "litgpt: a name that leads out": Case(lambda folder: lit_state(folder, "../../evil"), "no|not|layer"),
+    "litgpt: YAML of a list": lit("no.* mapping|not a YAML mapping", "[1]"),
+    "litgpt: YAML of a number": lit("not a YAML mapping", "7"),
+    "litgpt: two documents": lit("not valid YAML", "a: 1\n---\nb: 2\n"),
+    "litgpt: 2 MB of YAML": lit("too large", "#" * (2 << 20)),
+    "litgpt: no text": lit_file(lambda path: path.write_bytes(b"\xff\xfe\x00"), "not valid YAML"),
+    "litgpt: a pipe": lit_file(lambda path: os.mkfifo(path), "no `model_config.yaml`"),
+    "litgpt: a link to /dev/zero": lit_file(lambda path: path.symlink_to("/dev/zero"), "no `model_config.yaml`"),
+    "litgpt: a number of layers of 400 digits": lit(SIZES, {"n_layer": HUGE}),
+    "litgpt: 2^30 layers": lit(SIZES, {"n_layer": 1 << 30}),
+    "litgpt: layers that are a list": lit(SIZES, {"n_layer": [1]}),
+    "litgpt: no heads": lit(SIZES, {"n_head": 0}),
+    "litgpt: a text for a size": lit(SIZES, {"n_embd": "a" * 100_000}),
+    "litgpt: a rope base of 400 digits": lit(SIZES + "|rope", {"rope_base": HUGE}),
+    "litgpt: a rope base without an end": lit(SIZES + "|rope", {"rope_base": float("inf")}),
+    "litgpt: a norm that is not a number": lit(SIZES + "|rms_norm_eps|no JSON", {"norm_eps": float("nan")}),
+    "litgpt: a rotary part without an end": lit(SIZES + "|known", {"rotary_percentage": float("inf")}),
+    "litgpt: a condensed rope of nothing": lit(SIZES + "|rope", {"rope_condense_ratio": 0}),
+    "litgpt: rope adjustments of texts": lit(
+        SIZES + "|rope|known", {"rope_adjustments": {"factor": "x", "low_freq_factor": []}}
+    ),
+    "litgpt: rope adjustments of 400 digits": lit(SIZES + "|rope|known", {"rope_adjustments": {"factor": HUGE}}),
+    "litgpt: a name with an escape sequence": lit(
+        "known|" + SIZES, {"name": "\x1b[2J\n", "latent_attention": {"x": 1}}
+    ),
+    "litgpt: a padding of nothing": lit(SIZES, {"padded_vocab_size": None, "padding_multiple": 0, "vocab_size": 5}),
+    "litgpt: windows by a list": lit(SIZES + "|known", {"sliding_window_size": 4, "sliding_window_layer_placing": [1]}),
+    "litgpt: windows of a stride of nothing": lit(SIZES, {"sliding_window_size": 4, "sliding_window_layer_stride": 0}),
+    "litgpt: config.json of another function": lit("says|not", config='{"model_type": ["llama"], "hidden_size": [1]}'),
+    "litgpt: config.json 100,000 deep": lit("not valid JSON", config="[" * 100_000),
+    "nanogpt: os.system": Case(
+        lambda folder: nanopickle(folder, call("os", "system", text(SHELL))), ATTACK + "|" + UNKNOWN
+    ),
+    "nanogpt: another call": Case(lambda folder: nanopickle(folder, call("evil", "Evil")), None),
+    "nanogpt: model_args is a list": nano("no usable", lambda content: content.update(model_args=[1])),
+    "nanogpt: 2^30 layers": nano("no usable", args(n_layer=1 << 30)),
+    "nanogpt: layers of 150 digits": nano("no usable", args(n_layer=10**100)),
+    "nanogpt: no heads": nano("no usable", args(n_head=0)),
+    "nanogpt: heads less than none": nano("no usable", args(n_head=-2)),
+    "nanogpt: another width": nano("no place for", args(n_embd=1 << 20)),
+    "nanogpt: a width of a text": nano("no usable", args(n_embd="a" * 100_000)),
+    "nanogpt: another vocabulary": nano("no place for", args(vocab_size=7)),
+    "nanogpt: a name that leads out": nano(
+        "no|not", lambda content: content["model"].update({"../../evil": torch.zeros(2)})
+    ),
+    "nanogpt: an escape sequence": nano(
+        "no|not", lambda content: content["model"].update({"\x1b[2J\n": torch.zeros(2)})
+    ),
+    "nanogpt: a layer of 10^100": nano(
+        "no|not", lambda content: content["model"].update({f"transformer.h.{10**100}.ln_1.weight": torch.zeros(2)})
+    ),
+    "nanogpt: a layer of 5000 digits": nano(
+        "no|not", lambda content: content["model"].update({f"transformer.h.{'9' * 5000}.ln_1.weight": torch.zeros(2)})
+    ),
+    "nanogpt: a mask that is a scalar": nano(
+        None, lambda content: content["model"].update({"transformer.h.0.attn.bias": torch.tensor(1)})
+    ),
+    "torchtune: a name that leads out": tune("no|not", changed("../../evil", torch.zeros(2))),
+    "torchtune: an escape sequence": tune("no|not", changed("\x1b[2J\n", torch.zeros(2))),
+    "torchtune: a scalar for a query": tune("add up|shape", changed("layers.0.attn.q_proj.weight", torch.tensor(1.0))),
+    "torchtune: a layer of 5000 digits": tune("no|not", changed(f"layers.{'9' * 5000}.sa_norm.scale", torch.zeros(2))),
+    "torchtune: three axes for a query": tune(
+        "add up|shape", changed("layers.0.attn.q_proj.weight", torch.zeros(4, 4, 4))
+    ),
+    "torchtune: heads of an odd size": tune("even size|add up|shape", lambda own: None, head_dim=3),
+    "torchtune: heads of 400 digits": tune("even size|add up|shape", lambda own: None, head_dim=HUGE),
+    "torchtune: heads of nothing": tune(
+        "even size|add up|shape", lambda own: None, num_attention_heads=0, head_dim=None
+    ),
+    "torchtune: 2^60 heads": tune(
+        "even size|add up|shape", lambda own: None, num_attention_heads=1 << 60, head_dim=None
+    ),
+    "torchtune: another family": tune("not known|no causal", lambda own: None, model_type="gpt2"),
+}
