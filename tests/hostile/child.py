@@ -25,6 +25,7 @@ from typing import Any
 
 from llmconv.cli.inspect import shown_rows
 from llmconv.convert import from_hf, merge_lora, to_hf
+from llmconv.convert.adapters.tuners import tuners
 from llmconv.convert.inspect import inspect
 from llmconv.errors import LlmconvError
 
@@ -51,6 +52,8 @@ HARMLESS = {
 CHANGING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 FOREIGN = {"mallopt", "renameat2"}
 """The only C functions that the writer calls."""
+
+tuners()  # llmconv's own modules, imported when the first adapter asks for them
 
 COMMANDS: dict[str, Callable[..., object]] = {
     "to-hf": to_hf,
