@@ -80,7 +80,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
 ) -> Merge:
     """Writes `base` with Σ wᵢ·sᵢ·Bᵢ·Aᵢ added, as a Hugging Face folder; tensors that no adapter names pass unchanged.
 
-    The sum is made in float32 and rounded once. Memory follows the row blocks, not the model.
+    The sum is made in float64 and rounded once. Memory follows the row blocks, not the model.
 
     Args:
         base: Hugging Face folder or hub id.

@@ -27,7 +27,7 @@ from math import prod
 
 import numpy as np
 
-from llmconv.convert.adapters.low_rank import round_into
+from llmconv.convert.adapters.rounding import round_into
 from llmconv.convert.adapters.selection import kth_largest
 from llmconv.convert.adapters.tuned import Once
 from llmconv.errors import UsageProblem
@@ -136,7 +136,7 @@ def combine(
             last = min(first + height, stop)
             rows = base.rows(first, last)
             total = rows.astype(np.float64).reshape(len(rows), -1) + change(first, last)
-            round_into(result[first - start : last - start], total.reshape(rows.shape), np.empty(0))
+            round_into(result[first - start : last - start], total.reshape(rows.shape))
         return result
 
     return LazyTensor(dtype, base.shape, load, lambda other: combine(base, name, vectors, combination, other))

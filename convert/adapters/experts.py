@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.convert.adapters.low_rank import LowRank, round_into, sum_rows
+from llmconv.convert.adapters.low_rank import LowRank, sum_rows
+from llmconv.convert.adapters.rounding import round_into
 from llmconv.tensors import Array, DType, LazyTensor
 
 PARTS = {
@@ -134,4 +135,4 @@ def _add_slabs(result: Array, rows: Array, slabs: Sequence[Slab], dtype: DType) 
             result[start:stop] = sum_rows(rows[start:stop], pairs, dtype)
         else:
             wide = rows[start:stop].astype(np.float64)
-            round_into(result[start:stop], wide, wide)
+            round_into(result[start:stop], wide)

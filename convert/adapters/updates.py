@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from llmconv.convert.adapters.experts import Slab, add_to_experts
-from llmconv.convert.adapters.low_rank import LowRank, add_low_rank, round_into
+from llmconv.convert.adapters.low_rank import LowRank, add_low_rank
+from llmconv.convert.adapters.rounding import round_into
 from llmconv.tensors import Array, DType, LazyTensor
 
 
@@ -56,7 +57,7 @@ def _add_updates(base: LazyTensor, updates: Sequence[Update], dtype: DType) -> L
         for update in updates:
             total += update.update(base, start, stop)
         result = np.empty(rows.shape, dtype.numpy)
-        round_into(result, total.reshape(rows.shape), np.empty(0))
+        round_into(result, total.reshape(rows.shape))
         return result
 
     return LazyTensor(dtype, base.shape, load, lambda other: _add_updates(base, updates, other))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from llmconv.convert.adapters.low_rank import round_into
+from llmconv.convert.adapters.rounding import round_into
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, Array, DType, LazyTensor
 
@@ -53,7 +53,7 @@ def rounded(tensor: LazyTensor, dtype: DType) -> LazyTensor:
     def load(start: int, stop: int) -> Array:
         values = tensor.rows(start, stop)
         result = np.empty(values.shape, dtype.numpy)
-        round_into(result, values, np.empty_like(values))
+        round_into(result, values)
         return result
 
     return tensor.recast(dtype) if tensor.recast else LazyTensor(dtype, tensor.shape, load)

@@ -64,7 +64,7 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Merge PEFT LoRA adapters into BASE and write the Hugging Face folder OUT.
 
-    Several adapters are summed exactly, in one pass, with float32 arithmetic and one rounding, or combined as --combine
+    Several adapters are summed exactly, in one pass, in float64 with one rounding, or combined as --combine
     says. Besides LoRA: AdaLoRA, LoHa, LoKr, IA3, VeRA, OFT, BOFT, FourierFT, HRA, LN tuning. An adapter tensor that
     matches nothing in BASE is an error.
 
