@@ -18,6 +18,7 @@ ENVIRONMENTS: dict[str, Steps] = {
             "accelerate==1.15.0",
         ),
     ),
+    "mergekit": (("mergekit==0.1.5", "transformers==5.23.0", "peft==0.21.2"),),
     "transformers-4.47": (
         ("transformers==4.47.1", "accelerate==1.2.1", "sentencepiece==0.2.0", "tiktoken", "blobfile", "protobuf"),
     ),
