@@ -2,11 +2,11 @@
 #
 # PYTHON=python3.12 make setup     another interpreter
 # make setup TORCH=torch==2.13.0   whatever build of torch pip finds, CUDA included (default: only a CPU build)
-# make test WORKERS=2              as many processes (default: none but pytest itself)
+# make test WORKERS=8              as many processes (default: 2; 0: none but pytest itself)
 
 PYTHON ?= python3
 TORCH ?=
-WORKERS ?= 0
+WORKERS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
