@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.command(name="merge-lora")
 @click.argument("base")
 @click.argument("adapters", nargs=-1, required=True, metavar="ADAPTER...")
-@options.writes
+@options.changes
 @click.option(
     "--weight",
     "weights",
