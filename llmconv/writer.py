@@ -183,7 +183,7 @@ def write_checkpoint(
     _reuse_freed_blocks()
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
         done = sum(entry["bytes"] for entry in folder.finished.values())
-        _require_space(folder.path, output, space_needed(plan, folder.path) - done)
+        _require_space(output, space_needed(plan, output) - done)
         with bytes_bar(f"writing {output.name}", plan.nbytes) as advance, checked_reading() as checks:
             for shard in plan.shards:
                 if shard.name in folder.finished:
@@ -215,14 +215,18 @@ def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Pat
         InputRefused: `output` is there and may not be replaced, or the disk is too small.
     """
     require_free(output, overwrite, inputs)
-    home = next(folder for folder in output.absolute().parents if folder.is_dir())
-    _require_space(home, output, space_needed(plan, home))
+    _require_space(output, space_needed(plan, output))
 
 
-def space_needed(plan: Plan, folder: Path) -> int:
-    """Bytes that the plan takes in `folder`, or beside it; clones take none."""
+def _home(output: Path) -> Path:
+    """The folder, there already, in which `output` is to be made."""
+    return next(folder for folder in output.absolute().parents if folder.is_dir())
+
+
+def space_needed(plan: Plan, output: Path) -> int:
+    """Bytes that the plan takes on the disk of `output`; clones take none."""
     source = next((shard.copy_of for shard in plan.shards if shard.copy_of), None)
-    if source and can_clone(source, folder):
+    if source and can_clone(source, _home(output)):
         return sum(shard.nbytes for shard in plan.shards if not shard.copy_of)
     return plan.nbytes
 
@@ -370,8 +374,8 @@ def write_fully(fd: int, block: memoryview) -> None:
         block = block[os.write(fd, block[:WRITE_BYTES]) :]
 
 
-def _require_space(folder: Path, output: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+def _require_space(output: Path, needed: int) -> None:
+    free = shutil.disk_usage(_home(output)).free
     if needed > free:
         raise InputRefused(
             f"no space left: `{output}` needs {needed:,} bytes, {free:,} are free",
