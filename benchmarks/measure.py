@@ -64,19 +64,23 @@ def llmconv(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "llmconv", *map(str, arguments)]
 
 
-def interleaved(commands: Mapping[str, Sequence[str]], rounds: int, output: Path) -> dict[str, list[Measurement]]:
+def interleaved(
+    commands: Mapping[str, Sequence[str]], rounds: int, output: Path, before: Callable[[], object] = os.sync
+) -> dict[str, list[Measurement]]:
     """Runs all commands in turn, `rounds` times, so that a slow minute of the machine hits all of them.
 
     Args:
         commands: name to command; each may write `output`, which is removed (untimed) before each run.
         rounds: how often.
         output: file or folder.
+        before: called before each run, when what the last one wrote is on the disk.
     """
     results: dict[str, list[Measurement]] = {name: [] for name in commands}
     for number in range(rounds):
         for name, command in commands.items():
             remove(output)
             os.sync()
+            before()
             time.sleep(SETTLE)
             results[name].append(run(command))
             print(f"  round {number + 1}/{rounds}  {name}: {results[name][-1].wall:.2f} s", file=sys.stderr)

@@ -15,6 +15,7 @@ from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
 from llmconv.convert.deltas.models import open_model
 from llmconv.convert.to_hf import check_dtype, with_cast
 from llmconv.errors import UnsupportedInput
+from llmconv.layout import KEEP
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
 from llmconv.storage import files_under, local_path, reading_safely
@@ -61,7 +62,7 @@ def apply_delta(
     output: str | Path,
     *,
     dtype: str = "keep",
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int = KEEP,
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
@@ -77,7 +78,7 @@ def apply_delta(
         output: the folder to make.
         dtype: `keep` (an exact delta: the tuned model's; a sum: the base's, or the delta's where that has more bits),
             `float32`, `float16` or `bfloat16`.
-        max_shard_size: largest safetensors file, such as `5GB`.
+        max_shard_size: `keep` (the files of the base), or the largest safetensors file, such as `5GB`.
         overwrite, resume, dry_run: replace an existing model folder; continue an interrupted run; check, write nothing.
 
     Raises:

@@ -24,6 +24,7 @@ from llmconv.convert.configs import with_dtype
 from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
 from llmconv.convert.to_hf import check_dtype
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.layout import KEEP
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
 from llmconv.storage import local_path, reading_safely
@@ -72,7 +73,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     rank: int | None = None,
     majority_sign: str = "total",
     dtype: str = "keep",
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int = KEEP,
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
@@ -97,7 +98,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         rank: for `svd`; the largest rank of the adapters by default.
         majority_sign: how `ties` and `dare_ties` elect signs: by `total` or `frequency`.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the output's floating-point tensors.
-        max_shard_size: largest safetensors file, such as `5GB`.
+        max_shard_size: `keep` (the files of the base), or the largest safetensors file, such as `5GB`.
         overwrite: replace an existing model folder.
         resume: continue an interrupted run.
         dry_run: plan and check everything, write nothing.

@@ -56,6 +56,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         version: what the files tell of their writer, such as `composer 0.32.1`; empty where they tell nothing.
         shards: files that the weights lie in.
         adapter: a PEFT adapter of this model that stays apart: its tensors, and as `config` its `adapter_config.json`.
+        files: in a Hugging Face folder, the names of tensors to those of the files that they lie in.
         dropped: what is in the files and not in `tensors`, one phrase each, such as `the optimizer's state`.
     """
 
@@ -70,6 +71,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     dropped: tuple[str, ...] = ()
     source_type: str = ""
     adapter: Checkpoint | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.tensors[name]
@@ -106,8 +108,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     config = read_json(path / "config.json")
     tensors = open_weights(path)
-    shards = len({tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)})
-    return Checkpoint(path, "hf", tensors, config, read_side_files(path), version=_writer(config), shards=shards)
+    files = {name: tensor.path.name for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
+    side_files, version = read_side_files(path), _writer(config)
+    return Checkpoint(
+        path, "hf", tensors, config, side_files, version=version, shards=len({*files.values()}), files=files
+    )
 
 
 def _writer(config: dict[str, Any]) -> str:

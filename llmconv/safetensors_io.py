@@ -168,6 +168,27 @@ def _refuse(path: Path, problem: str) -> NoReturn:
     )
 
 
+def file_of(tensors: Mapping[str, LazyTensor]) -> Path | None:
+    """The safetensors file that holds exactly these tensors, as they are; None where there is none."""
+    paths = {tensor.path if isinstance(tensor, FileTensor) else None for tensor in tensors.values()}
+    path = paths.pop() if len(paths) == 1 else None
+    return path if path and path.suffix == ".safetensors" and holds(path, tensors) else None
+
+
+def holds(path: Path, tensors: Mapping[str, LazyTensor]) -> bool:
+    """Whether a file has these tensors in these places, and says `format: pt`, without which transformers 4 refuses it.
+
+    Raises:
+        MalformedInput: it is no safetensors file.
+    """
+    header = read_header(path)
+    return header.metadata.get("format") == "pt" and _places(header.tensors) == _places(tensors)
+
+
+def _places(tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
+    return {name: (one.dtype, one.shape, one.offset) for name, one in tensors.items() if isinstance(one, FileTensor)}
+
+
 def encode_header(tensors: dict[str, tuple[DType, tuple[int, ...]]]) -> bytes:
     """The first bytes of a file that holds `tensors` in this order, padded with spaces to `ALIGNMENT`."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}

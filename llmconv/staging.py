@@ -116,7 +116,7 @@ class StagedFolder:
         if not isinstance(line, dict) or not isinstance(name := line.get("file"), str) or not is_inner(name):
             return False
         path = self.path / name
-        if not path.is_file() or path.stat().st_size != line.get("bytes"):
+        if "sha256" not in line or not path.is_file() or path.stat().st_size != line.get("bytes"):
             return False
         with open(path, "rb") as file:
             return bool(hashlib.file_digest(file, "sha256").hexdigest() == line.get("sha256"))

@@ -24,9 +24,11 @@ from typing import Any
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_FOLDER, ADAPTER_WEIGHTS, INDEX, SINGLE, Checkpoint
 from llmconv.crc import checked_reading
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.file_copy import can_clone, copy_file
+from llmconv.layout import KEEP, by_size, by_source
 from llmconv.manifest import Manifest
 from llmconv.progress import bytes_bar, warn_all
-from llmconv.safetensors_io import NAME_LIMIT, safetensors_pieces
+from llmconv.safetensors_io import NAME_LIMIT, file_of, holds, safetensors_pieces
 from llmconv.staging import StagedFolder, failing_safely, require_free
 from llmconv.tensors import Array, Container, LazyTensor, Piece
 
@@ -45,16 +47,27 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 HEAP_BYTES = 256 << 20
 """What glibc may keep of freed blocks (`mallopt(3)`); a block is far smaller."""
 
+DEFAULT_SIZE = "5GB"
+"""Of a shard, as in huggingface_hub."""
+
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file to write: its name, its tensors in order, and what a file of this kind has around them."""
+    """One file to write.
+
+    Attributes:
+        name: of the file.
+        tensors: in order.
+        container: what a file of this kind has around them.
+        copy_of: a file that holds exactly these tensors already, which is copied and not decoded.
+    """
 
     name: str
     tensors: Mapping[str, LazyTensor]
     container: Container = safetensors_pieces
+    copy_of: Path | None = None
 
     @property
     def nbytes(self) -> int:
@@ -84,8 +97,11 @@ class Plan:
         return sum(shard.nbytes for shard in self.shards)
 
 
-def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -> Plan:
+def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_SIZE) -> Plan:
     """A Hugging Face folder: the tensors in order, in shards of at most `max_shard_size` (a larger one gets its own).
+
+    With `keep` the shards are those of the Hugging Face folder that the tensors come from, and of `5GB` where they come
+    from elsewhere. A shard whose tensors pass unchanged is a copy of the file that they lie in.
 
     Raises:
         UsageProblem: `max_shard_size` is no size such as `5GB`.
@@ -93,18 +109,14 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = "5GB") -
     """
     if not checkpoint and not checkpoint.adapter:
         raise InputRefused(f"`{checkpoint.path}` holds no tensors", hint="look at it with `llmconv inspect`")
-    limit = parse_size(max_shard_size)
+    kept = str(max_shard_size).lower() == KEEP
+    limit = parse_size(DEFAULT_SIZE if kept else max_shard_size)
     for name in checkpoint:
         _check_name(checkpoint.path, name)
-    groups: list[dict[str, LazyTensor]] = [{}]
-    size = 0
-    for name, tensor in checkpoint.items():
-        if groups[-1] and size + tensor.nbytes > limit:
-            groups.append({})
-            size = 0
-        groups[-1][name] = tensor
-        size += tensor.nbytes
-    shards = tuple(Shard(_shard_name(i, len(groups)), group) for i, group in enumerate(groups, 1) if group)
+    groups = by_source(checkpoint, checkpoint.files, limit) if kept else by_size(checkpoint, limit)
+    shards = tuple(
+        Shard(_shard_name(number, len(groups)), group, copy_of=file_of(group)) for number, group in enumerate(groups, 1)
+    )
     small_files = _small_files(checkpoint, shards)
     if checkpoint.adapter:
         place = f"{ADAPTER_FOLDER}/" if shards else ""
@@ -171,13 +183,13 @@ def write_checkpoint(
     _reuse_freed_blocks()
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
         done = sum(entry["bytes"] for entry in folder.finished.values())
-        _require_space(folder.path, output, plan.nbytes - done)
+        _require_space(output, space_needed(plan, output) - done)
         with bytes_bar(f"writing {output.name}", plan.nbytes) as advance, checked_reading() as checks:
             for shard in plan.shards:
                 if shard.name in folder.finished:
                     advance(shard.nbytes)
                 else:
-                    entry = _write_shard(folder.place(shard.name), shard, advance)
+                    entry = _make_shard(folder.place(shard.name), shard, advance)
                     checks.finish()
                     folder.record(shard.name, entry)
         warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))
@@ -203,8 +215,20 @@ def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Pat
         InputRefused: `output` is there and may not be replaced, or the disk is too small.
     """
     require_free(output, overwrite, inputs)
-    home = next(folder for folder in output.absolute().parents if folder.is_dir())
-    _require_space(home, output, plan.nbytes)
+    _require_space(output, space_needed(plan, output))
+
+
+def _home(output: Path) -> Path:
+    """The folder, there already, in which `output` is to be made."""
+    return next(folder for folder in output.absolute().parents if folder.is_dir())
+
+
+def space_needed(plan: Plan, output: Path) -> int:
+    """Bytes that the plan takes on the disk of `output`; clones take none."""
+    source = next((shard.copy_of for shard in plan.shards if shard.copy_of), None)
+    if source and can_clone(source, _home(output)):
+        return sum(shard.nbytes for shard in plan.shards if not shard.copy_of)
+    return plan.nbytes
 
 
 def _small_files(checkpoint: Checkpoint, shards: Sequence[Shard]) -> dict[str, bytes]:
@@ -249,13 +273,28 @@ class _Sums:
             self.crcs[number] = zlib.crc32(block, self.crcs[number])
 
 
-def _write_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    """Streams one file and returns its manifest entry."""
+def _make_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+    """Copies or streams one file and returns its manifest entry."""
     part = path.with_name(path.name + ".part")
+    with failing_safely():
+        entry = (_copy_shard if shard.copy_of else _write_shard)(part, shard, advance)
+        part.replace(path)
+    return entry
+
+
+def _copy_shard(part: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+    assert shard.copy_of
+    entry = copy_file(shard.copy_of, part, advance)
+    if not holds(part, shard.tensors):
+        raise MalformedInput(f"`{shard.copy_of.name}` changed while it was copied", hint="let nobody write to it")
+    return entry
+
+
+def _write_shard(part: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
     pieces = list(shard.container(shard.tensors))
     sums = _Sums([0] * len(shard.tensors) if any(callable(piece) for piece in pieces) else [])
     size = flushed = 0
-    with failing_safely(), open(part, "wb", buffering=0) as file, ThreadPoolExecutor(2) as helpers:
+    with open(part, "wb", buffering=0) as file, ThreadPoolExecutor(2) as helpers:
         hashing: Future[None] = helpers.submit(lambda: None)
         flushing = hashing
         for number, content in _contents(pieces):
@@ -271,7 +310,6 @@ def _write_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> di
         hashing.result()
         flushing.result()
         os.fsync(file.fileno())
-    part.replace(path)
     return {"bytes": size, "sha256": sums.sha256.hexdigest()}
 
 
@@ -336,8 +374,8 @@ def write_fully(fd: int, block: memoryview) -> None:
         block = block[os.write(fd, block[:WRITE_BYTES]) :]
 
 
-def _require_space(folder: Path, output: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+def _require_space(output: Path, needed: int) -> None:
+    free = shutil.disk_usage(_home(output)).free
     if needed > free:
         raise InputRefused(
             f"no space left: `{output}` needs {needed:,} bytes, {free:,} are free",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmconv import staging
-from llmconv.checkpoint import Checkpoint
+from llmconv import file_copy, staging, writer
+from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, OutputFailed
+from llmconv.file_copy import copy_file
 from llmconv.staging import StagedFolder
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 from llmconv.writer import plan_checkpoint, write_checkpoint
 
 F32 = BY_NAME["float32"]
-STEPS = ("write", "fsync", "fdatasync", "replace", "rename", "unlink", "mkdir", "rmdir")
+STEPS = ("write", "fsync", "fdatasync", "copy_file_range", "replace", "rename", "unlink", "mkdir", "rmdir")
 Files = dict[str, bytes]
 
 
@@ -61,16 +64,15 @@ def in_child(work: Callable[[], object]) -> int:
 
 def killing_at(step: int, work: Callable[[], object], *, after: bool) -> Callable[[], object]:
     """`work`, killed with signal 9 just before (or after) its system call number `step`."""
-    count = 0
+    numbers = itertools.count(1)  # `next` gives no two threads the same
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == step and not after:
+            number = next(numbers)
+            if number == step and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
             result = call(*args, **options)
-            if count == step and after:
+            if number == step and after:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
@@ -107,6 +109,57 @@ def test_killed_at_any_step_out_is_old_or_new_and_resume_completes_it(
         shutil.rmtree(out.parent)
     assert status == 0
     assert step > 35
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_at_any_step_of_copying_out_is_absent_or_whole_and_resume_completes_it(
+    after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_copy, "COPY_BYTES", 100)
+    checkpoint = partly_changed(write_and_path(tmp_path / "base"))
+    new = write(tmp_path / "reference", checkpoint)
+    for step in range(1, 1000):
+        out = tmp_path / str(step) / "out"
+        out.parent.mkdir()
+        status = in_child(killing_at(step, partial(write, out, checkpoint), after=after))
+        if not os.WIFSIGNALED(status):
+            break
+        assert not out.exists() or content(out) == new
+        if not out.exists():
+            assert write(out, checkpoint, resume=True) == new
+            assert os.listdir(out.parent) == ["out"]
+    assert status == 0
+    assert step > 30
+
+
+def partly_changed(base: Path) -> Checkpoint:
+    """A checkpoint of three files, of which the second is not as in the base."""
+    checkpoint = open_checkpoint(base)
+    tensors = {**checkpoint.tensors, "t1": in_memory(np.zeros(20, np.float32), F32)}
+    return replace(checkpoint, tensors=tensors)
+
+
+def test_resume_keeps_a_copy_that_is_whole_and_makes_others_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(start: int, stop: int) -> Any:
+        raise OSError(5, "Input/output error")
+
+    def noted(source: Path, *more: Any) -> Any:
+        copied.append(source.name)
+        return copy_file(source, *more)
+
+    copied: list[str] = []
+    monkeypatch.setattr(file_copy, "FICLONE", 0)
+    checkpoint = partly_changed(write_and_path(tmp_path / "base"))
+    broken = replace(checkpoint, tensors={**checkpoint.tensors, "t1": LazyTensor(F32, (20,), fail)})
+    with pytest.raises(OutputFailed):
+        write(tmp_path / "out", broken)
+    monkeypatch.setattr(writer, "copy_file", noted)
+    files = write(tmp_path / "out", checkpoint, resume=True)
+    assert copied == ["model-00003-of-00003.safetensors"]
+    assert files == write(tmp_path / "reference", checkpoint)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

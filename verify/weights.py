@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -69,11 +70,18 @@ def audit_files(folder: Path) -> list[Check]:
     for name, entry in read_manifest(folder).files.items():
         path = folder / name
         if name.endswith(".safetensors") and Path(name).name == name and path.is_file():
-            with open(path, "rb") as file:
-                same = hashlib.file_digest(file, "sha256").hexdigest() == entry.get("sha256")
-            detail = "sha256 as in the manifest" if same else "changed since the manifest was written"
-            checks.append(Check("weights", name, "", verdict="pass" if same else "fail", detail=detail))
+            verdict, detail = _audit_file(path, entry)
+            checks.append(Check("weights", name, "", verdict=verdict, detail=detail))
     return checks
+
+
+def _audit_file(path: Path, entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Verdict and detail of one file; a clone has no sha256, see `llmconv.file_copy`."""
+    if "clone_of" in entry and path.stat().st_size == entry.get("bytes"):
+        return "skip", f"cloned from the `{entry['clone_of']}` it was made from, without a sha256"
+    with open(path, "rb") as file:
+        same = hashlib.file_digest(file, "sha256").hexdigest() == entry.get("sha256")
+    return ("pass", "sha256 as in the manifest") if same else ("fail", "changed since the manifest was written")
 
 
 def audit_weights(graph: str, model: onnx.ModelProto, source: Source) -> tuple[Check, set[str]]:

@@ -21,7 +21,7 @@ def command() -> None:
 @command.command(name="apply")
 @click.argument("base")
 @click.argument("delta")
-@options.writes
+@options.changes
 def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Make the tuned model OUT of BASE and DELTA.
 

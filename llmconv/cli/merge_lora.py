@@ -19,7 +19,7 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
 @click.command(name="merge-lora")
 @click.argument("base")
 @click.argument("adapters", nargs=-1, required=True, metavar="ADAPTER...")
-@options.writes
+@options.changes
 @click.option(
     "--weight",
     "weights",

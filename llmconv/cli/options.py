@@ -27,6 +27,13 @@ dtype = click.option(
 max_shard_size = click.option(
     "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest safetensors file."
 )
+kept_shard_size = click.option(
+    "--max-shard-size",
+    default="keep",
+    show_default=True,
+    metavar="SIZE",
+    help="Largest safetensors file; keep: the files of BASE, which are copied where nothing in them changes.",
+)
 overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT if llmconv made it.")
 resume = click.option("--resume", is_flag=True, help="Continue a run that was interrupted.")
 dry_run = click.option("--dry-run", is_flag=True, help="Print the plan (tensors, bytes, disk needed) and stop.")
@@ -53,7 +60,16 @@ def talk(command: Command) -> Command:
 
 def writes(command: Command) -> Command:
     """The options of every command that writes a folder."""
-    for option in (talk, as_json, dry_run, resume, overwrite, max_shard_size, dtype, output):
+    return _with(command, max_shard_size)
+
+
+def changes(command: Command) -> Command:
+    """The options of every command that writes a changed model folder."""
+    return _with(command, kept_shard_size)
+
+
+def _with(command: Command, shard_size: Callable[[Command], Command]) -> Command:
+    for option in (talk, as_json, dry_run, resume, overwrite, shard_size, dtype, output):
         command = option(command)
     return command
 

@@ -20,6 +20,7 @@ def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:
         "tensors": sum(len(shard.tensors) for shard in plan.shards),
         "bytes": plan.nbytes,
         "files": [shard.name for shard in plan.shards],
+        "copied": [shard.name for shard in plan.shards if shard.copy_of],
         "written": not dry_run,
     }
 
@@ -36,13 +37,19 @@ def print_plan(
         more: follows the line.
         fate: what happens to a tensor of this name, at the end of its line.
     """
+    from llmconv.writer import space_needed
+
     count = sum(len(shard.tensors) for shard in plan.shards)
+    copied = sum(shard.nbytes for shard in plan.shards if shard.copy_of)
     sizes = f"{count} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)"
+    sizes += f", {copied:,} of them copied as they are" if copied else ""
     click.echo(f"{'would write' if dry_run else 'wrote'} {output}: {plan.checkpoint.kind}, {sizes}{more}")
     if not dry_run:
         return
-    click.echo(f"disk needed: {plan.nbytes:,} bytes")
+    click.echo(f"disk needed: {space_needed(plan, output):,} bytes")
     for shard in plan.shards:
+        made = f"copied from {shard.copy_of.name}" if shard.copy_of else "written"
+        click.echo(f"  {shard.name}  {made}  {len(shard.tensors)} tensors  {shard.nbytes:,} bytes")
         for name, tensor in shard.tensors.items():
             place = f"{shard.name}  " if len(plan.shards) > 1 else ""
             click.echo(

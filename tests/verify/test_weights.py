@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from llmconv.manifest import MANIFEST, file_entry, read_manifest
+from llmconv.manifest import MANIFEST, Manifest, file_entry, read_manifest
 from llmconv.runtime.guard import load_guarded
 from llmconv.verify import Check, Report, verify
 from llmconv.verify.truth import Eager
@@ -131,3 +131,11 @@ def test_a_weight_changed_since_the_manifest_fails_although_eager_reads_it_too(
     (check,) = audit_files(folder)
     assert (check.verdict, check.graph) == ("fail", "model.safetensors")
     assert verify(folder).verdict == "fail"
+
+
+def test_a_clone_without_sha256_is_skipped_unless_its_size_differs(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    for size, verdict in ((5, "skip"), (6, "fail")):
+        files = {"model.safetensors": {"bytes": size, "clone_of": "model.safetensors"}}
+        (tmp_path / MANIFEST).write_bytes(Manifest(files=files).encode())
+        assert [check.verdict for check in audit_files(tmp_path)] == [verdict]
