@@ -14,12 +14,19 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
 from llmconv.convert.adapters.checking import Check, check_written
 from llmconv.convert.adapters.combining import SUMS, Combination
 from llmconv.convert.adapters.initial import with_initial
-from llmconv.convert.adapters.placement import HEAD, Edits
+from llmconv.convert.adapters.placement import Edits
 from llmconv.convert.adapters.reading import Adapter, open_adapter
 from llmconv.convert.adapters.replication import replicated
 from llmconv.convert.adapters.task_vectors import TaskVectors
 from llmconv.convert.adapters.tuned_reading import is_tuned, open_tuned
-from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, follow_tokens, says_tied, untie
+from llmconv.convert.adapters.vocabulary import (
+    find_embedding,
+    find_head,
+    fit_vocabulary,
+    follow_tokens,
+    says_tied,
+    untie,
+)
 from llmconv.convert.configs import with_dtype
 from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
 from llmconv.convert.to_hf import check_dtype
@@ -246,18 +253,18 @@ def merged(
         )
     base = replicated(base, adapters)
     embedding = find_embedding(base)
-    shared = embedding is not None and HEAD not in base and says_tied(base.config)
+    head = find_head(base, embedding)
     edits = Edits(dict(base.tensors), base.config)
-    if shared and embedding:
-        edits.tensors[HEAD] = base[embedding]
+    if embedding and head not in base and says_tied(base.config):
+        edits.tensors[head] = base[embedding]
+        edits.tied = (embedding, head)
     vectors = TaskVectors(edits, adapters, weights, combination)
     for number in vectors.order:
         edits.place(adapters[number], weights[number])
-    follow_tokens(edits, embedding, shared=shared)
+    follow_tokens(edits, embedding, head)
     config = deepcopy(base.config)
-    resized = fit_vocabulary(edits, embedding, config, shared=shared)
-    stay = resized or any(item.config.tied for item in adapters) or edits.only_tokens(embedding)
-    untie(edits, embedding, config, shared=shared, stay=stay)
+    resized = fit_vocabulary(edits, embedding, head, config)
+    untie(edits, embedding, head, config)
     tensors = {name: _result(edits, vectors, name, dtype) for name in edits.tensors}
     if dtype != "keep":
         config = with_dtype(config, tensors)

@@ -49,6 +49,17 @@ class LowRank:
         return thin_product(*self.factors(start, stop))
 
 
+def is_mirrored(one: object, other: object) -> bool:
+    """Whether two changes are the same: in the same factors, or in transposed ones (an embedding and its tied head)."""
+    if not isinstance(one, LowRank) or not isinstance(other, LowRank) or one.scale != other.scale:
+        return False
+    if one.transposed == other.transposed:
+        pairs = [(one.a.read(), other.a.read()), (one.b.read(), other.b.read())]
+    else:
+        pairs = [(one.a.read(), other.b.read().T), (one.b.read(), other.a.read().T)]
+    return all(np.array_equal(mine, others) for mine, others in pairs)
+
+
 def add_low_rank(base: LazyTensor, changes: Sequence[LowRank], dtype: DType) -> LazyTensor:
     """`base` plus the sum of `changes`, rounded once (nearest even) to `dtype`.
 

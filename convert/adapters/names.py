@@ -48,6 +48,34 @@ def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -
     )
 
 
+def match_saved(saved: Collection[str], homes: Mapping[str, str], names: Collection[str], adapter: str) -> dict[str, str]:
+    """The tensors of the base that `modules_to_save` replace under another name; those that it lacks are not in it.
+
+    Args:
+        saved: names of an adapter's saved tensors that are not names of the base.
+        homes: where its other names were found.
+        names: tensor names of the base.
+        adapter: its name, for error messages.
+
+    Raises:
+        MalformedInput: a name that may mean a tensor of the base, and does not say so.
+    """
+    exchanges = {_differing_prefixes(*pair) for pair in homes.items() if pair[0] != pair[1]}
+    result: dict[str, str] = {}
+    for name in sorted(saved):
+        moved = {new + name[len(old) :] for old, new in exchanges if name.startswith(old)} & set(names)
+        fits = moved or {spelled for (spelled,) in spellings([name]) if spelled in names}
+        close = fits or {other for other in names if other.split(".")[-2:] == name.split(".")[-2:]}
+        if len(fits) == 1 and not fits & {*homes.values(), *result.values()}:
+            result[name] = next(iter(fits))
+        elif close:
+            raise MalformedInput(
+                f"`{adapter}` replaces `{name}`, which could be {_quoted(sorted(close))} of the base",
+                hint="rename the adapter's tensors to the names in the base's files",
+            )
+    return result
+
+
 def _distinct(fits: Iterable[dict[str, str]], found: Mapping[str, str]) -> set[frozenset[tuple[str, str]]]:
     """The different ones among those that place each name on a tensor of its own."""
     own = (fit for fit in fits if len(set(fit.values())) == len(fit) and not set(fit.values()) & set(found))
@@ -59,7 +87,7 @@ def _exchanges(missing: list[str], names: set[str]) -> Iterator[dict[str, str]]:
     tried: set[tuple[str, str]] = set()
     for name in names:
         old, new = _differing_prefixes(missing[0], name)
-        if (old, new) in tried or any(part.isdigit() for part in f"{old}{new}".split(".")):
+        if (old, new) in tried or not _share_module(old, missing[0]) or any(part.isdigit() for part in f"{old}{new}".split(".")):
             continue
         tried.add((old, new))
         if all(item.startswith(old) and new + item[len(old) :] in names for item in missing):
@@ -73,6 +101,11 @@ def _differing_prefixes(one: str, other: str) -> tuple[str, str]:
         left.pop()
         right.pop()
     return "".join(f"{part}." for part in left), "".join(f"{part}." for part in right)
+
+
+def _share_module(prefix: str, name: str) -> bool:
+    """Whether more than the parameter's own name is behind the prefix; `weight` alone would match anything."""
+    return "." in name[len(prefix) :]
 
 
 def _nearest(missing: list[str], names: Collection[str]) -> str:

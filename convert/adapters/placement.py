@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.convert.adapters.low_rank import LowRank
+from llmconv.convert.adapters.low_rank import LowRank, is_mirrored
+from llmconv.convert.adapters.names import match_saved
 from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.adapters.targets import Targets, other_base
 from llmconv.convert.adapters.tokens import TokenRows, with_rows
 from llmconv.convert.adapters.tuned import updates_of
 from llmconv.convert.adapters.updates import Change, add_changes
-from llmconv.convert.blueprint.names import EMBEDDINGS
+from llmconv.convert.adapters.wholes import is_saved, same_values, without_own
+from llmconv.convert.blueprint.names import EMBEDDINGS, HEADS
+from llmconv.convert.mapping import equal
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, DType, LazyTensor, cast, in_memory
 
-HEAD = "lm_head.weight"
+HEAD = HEADS[0]
 
 ONE = in_memory(np.ones((1, 1), dtype=np.float32), BY_NAME["float32"])
 
@@ -31,6 +34,7 @@ class Edits:
     Attributes:
         tensors: the base's tensors, and those that adapters add.
         config: the base's `config.json`.
+        tied: the names of embedding and head where they are one tensor in the base, of which `tensors` has two.
         whole: tensors that are replaced.
         tokens: rows that are replaced, after whole tensors.
         changes: what is added after replacing.
@@ -39,6 +43,7 @@ class Edits:
 
     tensors: dict[str, LazyTensor]
     config: Mapping[str, Any]
+    tied: tuple[str, ...] = ()
     whole: dict[str, LazyTensor] = field(default_factory=dict)
     tokens: dict[str, list[TokenRows]] = field(default_factory=dict)
     changes: dict[str, list[Change]] = field(default_factory=dict)
@@ -56,9 +61,17 @@ class Edits:
         """Whether nothing but some rows of the tensor are replaced."""
         return name in self.tokens and name not in self.whole and name not in self.changes
 
-    def follows(self, name: str, other: str | None) -> bool:
-        """Whether nothing is done to the tensor but to replace the rows that are replaced in the other one."""
-        return self.only_tokens(name) and self.tokens[name] is self.tokens.get(other or "")
+    def same(self, name: str, other: str | None) -> bool:
+        """Whether all that is done to the two tensors makes one of the two; both must have been one."""
+        if other is None or (name in self.tokens) != (other in self.tokens):
+            return False
+        pairs = zip(self.tokens.get(name, []), self.tokens.get(other, []), strict=False)
+        alike = all(one is two or (one.ids == two.ids and equal(one.rows, two.rows)) for one, two in pairs)
+        mine, others = self.changes.get(name, []), self.changes.get(other, [])
+        alike &= len(mine) == len(others) and len(self.tokens.get(name, [])) == len(self.tokens.get(other, []))
+        alike = alike and all(is_mirrored(one, two) for one, two in zip(mine, others, strict=True))
+        one, two = (self.whole.get(each) or self.tensors[each] for each in (name, other))
+        return alike and (one is two or equal(one, two))
 
     def current(self, name: str) -> LazyTensor:
         """The tensor that changes are added to; in float32 where it has rows that are not of its element type."""
@@ -81,11 +94,12 @@ class Edits:
             MalformedInput: a tensor that matches nothing, has another shape, or was replaced by another adapter.
             UnsupportedInput: the weight in the base is not a floating-point tensor, or a layer that is not known.
         """
-        new = {name for name in adapter.whole if name not in self.tensors and _is_saved_module(name, adapter)}
+        modules = adapter.config.modules_to_save
+        new = {name for name in adapter.whole if name not in self.tensors and is_saved(name, modules)}
         targets = Targets(adapter, ChainMap(self.whole, self.tensors), self.config)
         homes = targets.homes(adapter.whole.keys() - new)
-        for name, tensor in adapter.whole.items():
-            self._replace(adapter.name, homes.get(name, name), tensor)
+        homes |= match_saved(new, homes, self.tensors.keys(), adapter.name)
+        self._replace_all(adapter, homes)
         for module, tokens in adapter.tokens.items():
             self._replace_rows(adapter.name, homes[f"{module}.weight"], tokens)
         for module, pair in adapter.pairs.items():
@@ -100,6 +114,23 @@ class Edits:
             self.changes.setdefault(name, []).append(update)
         self._warn(adapter, weight)
 
+    def _replace_all(self, adapter: Adapter, homes: Mapping[str, str]) -> None:
+        """Puts the adapter's whole tensors in place; what a tied base's one matrix was resized to is there twice."""
+        originals = {homes.get(name, name): tensor for name, tensor in adapter.originals.items()}
+        trained = {
+            homes.get(name, name): tensor
+            for name, tensor in adapter.whole.items()
+            if tensor is not adapter.originals.get(name)
+        }
+        for one, other in (self.tied, self.tied[::-1]) if self.tied else ():
+            if one in originals and other not in trained:
+                originals.setdefault(other, originals[one])
+        for name, tensor in without_own(originals, self.tensors).items():
+            if name not in trained and not (name in self.whole and same_values(tensor, self.whole[name])):
+                self._replace(adapter.name, name, tensor)
+        for name, tensor in trained.items():
+            self._replace(adapter.name, name, tensor)
+
     def _replace(self, adapter: str, name: str, tensor: LazyTensor) -> None:
         if name in self.whole:
             raise MalformedInput(
@@ -107,7 +138,7 @@ class Edits:
                 hint="whole tensors cannot be summed; merge one adapter at a time and decide which one counts",
             )
         there = self.tensors.setdefault(name, tensor)
-        rows_may_differ = name == HEAD or name.endswith(EMBEDDINGS)
+        rows_may_differ = name.endswith((*HEADS, *EMBEDDINGS))
         if there.shape != tensor.shape and not (rows_may_differ and there.shape[1:] == tensor.shape[1:]):
             raise other_base(adapter, name, there.shape, tensor.shape)
         self.whole[name] = tensor
@@ -149,8 +180,3 @@ class Edits:
         if weight != 1 and (count := len(adapter.whole) + len(adapter.tokens)):
             notes.append(f"the weight {weight:g} does not apply to the {count} tensors it replaces")
         self.warnings += [f"`{adapter.name}`: {note}" for note in notes]
-
-
-def _is_saved_module(name: str, adapter: Adapter) -> bool:
-    module = name.rpartition(".")[0]
-    return any(module == saved or module.endswith(f".{saved}") for saved in adapter.config.modules_to_save)

@@ -23,6 +23,7 @@ from llmconv.convert.adapters.config import LoraConfig, parse_config
 from llmconv.convert.adapters.learned import Learned
 from llmconv.convert.adapters.tokens import TokenRows, pair_tokens
 from llmconv.convert.adapters.tuners import Tuner
+from llmconv.convert.adapters.wholes import Wholes, put
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.pickles.data import TensorRef
 from llmconv.safetensors_io import read_header
@@ -40,7 +41,6 @@ TRAINING_ONLY = re.compile(r"\.lora_(?:velora_\w+|monteclora_\w+|mcsampler\w*)(?
 """What VeLoRA and MonteCLoRA keep for training; PEFT's merge does not use it."""
 
 FACTOR = re.compile(r"(?P<module>.+?)\.lora_(?P<kind>embedding_)?(?P<part>[AB])(?:\.\w+)??(?:\.(?P<leaf>weight|bias))?")
-WHOLE = re.compile(r"\.(?:modules_to_save(?:\.\w+)?|base_layer)(?=\.\w+$)")
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Adapter:
         config: what the config says about the merged weight.
         pairs: module path to its A and B.
         whole: tensor name to a tensor that replaces the base's.
+        originals: those of them that are not trained: the base's own, such as a resized embedding.
         tokens: module path to rows that replace the base's.
         initial: the adapter as it was before training, where training took it out of the base.
         learned: module path to the tensors of another kind of adapter.
@@ -93,6 +94,7 @@ class Adapter:
     config: LoraConfig
     pairs: Mapping[str, Pair]
     whole: Mapping[str, LazyTensor] = field(default_factory=dict)
+    originals: Mapping[str, LazyTensor] = field(default_factory=dict)
     tokens: Mapping[str, TokenRows] = field(default_factory=dict)
     initial: Adapter | None = None
     learned: Mapping[str, Learned] = field(default_factory=dict)
@@ -143,7 +145,8 @@ def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensor
     found = _sort(tensors, weights[0].name)
     pairs = {module: _pair(module, parts, config) for module, parts in found.factors.items()}
     tokens = pair_tokens(found.tokens, config)
-    adapter = Adapter(path, weights, path / CONFIG, config, pairs, found.whole, tokens)
+    whole, originals = found.wholes.all(), found.wholes.untrained(config.modules_to_save)
+    adapter = Adapter(path, weights, path / CONFIG, config, pairs, whole, originals, tokens)
     check(adapter)
     return adapter
 
@@ -182,10 +185,10 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Sorted:
-    """The tensors of a file: factors by module and part, whole ones by name, trained rows by module."""
+    """The tensors of a file: factors by module and part, whole ones, trained rows by module."""
 
     factors: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
-    whole: dict[str, LazyTensor] = field(default_factory=dict)
+    wholes: Wholes = field(default_factory=Wholes)
     tokens: dict[str, LazyTensor] = field(default_factory=dict)
 
     def place(self, plain: str) -> tuple[dict[str, LazyTensor], str] | None:
@@ -198,7 +201,7 @@ class _Sorted:
             return self.factors.setdefault(match["module"], {}), "magnitude"
         if match := TOKENS.fullmatch(plain):
             return self.tokens, match["module"]
-        return None if "lora_" in plain else (self.whole, WHOLE.sub("", plain))
+        return None if "lora_" in plain else self.wholes.place(plain)
 
 
 def _sort(tensors: Mapping[str, LazyTensor], file: str) -> _Sorted:
@@ -213,13 +216,7 @@ def _sort(tensors: Mapping[str, LazyTensor], file: str) -> _Sorted:
                 f"`{file}` holds `{name}`, which plain LoRA does not have",
                 hint="the adapter is of another kind; merge it with PEFT's `merge_and_unload`",
             )
-        place, key = home
-        if key in place:
-            raise MalformedInput(
-                f"`{file}` holds `{name}` twice, under different names",
-                hint="several adapters are in one file; save each in its own folder",
-            )
-        place[key] = tensor
+        put(*home, tensor, f"`{file}` holds `{name}`", may_repeat=home[0] is result.wholes.trained)
     return result
 
 

@@ -69,7 +69,7 @@ class TaskVectors:
 
 
 def _placed(base: Edits, adapter: Adapter) -> Edits:
-    edits = Edits(dict(base.tensors), base.config)
+    edits = Edits(dict(base.tensors), base.config, base.tied)
     edits.place(adapter, 1.0)
     return edits
 

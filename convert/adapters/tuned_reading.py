@@ -13,10 +13,11 @@ from pathlib import Path
 from llmconv.checkpoint import read_json
 from llmconv.convert.adapters.config import LoraConfig
 from llmconv.convert.adapters.learned import Learned
-from llmconv.convert.adapters.reading import CONFIG, WEIGHTS, WHOLE, Adapter, check, plain_name, read_tensors
+from llmconv.convert.adapters.reading import CONFIG, WEIGHTS, Adapter, check, plain_name, read_tensors
 from llmconv.convert.adapters.settings import Settings, odd
 from llmconv.convert.adapters.tuners import Tuner, by_peft_type
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.convert.adapters.wholes import Wholes, put
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.tensors import LazyTensor
 
 KNOWN = {
@@ -26,7 +27,6 @@ KNOWN = {
 }
 """Fields that most tuners have: read, or saying only where and how the adapter was trained."""
 
-TUNED_NORM = re.compile(r"\.ln_tuning_layers(?:\.\w+)?(?=\.\w+$)")
 LORA_ONLY = (
     *("use_dora", "lora_bias", "layer_replication", "target_parameters", "trainable_token_indices"),
     *("alora_invocation_tokens", "arrow_config", "use_qalora", "use_bdlora", "kasa_config", "megatron_config"),
@@ -65,9 +65,10 @@ def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
     if weights is None:
         raise InputRefused(f"`{folder}` holds no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
     settings = Settings(fields)
-    learned, whole = _sort(read_tensors(weights), weights.name, tuner, settings)
+    learned, wholes = _sort(read_tensors(weights), weights.name, tuner, settings)
     config = _config(settings, tuner)
-    adapter = Adapter(folder, (weights,), folder / CONFIG, config, {}, whole, learned=learned, tuner=tuner)
+    whole, originals = wholes.all(), wholes.untrained(config.modules_to_save)
+    adapter = Adapter(folder, (weights,), folder / CONFIG, config, {}, whole, originals, learned=learned, tuner=tuner)
     check(adapter)
     return adapter
 
@@ -97,13 +98,13 @@ def _config(settings: Settings, tuner: Tuner) -> LoraConfig:
 
 def _sort(
     tensors: Mapping[str, LazyTensor], file: str, tuner: Tuner, settings: Settings
-) -> tuple[dict[str, Learned], dict[str, LazyTensor]]:
-    """Parts by module and whole tensors by name; every tensor goes to exactly one place."""
+) -> tuple[dict[str, Learned], Wholes]:
+    """Parts by module and whole tensors; every tensor goes to exactly one place."""
     part = re.compile(rf"(?P<module>.+?)\.(?P<part>{'|'.join(tuner.parts) or '(?!)'})(?:\.\w+)??(?:\.weight)?")
     common = re.compile(rf"(?:base_model\.)?(?P<part>{'|'.join(tuner.shared) or '(?!)'})(?:\.\w+)?")
     modules: dict[str, dict[str, LazyTensor]] = {}
     shared: dict[str, LazyTensor] = {}
-    whole: dict[str, LazyTensor] = {}
+    wholes = Wholes()
     for name, tensor in tensors.items():
         plain = plain_name(name)
         if match := common.fullmatch(plain):
@@ -111,11 +112,6 @@ def _sort(
         elif match := part.fullmatch(plain):
             place, key = modules.setdefault(match["module"], {}), match["part"]
         else:
-            place, key = whole, TUNED_NORM.sub("", WHOLE.sub("", plain))
-        if key in place:
-            raise MalformedInput(
-                f"`{file}` holds `{name}` twice, under different names",
-                hint="several adapters are in one file; save each in its own folder",
-            )
-        place[key] = tensor
-    return {module: Learned(module, {**shared, **parts}, settings) for module, parts in modules.items()}, whole
+            place, key = wholes.place(plain)
+        put(place, key, tensor, f"`{file}` holds `{name}`", may_repeat=place is wholes.trained)
+    return {module: Learned(module, {**shared, **parts}, settings) for module, parts in modules.items()}, wholes

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llmconv.convert.adapters.placement import HEAD, Edits
-from llmconv.convert.blueprint.names import EMBEDDINGS
+from llmconv.convert.blueprint.names import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput
 
 
@@ -16,20 +16,30 @@ def find_embedding(names: Iterable[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
+def find_head(names: Iterable[str], embedding: str | None) -> str:
+    """The name of the output head, or the one it would have beside this embedding."""
+    found = [name for name in names if name.endswith(HEADS)]
+    if len(found) == 1:
+        return found[0]
+    if (embedding or "").endswith("embed_in.weight"):
+        return HEADS[1]
+    return f"language_model.{HEAD}" if (embedding or "").startswith("language_model.model.") else HEAD
+
+
 def says_tied(config: Mapping[str, Any]) -> bool:
     """Whether head and embedding are one matrix when the file has only one (transformers' default is yes)."""
     parts = (config, config.get("text_config"))
     return all(part.get("tie_word_embeddings", True) for part in parts if isinstance(part, Mapping))
 
 
-def fit_vocabulary(edits: Edits, embedding: str | None, config: dict[str, Any], *, shared: bool) -> bool:
+def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> bool:
     """Lets `vocab_size` follow an embedding that an adapter made longer or shorter.
 
     Args:
         edits: what the adapters do.
         embedding: name of the input embedding.
+        head: name of the output head.
         config: changed in place.
-        shared: the base keeps no head of its own.
 
     Returns:
         Whether the size changed.
@@ -37,42 +47,40 @@ def fit_vocabulary(edits: Edits, embedding: str | None, config: dict[str, Any], 
     Raises:
         MalformedInput: embedding and head would have different sizes.
     """
-    sizes = {name: edits.current(name).num_rows for name in (embedding, HEAD) if name and edits.tensors.get(name)}
+    sizes = {name: edits.current(name).num_rows for name in (embedding, head) if name and edits.tensors.get(name)}
     changed = [name for name, size in sizes.items() if size != edits.tensors[name].num_rows]
     if not changed:
         return False
-    if shared and HEAD not in changed:
-        sizes.pop(HEAD, None)
     if len(set(sizes.values())) > 1:
         raise MalformedInput(
             f"the adapter resizes `{changed[0]}` to {sizes[changed[0]]} rows, but not both embedding and head",
             hint="they must have one size; save the adapter again with `save_embedding_layers=True`",
         )
-    set_everywhere(config, "vocab_size", sizes[changed[0]])
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    for part in [part for part in parts if "vocab_size" in part] or parts[:1]:
+        part["vocab_size"] = sizes[changed[0]]
     return True
 
 
-def follow_tokens(edits: Edits, embedding: str | None, *, shared: bool) -> None:
+def follow_tokens(edits: Edits, embedding: str | None, head: str) -> None:
     """Gives a tied head the trained rows of the embedding, as PEFT does (`TrainableTokensWrapper`, `tied_adapter`)."""
-    tied = shared or (HEAD in edits.tensors and edits.config.get("tie_word_embeddings") is True)
-    if embedding in edits.tokens and tied and HEAD not in edits.tokens:
-        edits.tokens[HEAD] = edits.tokens[embedding]
+    tied = edits.tied or (head in edits.tensors and edits.config.get("tie_word_embeddings") is True)
+    if embedding in edits.tokens and tied and head not in edits.tokens:
+        edits.tokens[head] = edits.tokens[embedding]
 
 
-def untie(edits: Edits, embedding: str | None, config: dict[str, Any], *, shared: bool, stay: bool) -> None:
+def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> None:
     """Gives the head its own tensor where it and the embedding part ways.
 
     Args:
         edits: what the adapters do; a head that stays shared is taken out of its tensors.
         embedding: name of the input embedding.
+        head: name of the output head.
         config: changed in place.
-        shared: the base keeps no head of its own.
-        stay: a head that is not touched itself follows the embedding.
     """
-    own_head = edits.touches(HEAD) and not edits.follows(HEAD, embedding)
-    if shared and not own_head and (stay or not edits.touches(embedding)):
-        del edits.tensors[HEAD]
-    elif HEAD in edits.tensors and (edits.touches(HEAD) or edits.touches(embedding)) and says_tied(config):
+    if edits.tied and edits.same(head, embedding):
+        del edits.tensors[head]
+    elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and says_tied(config):
         set_everywhere(config, "tie_word_embeddings", False)
 
 
