@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
+from llmconv.convert.adapters.foreign import foreign_kind
 from llmconv.convert.adapters.low_rank import add_low_rank
 from llmconv.convert.adapters.placement import HEAD, Edits
 from llmconv.convert.adapters.reading import Adapter, open_adapter
 from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
 from llmconv.convert.configs import with_dtype
-from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
 from llmconv.convert.to_hf import check_dtype
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
@@ -87,7 +87,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     check_dtype(dtype)
     with reading_safely(base):
         checkpoint = open_checkpoint(local_path(base))
-    opened = [_open(adapter, alpha) for adapter in adapters]
+    opened = [_open(adapter, checkpoint, alpha) for adapter in adapters]
     merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size)
     warn_all(merge.warnings)
     check_output(merge.plan, Path(output), overwrite, [checkpoint.path, *(item.path for item in opened)])
@@ -99,10 +99,11 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     return merge
 
 
-def _open(adapter: str | Path, alpha: float | None) -> Adapter:
+def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter:
     with reading_safely(adapter):
         path = local_path(adapter)
-        return open_paddle_adapter(path, alpha) if is_paddle_adapter(path) else open_adapter(path, alpha)
+        kind = foreign_kind(path)
+        return kind.open(path, base, alpha) if kind else open_adapter(path, alpha)
 
 
 def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> list[float]:
