@@ -54,7 +54,7 @@ class Factors:
 
 
 def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: str) -> dict[str, Factors]:
-    """The factors by module, of the tensors whose names `sign` matches with the groups `module` and `part` (of `PARTS`).
+    """The factors by module, of the tensors whose names `sign` matches with the groups `module` and `part`.
 
     Raises:
         MalformedInput: half a pair, one that does not fit, or one name twice.
@@ -183,7 +183,8 @@ def _join(
     odd = [part for part, count in zip(found, counts, strict=True) if part and part.b.num_rows != count]
     if odd or any(part.a.shape[1] != first.a.shape[1] for part in trained):
         raise MalformedInput(
-            f"the parts of `{module}` in `{source}` have other sizes than the base's: B {list((odd or trained)[0].b.shape)}",
+            f"the parts of `{module}` in `{source}` have other sizes than the base's, such as B "
+            f"{list((odd or trained)[0].b.shape)}",
             hint="the adapter was trained on another model",
         )
     magnitudes = [part.magnitude for part in trained if part.magnitude is not None]

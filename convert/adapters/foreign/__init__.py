@@ -1,6 +1,6 @@
 """The kinds of LoRA adapters that are not PEFT's: one file each in this folder, found by listing it.
 
-Each opens a file or folder as an `Adapter` in Hugging Face names; `llmconv.convert.adapters.factors` has what they share.
+Each opens a file or folder as an `Adapter` in Hugging Face names; what they share is in `adapters/factors.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Foreign:
     Attributes:
         title: one line for people: who writes it, and the files it is told by.
         detect: whether a path is of this kind, decided by what is in it; at most one kind says so.
-        open: `open(path, base, alpha)` gives the adapter in the names of `base`, the model it is merged into; `alpha` is
-            `lora_alpha` where the files do not carry it.
+        open: `open(path, base, alpha)` gives the adapter in the names of `base`, the model it is merged into; `alpha`
+            is `lora_alpha` where the files do not carry it.
     """
 
     title: str

@@ -19,7 +19,7 @@ from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.blueprint.names import EMBEDDINGS
 from llmconv.convert.mapping import listing
 from llmconv.convert.transpose import transposed
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor
 
@@ -120,7 +120,7 @@ def _factors(
     unknown = [name for name in tensors if not FACTOR.fullmatch(name)]
     if unknown:
         raise MalformedInput(
-            f"`{source}` holds {len(unknown)} tensors that its `fine_tune_type` {kind} does not have: {listing(unknown)}",
+            f"`{source}` holds {len(unknown)} tensors that are no {kind} (its `fine_tune_type`): {listing(unknown)}",
             hint="the adapter is of another kind than its config says; save it again with mlx-lm",
         )
     linear: dict[str, LazyTensor] = {}
