@@ -174,6 +174,8 @@ def merged(
     for adapter, weight in zip(adapters, weights, strict=True):
         edits.place(adapter, weight)
     config = deepcopy(base.config)
+    for adapter in adapters:
+        config |= adapter.fields
     resized = fit_vocabulary(edits, embedding, config, shared=shared)
     untie(edits, embedding, config, shared=shared, stay=resized or any(item.config.tied for item in adapters))
     tensors = {name: _result(edits, name, dtype) for name in edits.tensors}

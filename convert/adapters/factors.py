@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.config import parse_config
 from llmconv.convert.adapters.reading import Adapter, to_adapter
 from llmconv.convert.mapping import LAYER_NUMBER, LISTED, concat, listing
@@ -235,6 +234,7 @@ def as_adapter(
     factors: Mapping[str, Factors],
     alpha: float | None = None,
     others: Mapping[str, LazyTensor] | None = None,
+    notes: Sequence[str] = (),
 ) -> Adapter:
     """The adapter that these factors are.
 
@@ -245,6 +245,7 @@ def as_adapter(
         factors: by Hugging Face's module.
         alpha: `lora_alpha` where the files do not carry it.
         others: further tensors under PEFT's names.
+        notes: what a user should know, one line each.
 
     Raises:
         InputRefused: nobody says what alpha is.
@@ -267,22 +268,6 @@ def as_adapter(
         config["rank_pattern"] = {module: own.rank for module, own in joined.items()}
         config["alpha_pattern"] = {module: own_alpha * own.joined for module, own in joined.items()}
     tensors = {**peft_names(factors), **(others or {})}
-    adapter = to_adapter(files[0].parent, tuple(files), parse_config(config, alpha), tensors)
-    return replace(adapter, settings=settings or files[0])
-
-
-def head_dim(base: Checkpoint) -> int:
-    """Elements of one attention head of the base.
-
-    Raises:
-        InputRefused: its config does not say.
-    """
-    fields = [base.config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
-    size, hidden, heads = [value if type(value) is int and value > 0 else None for value in fields]
-    found = size or (hidden // heads if hidden and heads else None)
-    if found is None or found % 2:
-        raise InputRefused(
-            f"the `config.json` of `{base.path.name}` gives its heads no even size",
-            hint="give the base that the adapter was trained on, with its own `config.json`",
-        )
-    return found
+    parsed = parse_config(config, alpha)
+    parsed = replace(parsed, warnings=(*parsed.warnings, *notes))
+    return replace(to_adapter(files[0].parent, tuple(files), parsed, tensors), settings=settings or files[0])

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -65,6 +66,7 @@ class Adapter:
         pairs: module path to its A and B.
         whole: tensor name to a tensor that replaces the base's.
         model_type: that of its base, where its files tell.
+        fields: those of the base's `config.json` that its tensors change.
     """
 
     path: Path
@@ -74,6 +76,7 @@ class Adapter:
     pairs: Mapping[str, Pair]
     whole: Mapping[str, LazyTensor] = field(default_factory=dict)
     model_type: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
-from llmconv.convert.adapters.factors import Factors, as_adapter, head_dim, join_modules, pair_up, renamed, unplaced
+from llmconv.convert.adapters.factors import Factors, as_adapter, join_modules, pair_up, renamed, unplaced
 from llmconv.convert.adapters.foreign import Foreign
 from llmconv.convert.adapters.reading import WEIGHTS, Adapter, read_tensors
+from llmconv.convert.adapters.sizes import sizes_of
 from llmconv.convert.formats.torchtune import FAMILIES, NAMES, Family
 from llmconv.convert.mapping import permute_rows, rope_order
 from llmconv.convert.state_dict import WRAPPERS
@@ -104,11 +105,11 @@ def _family(base: Checkpoint) -> Family:
 def _placed(factors: Mapping[str, Factors], family: Family, base: Checkpoint, source: str) -> dict[str, Factors]:
     """The factors of the base's modules, their rows in its order."""
     placed = renamed(factors, MODULES, source, "a torchtune adapter")
-    dim = head_dim(base) if family.neighbours or family.fused else 0
+    sizes = sizes_of(base)
     try:
         if family.neighbours:
             placed = {
-                module: own.with_rows(lambda rows: permute_rows(rows, rope_order(dim)))
+                module: own.with_rows(lambda rows: permute_rows(rows, rope_order(sizes.dim)))
                 if QUERY_OR_KEY.search(module)
                 else own
                 for module, own in placed.items()
@@ -118,24 +119,9 @@ def _placed(factors: Mapping[str, Factors], family: Family, base: Checkpoint, so
             f"the heads of `{source}` do not add up: {error}", hint="the adapter was trained on another model"
         ) from error
     for whole, parts in family.fused.items():
-        placed = join_modules(placed, parts, whole, _counts(base, len(parts), dim), source)
+        counts = sizes.attention if len(parts) == 3 else (sizes.inner, sizes.inner)
+        placed = join_modules(placed, parts, whole, counts, source)
     return placed
-
-
-def _counts(base: Checkpoint, parts: int, dim: int) -> list[int]:
-    """Rows of queries, keys and values, or of gate and up.
-
-    Raises:
-        InputRefused: the base's config does not say.
-    """
-    heads, inner = base.config.get("num_attention_heads"), base.config.get("intermediate_size")
-    keys = base.config.get("num_key_value_heads") or heads
-    if any(type(size) is not int or not 0 < size < 1 << 31 for size in (heads, keys, inner)):
-        raise InputRefused(
-            f"the `config.json` of `{base.path.name}` does not tell the sizes of its layers",
-            hint="give the base that the adapter was trained on, with its own `config.json`",
-        )
-    return [inner] * 2 if parts == 2 else [heads * dim, keys * dim, keys * dim]
 
 
 FOREIGN = Foreign(
