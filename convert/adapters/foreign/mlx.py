@@ -14,7 +14,6 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.factors import Factors, as_adapter, pair_up
 from llmconv.convert.adapters.foreign import Foreign
-from llmconv.convert.adapters.placement import CONV1D_TYPES
 from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.blueprint.names import EMBEDDINGS
 from llmconv.convert.mapping import listing
@@ -172,7 +171,7 @@ def _expert(tensor: LazyTensor, number: int) -> LazyTensor:
 
 def _require_same_weights(base: Checkpoint, source: str) -> None:
     kind = base.config.get("model_type")
-    if kind not in SAME_WEIGHTS or kind in CONV1D_TYPES:
+    if kind not in SAME_WEIGHTS:
         raise UnsupportedInput(
             f"`{source}` holds whole weights (`fine_tune_type` full) of a {str(kind)[:40]}, which mlx-lm may keep in "
             "another form than the base",
