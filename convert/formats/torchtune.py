@@ -130,7 +130,8 @@ def _refuse_adapters(found: StateFile, source: str) -> None:
     if names:
         raise UnsupportedInput(
             f"`{source}` holds LoRA matrices that are not merged: {listing(names)}",
-            hint="give the merged weights that the recipe saves beside the adapter",
+            hint="give the merged weights that the recipe saves beside the adapter, or merge it into the Hugging Face "
+            f"base: `llmconv merge-lora BASE {source} -o OUT`",
         )
 
 

@@ -19,7 +19,7 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, Usage
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "accessory"
 LEGACY = FIXTURES / "legacy_llama_peft_mp2_trainable"
-PARAMS = {"config": [LEGACY / "params.json"], "dtype": "float32"}
+PARAMS: dict[str, Any] = {"config": [LEGACY / "params.json"], "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")

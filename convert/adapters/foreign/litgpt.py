@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.adapters.factors import Factors, as_adapter, join_modules, pair_up, renamed, unplaced
+from llmconv.convert.adapters.factors import Factors, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.foreign import Foreign
+from llmconv.convert.adapters.joining import join_modules
 from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.configs import read_config_file
 from llmconv.convert.litgpt.families import SAME_FUNCTION, family_of
@@ -61,6 +62,11 @@ def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None
         raise UnsupportedInput(
             f"`{source}` was trained on a {family}, the base is a {kind[:40]}",
             hint="give the base that the adapter was trained on",
+        )
+    if lit.n_expert > len(base):
+        raise MalformedInput(
+            f"`{source}` says that its model has {lit.n_expert} experts, more than the base has tensors",
+            hint="`model_config.yaml` is of another model; copy the adapter's folder again",
         )
     settings = file.parent / HYPERPARAMETERS
     said = read_config_file(settings) if settings.is_file() else {}

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.adapters.factors import Factors, as_adapter, join_modules, pair_up, renamed, unplaced
+from llmconv.convert.adapters.factors import Factors, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.foreign import Foreign
-from llmconv.convert.adapters.reading import Adapter
+from llmconv.convert.adapters.joining import join_modules
+from llmconv.convert.adapters.reading import CONFIG, Adapter
 from llmconv.convert.adapters.sizes import Sizes, sizes_of
 from llmconv.convert.mapping import listing, permute_rows
 from llmconv.convert.mindformers import glm, gpt, llama
@@ -52,6 +53,12 @@ class Family:
     place: Callable[[Placed, RunConfig, Sizes, Mapping[str, str]], Placed]
 
 
+def is_mindformers_adapter(path: Path) -> bool:
+    """Whether `path` is a file or folder of MindSpore's; whether it holds pairs shows when it is opened."""
+    folder = path if path.is_dir() else path.parent
+    return not (folder / CONFIG).is_file() and is_mindspore(path)
+
+
 def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
     """Opens a MindSpore checkpoint's LoRA pairs as an adapter.
 
@@ -82,8 +89,8 @@ def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None =
         notes.append(f"left out {len(others)} tensors of the model itself, which are the base's")
         others = {}
     fields = {name: run.lora.get(old) for name, old in (("r", "lora_rank"), ("lora_alpha", "lora_alpha"))}
-    settings = path.parent / run.beside if run.beside and path.is_file() else None
-    return as_adapter(
+    settings = (path if path.is_dir() else path.parent) / run.beside if run.beside else None
+    adapter = as_adapter(
         _files(path),
         settings,
         {name: value for name, value in fields.items() if value is not None},
@@ -92,6 +99,7 @@ def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None =
         _whole(others, family, path.name),
         notes,
     )
+    return replace(adapter, path=path if path.is_dir() else path.parent)
 
 
 def _files(path: Path) -> list[Path]:
@@ -241,6 +249,6 @@ def _similar(one: LazyTensor, other: LazyTensor) -> bool:
 
 FOREIGN = Foreign(
     title="MindFormers (MindPET): LoRA pairs in a MindSpore `.ckpt` or safetensors, with `--alpha`",
-    detect=is_mindspore,
+    detect=is_mindformers_adapter,
     open=open_mindformers_adapter,
 )

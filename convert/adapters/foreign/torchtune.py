@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
-from llmconv.convert.adapters.factors import Factors, as_adapter, join_modules, pair_up, renamed, unplaced
+from llmconv.convert.adapters.factors import Factors, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.foreign import Foreign
+from llmconv.convert.adapters.joining import join_modules
 from llmconv.convert.adapters.reading import WEIGHTS, Adapter, read_tensors
 from llmconv.convert.adapters.sizes import sizes_of
 from llmconv.convert.formats.torchtune import FAMILIES, NAMES, Family
@@ -89,7 +90,7 @@ def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = N
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """What torchtune writes; where and how the adapter was trained stays away."""
-    return {name: config[name] for name in ("r", "lora_alpha", "use_rslora") if config.get(name) is not None}
+    return {name: config[name] for name in ("r", "lora_alpha") if config.get(name) is not None}
 
 
 def _family(base: Checkpoint) -> Family:
