@@ -14,9 +14,10 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert import merge_lora
+from llmconv.convert import merge_lora, to_hf
 from llmconv.convert.adapters.config import REFUSED
 from llmconv.convert.adapters.foreign import foreign_kind, kinds
+from llmconv.convert.inspect import inspect
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "adapters"
@@ -263,3 +264,15 @@ def test_the_rows_of_a_padded_vocabulary_are_left_out(tmp_path: Path) -> None:
 def test_a_litgpt_adapter_of_another_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedInput, match="trained on a llama, the base is a gpt_neox"):
         merge_lora(FIXTURES / "bases/gpt_neox", [FIXTURES / "litgpt/llama_lora"], tmp_path / "merged")
+
+
+@pytest.mark.parametrize("case", ["mlx/llama_lora", "torchtune/llama_lora", "litgpt/llama_lora"])
+def test_to_hf_of_an_adapter_names_the_command_that_merges_it(case: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedInput, match="adapter|LoRA") as refused:
+        to_hf(FIXTURES / case, tmp_path / "out")
+    assert "llmconv merge-lora BASE llama_lora -o OUT" in refused.value.hint
+
+
+def test_inspect_reads_an_adapter_of_mlx() -> None:
+    found = inspect(FIXTURES / "mlx/llama_lora")
+    assert (found.format, len(found.tensors)) == ("adapter", 28)

@@ -21,7 +21,7 @@ class Foreign:
     """One kind of adapter; each file of this folder has one as its constant `FOREIGN`.
 
     Attributes:
-        title: one line for people: who writes it, and the files it is told by.
+        title: for people: who writes it, and the files it is told by.
         detect: whether a path is of this kind, decided by what is in it; at most one kind says so.
         open: `open(path, base, alpha)` gives the adapter in the names of `base`, the model it is merged into; `alpha`
             is `lora_alpha` where the files do not carry it.

@@ -162,7 +162,7 @@ def _zeros(weight: LazyTensor) -> LazyTensor:
 
 
 FOREIGN = Foreign(
-    title="LLaMA2-Accessory: `consolidated.NN-of-MM.model.pth` with only what was trained",
+    title="LLaMA2-Accessory (`consolidated.NN-of-MM.model.pth` with only what was trained)",
     detect=is_accessory_adapter,
     open=open_accessory_adapter,
 )

@@ -155,7 +155,7 @@ def _without_padding(own: Factors, weight: LazyTensor | None, lit: LitConfig) ->
 
 
 FOREIGN = Foreign(
-    title="LitGPT: `lit_model.pth.lora` beside `hyperparameters.yaml`",
+    title="LitGPT (`lit_model.pth.lora` beside `hyperparameters.yaml`)",
     detect=is_litgpt_adapter,
     open=open_litgpt_adapter,
 )

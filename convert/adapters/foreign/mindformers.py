@@ -248,7 +248,7 @@ def _similar(one: LazyTensor, other: LazyTensor) -> bool:
 
 
 FOREIGN = Foreign(
-    title="MindFormers (MindPET): LoRA pairs in a MindSpore `.ckpt` or safetensors, with `--alpha`",
+    title="MindFormers (MindPET pairs in a MindSpore `.ckpt` or safetensors)",
     detect=is_mindformers_adapter,
     open=open_mindformers_adapter,
 )

@@ -180,5 +180,5 @@ def _require_same_weights(base: Checkpoint, source: str) -> None:
 
 
 FOREIGN = Foreign(
-    title="mlx-lm: `adapters.safetensors` beside `adapter_config.json`", detect=is_mlx_adapter, open=open_mlx_adapter
+    title="mlx-lm (`adapters.safetensors` beside `adapter_config.json`)", detect=is_mlx_adapter, open=open_mlx_adapter
 )

@@ -126,7 +126,7 @@ def _placed(factors: Mapping[str, Factors], family: Family, base: Checkpoint, so
 
 
 FOREIGN = Foreign(
-    title="torchtune: `adapter_model.pt` or `adapter_N.pt` in its own names",
+    title="torchtune (`adapter_model.pt` or `adapter_N.pt` in its own names)",
     detect=is_torchtune_adapter,
     open=open_torchtune_adapter,
 )
