@@ -14,8 +14,11 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from llmconv.convert import merge_lora, to_hf
+from llmconv.convert.from_hf import from_hf
 from llmconv.convert.mindformers.ckpt import read_ckpt
+from llmconv.convert.mindformers.files import open_parameters
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from tests.convert.tiny_models import save_tiny
 
 Save = Callable[..., Path]
 Judge = Callable[..., Any]
@@ -29,6 +32,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "mf132_llama_qkv_concat": (("attention.w_qkv", "feed_forward.w_gate_hidden"), {"qkv_layout": "plain"}),
     "mf170_llama_qkv_concat": (("attention.w_qkv", "feed_forward.w_gate_hidden"), {"qkv_layout": "interleaved"}),
     "mf132_glm2": (("self_attention.query_key_value", "mlp.dense_h_to_4h", "self_attention.dense"), {}),
+    "mf132_glm2, rearranged": (("self_attention.query_key_value",), {"use_rearrange_rope": True}),
     "mf102_gpt2": (("attention.dense1", "attention.dense3", "output.mapping", "attention.projection"), {}),
     "mf132_bloom": (("attention.dense1", "attention.dense2", "output.projection"), {}),
 }
@@ -128,22 +132,48 @@ def added(weights: Mapping[str, Any], pairs: Weights, scale: float) -> Weights:
 def test_in_every_family_it_is_as_if_the_pairs_were_added_first(
     mindformers: Path, tmp_path: Path, save_ckpt: Save, case: str
 ) -> None:
-    modules, options = FAMILIES[case]
-    folder = mindformers / case
+    modules, fields = FAMILIES[case]
+    folder = mindformers / case.partition(",")[0]
     weights = {name: tensor.read().astype("f4") for name, tensor in read_ckpt(folder / "model.ckpt").tensors.items()}
     pairs = pairs_of(weights, modules)
-    assert {name.rpartition(".")[0].endswith(module) for name in pairs for module in modules} == {True, False}
-    config: dict[str, Any] = {"config": [folder / "run.yaml"], **options}
-    to_hf(save_ckpt(tmp_path / "base.ckpt", weights), tmp_path / "base", **config)
-    to_hf(save_ckpt(tmp_path / "added.ckpt", added(weights, pairs, 2.0)), tmp_path / "added", **config)
-    (tmp_path / "lora").mkdir()
+    assert all(any(f"{module}." in name for name in pairs) for module in modules)
     run = yaml.safe_load((folder / "run.yaml").read_text())
-    run["model"]["model_config"] |= options
-    (tmp_path / "lora" / "run.yaml").write_text(yaml.dump(run))
-    merge_lora(tmp_path / "base", [save_ckpt(tmp_path / "lora/x.ckpt", pairs)], tmp_path / "merged", alpha=6.0)
-    mine, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "added"))
+    run["model"]["model_config"] |= fields
+    assert_as_if_added_first(tmp_path, save_ckpt, weights, pairs, run)
+
+
+def assert_as_if_added_first(folder: Path, save: Save, weights: Weights, pairs: Weights, run: dict[str, Any]) -> None:
+    """Merging into the converted weights gives what converting the weights with the products added gives."""
+    (folder / "lora").mkdir()
+    (folder / "lora" / "run.yaml").write_text(yaml.dump(run))
+    for name, tensors in (("base", weights), ("added", added(weights, pairs, 2.0))):
+        to_hf(save(folder / f"{name}.ckpt", tensors), folder / name, config=[folder / "lora" / "run.yaml"])
+    merge_lora(folder / "base", [save(folder / "lora" / "x.ckpt", pairs)], folder / "merged", alpha=6.0)
+    mine, theirs = (load_file(folder / name / "model.safetensors") for name in ("merged", "added"))
     assert mine.keys() == theirs.keys()
     assert max(np.abs(mine[name] - theirs[name]).max() for name in mine) < 1e-6
+
+
+def test_gate_and_up_apart_are_joined_as_in_glm(mindformers: Path, tmp_path: Path, save_ckpt: Save) -> None:
+    folder, weights = mindformers / "mf132_glm2", Weights()
+    for name, tensor in read_ckpt(folder / "model.ckpt").tensors.items():
+        sides = np.split(tensor.read(), 2) if name.endswith("dense_h_to_4h.weight") else []
+        weights |= {name.replace("h_to_4h", side): one for side, one in zip(("left", "right"), sides, strict=False)}
+        weights |= {} if sides else {name: tensor.read()}
+    pairs = pairs_of(weights, ("mlp.dense_right",))
+    assert_as_if_added_first(tmp_path, save_ckpt, weights, pairs, yaml.safe_load((folder / "run.yaml").read_text()))
+
+
+def test_megatrons_names_are_fused_by_group(tmp_path: Path, save_ckpt: Save) -> None:
+    from_hf(save_tiny(tmp_path / "hf", "qwen3"), tmp_path / "stored", to="mindformers")
+    (run,) = [file for file in (tmp_path / "stored").iterdir() if file.suffix in (".yaml", ".yml")]
+    weights = {name: tensor.read() for name, tensor in open_parameters(tmp_path / "stored").tensors.items()}
+    pairs = pairs_of(weights, ("linear_qkv", "linear_fc1", "linear_proj"))
+    assert len(pairs) == 2 * 3 * 2
+    to_hf(save_ckpt(tmp_path / "added.ckpt", added(weights, pairs, 2.0)), tmp_path / "added", config=[run])
+    merge_lora(tmp_path / "hf", [save_ckpt(tmp_path / "x.ckpt", pairs)], tmp_path / "merged", alpha=6.0)
+    mine, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "added"))
+    assert max(np.abs(mine[name] - theirs[name]).max() for name in mine) < 1e-5
 
 
 @pytest.mark.parametrize("prefix", ["tk_delta_lora", "lora", "MindPet_Delta_LoRA"])

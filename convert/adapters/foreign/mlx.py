@@ -33,6 +33,8 @@ EXPERTS = {
 }
 """The experts of a layer in one module, and the modules that they are on disk (mlx-lm `models/*.py`, `sanitize`)."""
 
+POSITIONS = ("wpe.weight", "embed_positions.weight")
+
 SAME_WEIGHTS = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "stablelm"),
     *("starcoder2", "granite", "cohere", "cohere2", "smollm3", "internlm2"),
@@ -126,7 +128,7 @@ def _factors(
     others: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         module, _, part = name.rpartition(".")
-        if f"{module}.weight".endswith(EMBEDDINGS):
+        if f"{module}.weight".endswith((*EMBEDDINGS, *POSITIONS)):
             others |= _of_embedding(module, part, tensor, source)
         elif len(tensor.shape) == 3:
             linear |= _of_experts(module, part, tensor, source)
