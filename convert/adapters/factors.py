@@ -166,7 +166,7 @@ def as_adapter(
     if factors and said is None and alpha is None:
         ranks = sorted({own.rank // own.joined for own in factors.values()})
         raise InputRefused(
-            f"`{files[0].name}` holds {len(factors)} LoRA pairs of rank {listing([str(rank) for rank in ranks])}, but "
+            f"`{files[0].name}` holds {sum(own.joined for own in factors.values())} LoRA pairs of rank {listing([str(rank) for rank in ranks])}, but "
             "not the `lora_alpha` they were trained with",
             hint="give it with `--alpha`; the update is B·A·alpha/rank",
         )
