@@ -24,7 +24,7 @@ from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file
 
 ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")
 
 
 @dataclass(frozen=True)

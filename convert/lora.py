@@ -13,12 +13,11 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, open_checkpoint, read_side_files
 from llmconv.convert.adapters.checking import Check, check_written
 from llmconv.convert.adapters.combining import SUMS, Combination
-from llmconv.convert.adapters.initial import with_initial
+from llmconv.convert.adapters.opening import open_adapters
 from llmconv.convert.adapters.placement import Edits
-from llmconv.convert.adapters.reading import Adapter, open_adapter
+from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.adapters.replication import replicated
 from llmconv.convert.adapters.task_vectors import TaskVectors
-from llmconv.convert.adapters.tuned_reading import is_tuned, open_tuned
 from llmconv.convert.adapters.vocabulary import (
     find_embedding,
     find_head,
@@ -28,7 +27,6 @@ from llmconv.convert.adapters.vocabulary import (
     untie,
 )
 from llmconv.convert.configs import with_dtype
-from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
 from llmconv.convert.to_hf import check_dtype
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.layout import KEEP
@@ -123,7 +121,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         raise UsageProblem("a dry run writes nothing that could be checked", hint="leave `--dry-run` or `--check` away")
     with reading_safely(base):
         checkpoint = open_checkpoint(local_path(base))
-    opened = _open_all(adapters, initial_adapters, alpha)
+    opened = open_adapters(adapters, initial_adapters, checkpoint, alpha)
     factors = _checked_weights(weights, opened)
     combination = _combination(Combination(combine, tuple(densities), seed, rank, majority_sign), opened)
     merge = plan_merge(checkpoint, opened, factors, dtype, max_shard_size, combination)
@@ -141,32 +139,6 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         return merge
     summed = combination.method in SUMS
     return replace(merge, check=check_written(merge.plan.checkpoint, merge.edits, Path(output), summed=summed))
-
-
-def _open_all(adapters: Sequence[str | Path], initial: Sequence[str | Path], alpha: float | None) -> list[Adapter]:
-    if initial and len(initial) != len(adapters):
-        raise UsageProblem(
-            f"{len(initial)} initial adapters are given for {len(adapters)} adapters",
-            hint="give `--initial-adapter` once per adapter, `-` for one that needs none",
-        )
-    before = [None if str(path) == "-" else path for path in initial] or [None] * len(adapters)
-    return [_open_trained(path, start, alpha) for path, start in zip(adapters, before, strict=True)]
-
-
-def _open_trained(adapter: str | Path, initial: str | Path | None, alpha: float | None) -> Adapter:
-    if initial is None:
-        return _open(adapter, alpha)
-    return with_initial(_open(adapter, alpha, initial=True), _open(initial, alpha, initial=True))
-
-
-def _open(adapter: str | Path, alpha: float | None, *, initial: bool = False) -> Adapter:
-    with reading_safely(adapter):
-        path = local_path(adapter)
-        if is_paddle_adapter(path) and not initial:
-            return open_paddle_adapter(path, alpha)
-        if is_tuned(path) and not initial:
-            return open_tuned(path, alpha)
-        return open_adapter(path, alpha, initial=initial)
 
 
 def _checked_weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> list[float]:
@@ -263,6 +235,8 @@ def merged(
         edits.place(adapters[number], weights[number])
     follow_tokens(edits, embedding, head)
     config = deepcopy(base.config)
+    for adapter in adapters:
+        config |= adapter.fields
     resized = fit_vocabulary(edits, embedding, head, config)
     untie(edits, embedding, head, config)
     tensors = {name: _result(edits, vectors, name, dtype) for name in edits.tensors}

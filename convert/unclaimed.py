@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from llmconv.convert.adapters.foreign import foreign_kind
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import formats
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
@@ -28,6 +29,11 @@ FOREIGN = {
 
 def explain(path: Path) -> LlmconvError:
     """The error for a path that is of no known format."""
+    if kind := foreign_kind(path):
+        return UnsupportedInput(
+            f"`{path.name}` is an adapter of {kind.title}",
+            hint=f"merge it: `llmconv merge-lora BASE {path.name} -o OUT`",
+        )
     return _explain_folder(path) if path.is_dir() else _explain_file(path)
 
 

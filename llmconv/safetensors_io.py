@@ -100,7 +100,8 @@ def read_header(path: Path) -> Header:
             _refuse(path, f"claims a header of {length} bytes in a file of {size}")
         text = file.read(length)
     fields = _parse_json(path, text)
-    metadata = fields.pop("__metadata__", {})
+    metadata = fields.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # mlx writes null
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(path, "has `__metadata__` that is not a map of strings")
     return Header(_place(path, fields, 8 + length, size), metadata)

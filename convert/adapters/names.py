@@ -48,7 +48,9 @@ def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -
     )
 
 
-def match_saved(saved: Collection[str], homes: Mapping[str, str], names: Collection[str], adapter: str) -> dict[str, str]:
+def match_saved(
+    saved: Collection[str], homes: Mapping[str, str], names: Collection[str], adapter: str
+) -> dict[str, str]:
     """The tensors of the base that `modules_to_save` replace under another name; those that it lacks are not in it.
 
     Args:
@@ -87,7 +89,11 @@ def _exchanges(missing: list[str], names: set[str]) -> Iterator[dict[str, str]]:
     tried: set[tuple[str, str]] = set()
     for name in names:
         old, new = _differing_prefixes(missing[0], name)
-        if (old, new) in tried or not _share_module(old, missing[0]) or any(part.isdigit() for part in f"{old}{new}".split(".")):
+        if (
+            (old, new) in tried
+            or not _share_module(old, missing[0])
+            or any(part.isdigit() for part in f"{old}{new}".split("."))
+        ):
             continue
         tried.add((old, new))
         if all(item.startswith(old) and new + item[len(old) :] in names for item in missing):

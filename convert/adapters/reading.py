@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +87,7 @@ class Adapter:
         learned: module path to the tensors of another kind of adapter.
         tuner: that kind.
         model_type: that of its base, where its files tell.
+        fields: those of the base's `config.json` that its tensors change.
     """
 
     path: Path
@@ -100,6 +102,7 @@ class Adapter:
     learned: Mapping[str, Learned] = field(default_factory=dict)
     tuner: Tuner | None = None
     model_type: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -156,7 +159,7 @@ def _way_to_adapter(folder: Path) -> str:
     return (
         f"give one of its folders: {', '.join(inner)}"
         if inner
-        else "give the folder that PEFT's `save_pretrained` wrote, or PaddleNLP's"
+        else "give the folder that PEFT's `save_pretrained` wrote, or another program that `llmconv merge-lora` knows"
     )
 
 

@@ -92,4 +92,6 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
 
 def without_own(originals: Mapping[str, LazyTensor], base: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The originals that are not what the base has itself."""
-    return {name: tensor for name, tensor in originals.items() if not (name in base and same_values(tensor, base[name]))}
+    return {
+        name: tensor for name, tensor in originals.items() if not (name in base and same_values(tensor, base[name]))
+    }

@@ -47,6 +47,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     lost = [name for name in before if name not in whole]
     _require_whole(base or path, whole)
     tensors = to_hugging_face(whole, params, path.name)
+    if pairs := sum(name.endswith(".lora_a.weight") for name in whole):
+        warnings.append(f"merged {pairs} LoRA pairs; Accessory's have no alpha, so each is B·A")
     settings = _config(path, params, tensors)
     words, more = _tokenizer(path, tokenizer, base, settings["vocab_size"])
     extra, code = without_code({name: value for name, value in config.items() if name not in (*given, *FORMAT.options)})

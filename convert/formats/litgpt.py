@@ -82,7 +82,8 @@ def _refuse_adapters(found: StateFile, source: str) -> None:
     if names:
         raise UnsupportedInput(
             f"`{source}` holds adapters that are not merged: {listing(names)}",
-            hint="LoRA: run `litgpt merge_lora` first; the other adapters have no equal in transformers",
+            hint="LoRA: merge it into the converted base, `llmconv merge-lora BASE lit_model.pth.lora -o OUT`; the "
+            "other adapters have no equal in transformers",
         )
 
 

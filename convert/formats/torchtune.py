@@ -95,9 +95,9 @@ def _read(path: Path) -> StateFile:
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     found, warnings = _read(path), list[str]()
+    _refuse_adapters(found, path.name)
     settings = causal_lm_config(stored_config(found.path), config, path.name, warnings)
     family = _family(settings, path.name)
-    _refuse_adapters(found, path.name)
     stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
     renamed = rename(stored, NAMES | dict(family.names), path.name)
     tensors = {target: stored[name] for target, name in renamed.items()}
@@ -130,7 +130,8 @@ def _refuse_adapters(found: StateFile, source: str) -> None:
     if names:
         raise UnsupportedInput(
             f"`{source}` holds LoRA matrices that are not merged: {listing(names)}",
-            hint="give the merged weights that the recipe saves beside the adapter",
+            hint="give the merged weights that the recipe saves beside the adapter, or merge it into the Hugging Face "
+            f"base: `llmconv merge-lora BASE {source} -o OUT`",
         )
 
 

@@ -121,7 +121,7 @@ def to_hugging_face(stored: Mapping[str, LazyTensor], lit: LitConfig, family: st
                 parts[f"{stem.removesuffix('qkv')}{one}{dot}{kind}"] = part
     if family == "phi3":
         _join_feed_forward(parts, lit)
-    return {target: parts[name] for target, name in rename(parts, _names(lit, family), source).items()}
+    return {target: parts[name] for target, name in rename(parts, table_of(lit, family), source).items()}
 
 
 def _new_name(name: str) -> str:
@@ -178,14 +178,14 @@ def _norm(module: str, lit: LitConfig, size: int) -> Shapes:
     return {f"{module}.{kind}": (size,) for kind in kinds}
 
 
-def _counts(lit: LitConfig) -> tuple[int, int, int]:
+def group_counts(lit: LitConfig) -> tuple[int, int, int]:
     """Rows of queries, key and value in one group."""
     return lit.n_head // lit.n_query_groups * lit.head_size, lit.head_size, lit.head_size
 
 
 def _apart(tensor: LazyTensor, lit: LitConfig, *, by_group: bool) -> list[LazyTensor]:
     """Queries, keys and values of a fused matrix or bias."""
-    counts, first = _counts(lit), 0
+    counts, first = group_counts(lit), 0
     parts = []
     for count in counts:
         rows = count if by_group else count * lit.n_query_groups
@@ -197,7 +197,7 @@ def _apart(tensor: LazyTensor, lit: LitConfig, *, by_group: bool) -> list[LazyTe
 
 
 def _grouped(tensor: LazyTensor, lit: LitConfig) -> LazyTensor:
-    return interleave_rows(_apart(tensor, lit, by_group=False), _counts(lit))
+    return interleave_rows(_apart(tensor, lit, by_group=False), group_counts(lit))
 
 
 def _join_feed_forward(parts: Tensors, lit: LitConfig) -> None:
@@ -207,7 +207,8 @@ def _join_feed_forward(parts: Tensors, lit: LitConfig) -> None:
         parts[f"{module}.fc.weight"] = concat([parts.pop(f"{module}.fc_{one}.weight") for one in (1, 2)], 0)
 
 
-def _names(lit: LitConfig, family: str) -> dict[str, str | None]:
+def table_of(lit: LitConfig, family: str) -> dict[str, str | None]:
+    """LitGPT's names to those of `family`, of which some have queries, keys and values in one matrix."""
     if family == "falcon" and not lit.shared_attention_norm:
         return FALCON_40B
     table, moe = TABLES.get(family, LLAMA), "model.layers.{}.block_sparse_moe"

@@ -110,7 +110,8 @@ def merge_lora(run: RunConfig, tensors: Mapping[str, LazyTensor]) -> tuple[Tenso
     if not pairs.keys() & plain.keys():
         raise InputRefused(
             f"`{run.source}` holds LoRA parameters only ({len(pairs)} pairs), not the weights they change",
-            hint="convert the full checkpoint of the run, which holds both",
+            hint="convert the full checkpoint of the run, which holds both, or merge them into the converted base: "
+            f"`llmconv merge-lora BASE {run.source} --alpha A -o OUT`",
         )
     if run.lora.get("lora_alpha") is None:
         raise InputRefused(

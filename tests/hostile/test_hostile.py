@@ -21,6 +21,7 @@ from tests.hostile import (
     deepspeed,
     dialects,
     files,
+    foreign,
     legacy,
     models,
     packed,
@@ -58,6 +59,7 @@ KINDS: dict[str, Any] = {
     "legacy": legacy,
     "dialect": dialects,
     "adapter": adapters,
+    "foreign": foreign,
     "model": models,
 }
 """Kind to the module with its `CASES`, and with what is `HONEST` and only these need."""

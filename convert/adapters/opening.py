@@ -1,0 +1,59 @@
+"""Opening: what a path names as an adapter, whichever program wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.adapters.foreign import foreign_kind
+from llmconv.convert.adapters.initial import with_initial
+from llmconv.convert.adapters.reading import Adapter, open_adapter
+from llmconv.convert.adapters.tuned_reading import is_tuned, open_tuned
+from llmconv.errors import UsageProblem
+from llmconv.storage import local_path, reading_safely
+
+
+def open_adapters(
+    adapters: Sequence[str | Path], initial: Sequence[str | Path], base: Checkpoint, alpha: float | None
+) -> list[Adapter]:
+    """Opens all adapters of a merge, each with what it was before training where that is given.
+
+    Args:
+        adapters: folders, files or hub ids.
+        initial: one per adapter, `-` for none; or nothing at all.
+        base: what they are for.
+        alpha: `lora_alpha` for those that do not carry it.
+
+    Raises:
+        UsageProblem: not as many initial adapters as adapters, or options that an adapter contradicts.
+        InputRefused: a file is missing; see also the openers of each kind.
+    """
+    if initial and len(initial) != len(adapters):
+        raise UsageProblem(
+            f"{len(initial)} initial adapters are given for {len(adapters)} adapters",
+            hint="give `--initial-adapter` once per adapter, `-` for one that needs none",
+        )
+    before = [None if str(path) == "-" else path for path in initial] or [None] * len(adapters)
+    return [_open_trained(path, start, base, alpha) for path, start in zip(adapters, before, strict=True)]
+
+
+def _open_trained(adapter: str | Path, initial: str | Path | None, base: Checkpoint, alpha: float | None) -> Adapter:
+    if initial is None:
+        return _open(adapter, base, alpha)
+    trained, before = (_open_initial(path, alpha) for path in (adapter, initial))
+    return with_initial(trained, before)
+
+
+def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter:
+    with reading_safely(adapter):
+        path = local_path(adapter)
+        if kind := foreign_kind(path):
+            return kind.open(path, base, alpha)
+        return open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
+
+
+def _open_initial(adapter: str | Path, alpha: float | None) -> Adapter:
+    """One of a pair: only PEFT has initialisations that change the base."""
+    with reading_safely(adapter):
+        return open_adapter(local_path(adapter), alpha, initial=True)

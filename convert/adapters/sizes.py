@@ -1,0 +1,52 @@
+"""The sizes of a base's layers, by which the rows of a foreign adapter's matrices are cut and put in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.errors import InputRefused
+
+NAMES = {
+    "hidden": ("hidden_size", "n_embd"),
+    "queries": ("num_attention_heads", "n_head"),
+    "keys": ("num_key_value_heads", "num_kv_heads"),
+    "dim": ("head_dim",),
+    "inner": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+}
+"""What configs of transformers call them."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Heads of queries and of keys/values, elements of a head, rows of the feed-forward."""
+
+    queries: int
+    keys: int
+    dim: int
+    inner: int
+
+    @property
+    def attention(self) -> tuple[int, int, int]:
+        """Rows of queries, keys and values."""
+        return self.queries * self.dim, self.keys * self.dim, self.keys * self.dim
+
+
+def sizes_of(base: Checkpoint) -> Sizes:
+    """The sizes that the base's config says.
+
+    Raises:
+        InputRefused: it does not say them, or says impossible ones.
+    """
+    config = base.config
+    found = {size: next((config[name] for name in names if config.get(name)), 0) for size, names in NAMES.items()}
+    if all(type(value) is int and 0 <= value < 1 << 31 for value in found.values()) and found["queries"]:
+        dim = found["dim"] or found["hidden"] // found["queries"]
+        if dim and not dim % 2:
+            return Sizes(
+                found["queries"], found["keys"] or found["queries"], dim, found["inner"] or 4 * found["hidden"]
+            )
+    raise InputRefused(
+        f"the `config.json` of `{base.path.name}` does not tell the sizes of its heads",
+        hint="give the base that the adapter was trained on, with its own `config.json`",
+    )
