@@ -105,7 +105,8 @@ class Edits:
         for module, pair in adapter.pairs.items():
             for name, changes in targets.changes(module, pair, weight):
                 self._require_float(name)
-                self.changes.setdefault(name, []).extend(changes)
+                for each in self._tied_with(name, adapter, homes):
+                    self.changes.setdefault(each, []).extend(changes)
             if pair.bias:
                 scale = weight * adapter.config.scale(module, pair.rank)
                 self._change_bias(adapter.name, homes[f"{module}.bias"], pair.bias, scale)
@@ -113,6 +114,11 @@ class Edits:
         for name, update in updates_of(adapter, homes, self.current, has_bias, targets.is_conv1d, weight):
             self.changes.setdefault(name, []).append(update)
         self._warn(adapter, weight)
+
+    def _tied_with(self, name: str, adapter: Adapter, homes: Mapping[str, str]) -> tuple[str, ...]:
+        """The tensors that a change is for: both of a tie that the adapter keeps, unless it has one for each."""
+        kept = adapter.config.tied and name in self.tied and not {*self.tied} <= {*homes.values()}
+        return self.tied if kept else (name,)
 
     def _replace_all(self, adapter: Adapter, homes: Mapping[str, str]) -> None:
         """Puts the adapter's whole tensors in place; what a tied base's one matrix was resized to is there twice."""
