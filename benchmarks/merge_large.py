@@ -40,7 +40,7 @@ def main() -> int:
         f"A random Llama of 32 layers (bfloat16, {size:.1f} GB in shards, not in the page cache), rank-16 adapters on "
         f"the linear layers; medians. `merge-lora` ends when all is on the disk, `cp` before.\n\n{table(results)}"
     )
-    return report("merge_large", "merge-lora into a model of 16 GB", body, targets)
+    return report("merge_large", f"merge-lora into a model of {size:.0f} GB", body, targets)
 
 
 def measured(model: LargeModel, rounds: int) -> dict[str, list[Measurement]]:
