@@ -31,6 +31,12 @@ from llmconv.writer import as_bytes
 LEVEL = 1
 """What small moves leave to pack is noise: level 3 looks for repeats in it, takes four times as long and packs less."""
 
+INDEX_LIMIT, TENSORS_LIMIT = 32 << 20, 40_000
+"""Bytes of an index, which is read whole; tensors of a file that keep it far below them."""
+
+NEW_ROW_LIMIT = 256 << 20
+"""Bytes of a row (an expert of a fused weight) that the base does not have: a frame could unpack to anything."""
+
 MAGIC, TAIL = 0x184D2A5E, b"LLMDELTA"
 END = struct.Struct("<Q8s")
 

@@ -16,15 +16,15 @@ import numpy as np
 import zstandard
 
 from llmconv.convert.deltas.bits import from_planes, guess_rows, known_rows, moved, tells_of
-from llmconv.convert.deltas.frames import END, MAGIC, TAIL
+from llmconv.convert.deltas.frames import END, INDEX_LIMIT, MAGIC, NEW_ROW_LIMIT, TAIL
 from llmconv.crc import crc32
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.safetensors_io import HEADER_LIMIT, NAME_LIMIT, RANK_LIMIT, read_exactly
+from llmconv.safetensors_io import NAME_LIMIT, RANK_LIMIT, read_exactly
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
 from llmconv.writer import as_bytes
 
-BLOCK_LIMIT = 16 * BLOCK_BYTES
-"""A block is held in memory; no writer makes larger ones, except of one row."""
+BLOCK_LIMIT, BLOCK_LEAST = 16 * BLOCK_BYTES, BLOCK_BYTES // 4
+"""A block is held in memory; no writer makes larger ones, except of one row, or smaller ones, except of all rows."""
 
 SKIPPED = struct.Struct("<II")
 
@@ -49,7 +49,7 @@ class Source:
     sha256: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """Some rows of a tensor: position and size of their frame, CRC-32 of the tuned rows and of the base's."""
 
@@ -162,7 +162,7 @@ def _index_text(path: Path) -> tuple[int, bytes]:
         last = file.read(END.size)
         length, tail = END.unpack(last) if len(last) == END.size else (0, b"")
         begin = size - END.size - length - SKIPPED.size
-        if tail != TAIL or length > HEADER_LIMIT or begin < 0:
+        if tail != TAIL or length > INDEX_LIMIT or begin < 0:
             _refuse(path, "has no index at its end")
         file.seek(begin)
         if SKIPPED.unpack(file.read(SKIPPED.size)) != (MAGIC, length + END.size):
@@ -175,9 +175,12 @@ def _stored(path: Path, name: str, entry: Mapping[str, Any], position: int) -> S
     rows, blocks, base = entry.get("rows"), entry.get("blocks"), entry.get("base")
     if not _natural(rows) or not rows or not isinstance(blocks, list):
         _refuse(path, f"has no blocks for `{name}`")
-    if rows > 1 and rows * prod(shape[1:]) * dtype.itemsize > BLOCK_LIMIT:
+    row, height = prod(shape[1:]) * dtype.itemsize, shape[0] if shape else 1
+    if (rows > 1 and rows * row > BLOCK_LIMIT) or (base is None and row > NEW_ROW_LIMIT):
         _refuse(path, f"has blocks of {rows} rows for `{name}`, which is too large")
-    count = -(-(shape[0] if shape else 1) // rows)
+    if rows < height and rows * max(1, row) < BLOCK_LEAST:
+        _refuse(path, f"has blocks of {rows} rows for `{name}`, which is too small")
+    count = -(-height // rows)
     known = all(isinstance(block, list) and len(block) == 3 and all(map(_natural, block)) for block in blocks)
     if not known or len(blocks) != count:
         _refuse(path, f"has {len(blocks)} blocks for `{name}`, its shape needs {count}")

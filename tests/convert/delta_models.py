@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,33 @@ def there_and_back(base: Path, tuned: Path, folder: Path, **options: Any) -> Pat
 def frames(folder: Path) -> Path:
     """The file of a delta that has one."""
     return folder / "delta.zst"
+
+
+def reindex(**changes: Any) -> Callable[[Path], None]:
+    """Changes fields of the first tensor's entry."""
+
+    def damage(folder: Path) -> None:
+        content = frames(folder).read_bytes()
+        size = int.from_bytes(content[-16:-8], "little")
+        index = json.loads(content[-16 - size : -16])
+        next(iter(index["tensors"].values())).update(changes)
+        write_index(folder, content[: -24 - size], json.dumps(index).encode())
+
+    return damage
+
+
+def write_index(folder: Path, before: bytes, text: bytes) -> None:
+    """Writes frames and an index, whatever they are."""
+    tail = len(text).to_bytes(8, "little") + b"LLMDELTA"
+    head = (0x184D2A5E).to_bytes(4, "little") + (len(text) + 16).to_bytes(4, "little")
+    frames(folder).write_bytes(before + head + text + tail)
+
+
+def retell(**changes: Any) -> Callable[[Path], None]:
+    """Changes fields of `delta.json`."""
+
+    def damage(folder: Path) -> None:
+        content = json.loads((folder / "delta.json").read_text()) | changes
+        (folder / "delta.json").write_text(json.dumps(content))
+
+    return damage

@@ -13,7 +13,7 @@ import pytest
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import apply_delta, extract_delta, inspect, to_hf
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem
-from tests.convert.delta_models import frames, save, save_pair, weights
+from tests.convert.delta_models import frames, reindex, retell, save, save_pair, weights, write_index
 from tests.convert.tiny_models import contents
 
 
@@ -71,33 +71,6 @@ def cut(folder: Path) -> None:
     frames(folder).write_bytes(frames(folder).read_bytes()[:-1])
 
 
-def reindex(**changes: Any) -> Callable[[Path], None]:
-    """Changes fields of the first tensor's entry."""
-
-    def damage(folder: Path) -> None:
-        content = frames(folder).read_bytes()
-        size = int.from_bytes(content[-16:-8], "little")
-        index = json.loads(content[-16 - size : -16])
-        next(iter(index["tensors"].values())).update(changes)
-        write_index(folder, content[: -24 - size], json.dumps(index).encode())
-
-    return damage
-
-
-def write_index(folder: Path, before: bytes, text: bytes) -> None:
-    tail = len(text).to_bytes(8, "little") + b"LLMDELTA"
-    head = (0x184D2A5E).to_bytes(4, "little") + (len(text) + 16).to_bytes(4, "little")
-    frames(folder).write_bytes(before + head + text + tail)
-
-
-def retell(**changes: Any) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        content = json.loads((folder / "delta.json").read_text()) | changes
-        (folder / "delta.json").write_text(json.dumps(content))
-
-    return damage
-
-
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a flipped bit": (flip, "has a damaged frame"),
     "a lost byte": (cut, "has no index at its end"),
@@ -109,7 +82,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an entry that is none": (lambda folder: write_index(folder, b"", b'{"tensors": {"a": 1}}'), "impossible entry"),
     "an unknown dtype": (reindex(dtype="F3"), "unknown dtype 'F3'"),
     "an impossible shape": (reindex(shape=[-1]), "impossible shape"),
-    "another shape": (reindex(shape=[10**9, 4]), "1 blocks for .* its shape needs"),
+    "another shape": (reindex(shape=[10**9, 4], rows=10**5), "1 blocks for .* its shape needs"),
+    "blocks of a row": (reindex(rows=1), "of 1 rows for .* too small"),
     "a huge block": (reindex(shape=[10**9, 4], rows=10**9), "too large"),
     "no rows": (reindex(rows=0), "has no blocks"),
     "more bytes than there are": (reindex(blocks=[[10**6, 0, 0]]), "describes .* bytes of frames"),

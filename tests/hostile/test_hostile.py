@@ -19,8 +19,10 @@ from tests.hostile import (
     configs,
     dcp,
     deepspeed,
+    deltas,
     dialects,
     files,
+    foreign_deltas,
     legacy,
     models,
     packed,
@@ -58,6 +60,8 @@ KINDS: dict[str, Any] = {
     "legacy": legacy,
     "dialect": dialects,
     "adapter": adapters,
+    "delta": deltas,
+    "foreign delta": foreign_deltas,
     "model": models,
 }
 """Kind to the module with its `CASES`, and with what is `HONEST` and only these need."""
