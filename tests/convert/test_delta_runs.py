@@ -95,7 +95,7 @@ for step in range(1, 1000):
     assert contents() == whole and not list(out.parent.glob(".*"))
 print(step)
 """
-"""Dies before every write, fsync and rename in turn; each time OUT is whole or not there, and a resumed run makes it."""
+"""Dies before every write, fsync and rename in turn; OUT is whole then or not there, and a resumed run makes it."""
 
 
 @pytest.mark.parametrize("way", ["extract", "apply"])
