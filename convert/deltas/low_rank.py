@@ -16,7 +16,8 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.placement import CONV1D, CONV1D_TYPES, HEAD
 from llmconv.convert.adapters.vocabulary import find_embedding, says_tied
 from llmconv.convert.blueprint.names import EMBEDDINGS
-from llmconv.convert.deltas.factors import Change, Factors, Share
+from llmconv.convert.deltas.factors import Factors, Share
+from llmconv.convert.deltas.singular import Change
 from llmconv.convert.mapping import equal, listing
 from llmconv.convert.state_dict import DROPPED
 from llmconv.errors import UnsupportedInput, UsageProblem
