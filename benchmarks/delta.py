@@ -107,8 +107,8 @@ def main() -> int:
         "FastChat's way: load both, add, save": python(APPLY, *map(str, (model, deltas[2], output))),
     }
     results |= interleaved(rivals, 1, output)
-    rank = llmconv("delta", "extract", model, whole, "-o", output, "--rank", str(RANK))
-    results |= interleaved({f"`delta extract --rank {RANK}`": rank}, 1, output)
+    rank = llmconv("delta", "extract", model, little, "-o", output, "--rank", str(RANK))
+    results |= interleaved({f"`delta extract --rank {RANK}` of one tuned layer": rank}, 1, output)
     shares = [size(folder) / size(model) for folder in deltas]
     body = (
         f"A random 1.1 B Llama (bfloat16, {size(model) / 1e9:.1f} GB), and the same with noise of {NOISE:g} on every "
