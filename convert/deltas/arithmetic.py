@@ -31,6 +31,16 @@ from llmconv.tensors import BY_NAME, DType, LazyTensor
 NORM = ("norm.weight", "ln_f.weight")
 """How the last norm is called: about 1 in a model, about 0 in a delta."""
 
+GENERATION = "generation_config.json"
+VOCABULARIES = {
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+}
+
 
 def open_difference(folder: Path) -> Checkpoint:
     """A folder of tuned − base: its tensors under their own names, without buffers.
@@ -74,11 +84,17 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
         set_everywhere(config, "tie_word_embeddings", False)
     checksum = checksum_of(delta.path, config, mean_rows=by_mean)
     tensors = all_rounded(checksum.watched(sums) if checksum else sums, kept, dtype)
-    files = {**base.side_files, **delta.side_files}
+    files = _files(base.side_files, delta.side_files)
     tuned = replace(
         base, tensors=tensors, config=with_dtype(config, tensors), side_files=files, warnings=tuple(warnings)
     )
     return tuned, checksum
+
+
+def _files(base: Mapping[str, bytes], delta: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The delta's; a tokenizer is never put together from files of both, which would lose the tokens of one of them."""
+    kept = {name: content for name, content in base.items() if name == GENERATION or not delta.keys() & VOCABULARIES}
+    return {**kept, **delta}
 
 
 Tensors = Mapping[str, LazyTensor]

@@ -120,6 +120,28 @@ def test_a_larger_vocabulary_is_added_to_rows_of_zeros(
     assert np.abs(logits_of(tmp_path / "out", ids) - logits_of(tuned, ids)).max() < 0.05
 
 
+@pytest.mark.parametrize(
+    ("own", "kept"),
+    [
+        (("tokenizer.model", "added_tokens.json"), {"tokenizer.model", "added_tokens.json"}),
+        (("added_tokens.json",), {"tokenizer.json", "chat_template.jinja", "added_tokens.json"}),
+    ],
+)
+def test_the_tokenizer_is_the_deltas_or_the_bases_and_never_a_mixture(
+    own: tuple[str, ...], kept: set[str], tmp_path: Path
+) -> None:
+    base = save_tiny(tmp_path / "base", "llama", "float16")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (base / name).write_text("{}")
+    delta = make_delta(base, moved(base, tmp_path / "tuned", torch.float16), tmp_path / "delta")
+    (delta / "tokenizer.json").unlink()
+    for name in own:
+        (delta / name).write_text('{"of": "delta"}')
+    apply_delta(base, delta, tmp_path / "out")
+    weights = {"config.json", "generation_config.json", "llmconv.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} - weights == kept
+
+
 def test_a_tuned_model_with_fewer_tokens_is_refused(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama", "float16", vocab_size=25)
     delta = save_tiny(tmp_path / "delta", "llama", "float16")
