@@ -58,7 +58,8 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
     tensors.
 
     With --rank, OUT is a LoRA adapter for PEFT or merge-lora: the best product of that rank for each linear weight that
-    changed, and norms, biases and embeddings whole. How much of each change it holds is printed.
+    changed, and norms, biases, embeddings and routers whole. What PEFT has no place for, such as experts, is refused by
+    name. How much of each change the adapter holds is printed.
 
     \b
     llmconv delta extract llama-2-7b tuned -o tuned-delta
