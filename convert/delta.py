@@ -9,6 +9,7 @@ from pathlib import Path
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.accessory import is_accessory_delta, plus_accessory
+from llmconv.convert.deltas.alpaca import Checksum
 from llmconv.convert.deltas.arithmetic import open_difference, plus_difference, require_difference
 from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
@@ -19,7 +20,7 @@ from llmconv.layout import KEEP
 from llmconv.manifest import step, steps_of_weights
 from llmconv.progress import warn_all
 from llmconv.storage import files_under, local_path, reading_safely
-from llmconv.writer import Plan, plan_checkpoint, write_checkpoint
+from llmconv.writer import Plan, check_output, plan_checkpoint, write_checkpoint
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ def apply_delta(
 ) -> Applied:
     """Writes the model that `delta` makes of `base`, as a Hugging Face folder.
 
-    An exact delta gives back the tuned model bit for bit, and refuses any base but its own before anything is written.
-    Of other tools' deltas the sum is made in float32 and rounded once; those tools round in float16.
+    An exact delta gives back the tuned model bit for bit; any base but its own is refused, and nothing is made. The sum
+    with other tools' deltas is made in float32 and rounded once.
 
     Args:
         base: a Hugging Face folder, or a checkpoint that `to-hf` reads (Meta's shards, …); path, URI or hub id.
@@ -89,28 +90,32 @@ def apply_delta(
     model = open_model(base)
     with reading_safely(delta):
         path = local_path(delta)
-        kind, tuned = _tuned(model, path, dtype)
+        kind, tuned, checksum = _tuned(model, path, dtype, whole=dry_run)
     warn_all(tuned.warnings)
     plan = plan_checkpoint(tuned, max_shard_size)
+    check_output(plan, Path(output), overwrite, [model.path, path])
     if not dry_run:
         options = {"delta": path.absolute().name, "kind": kind, "dtype": None if dtype == "keep" else dtype}
         steps = [*steps_of_weights(model.path), step("delta-apply", model.path.absolute(), **options)]
         sources = _sources(output, model.path, path)
         write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+        warn_all(checksum.problems() if checksum else ())
     return Applied(plan, kind)
 
 
-def _tuned(base: Checkpoint, path: Path, dtype: str) -> tuple[str, Checkpoint]:
-    """What kind of delta lies at `path`, and the model that it makes of the base."""
+def _tuned(base: Checkpoint, path: Path, dtype: str, *, whole: bool) -> tuple[str, Checkpoint, Checksum | None]:
+    """What kind of delta lies at `path`, the model that it makes, and its checksum; `whole` reads all of the base."""
     if (path / DELTA_FILE).is_file():
-        tuned = open_exact(path).over(base)
-        return "exact", with_cast(tuned, dtype) if dtype != "keep" else tuned
+        delta = open_exact(path)
+        tuned = delta.over(base)
+        delta.check_base(base, whole=whole)
+        return "exact", with_cast(tuned, dtype) if dtype != "keep" else tuned, None
     if (path / ADAPTER_CONFIG).is_file():
         raise UnsupportedInput(f"`{path}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
     if is_accessory_delta(path):
-        return "accessory", plus_accessory(base, path, dtype)
+        return "accessory", plus_accessory(base, path, dtype), None
     require_difference(path)
-    return "difference", plus_difference(base, open_difference(path), dtype)
+    return "difference", *plus_difference(base, open_difference(path), dtype)
 
 
 def extract_delta(  # noqa: PLR0913 - the options of the command, by the same names
@@ -150,6 +155,7 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
         plan = low_rank.plan
     warn_all((*below.warnings, *above.warnings, *plan.warnings))
     kind = "low-rank" if low_rank else "exact"
+    check_output(plan, Path(output), overwrite, [below.path, above.path])
     if dry_run:
         return Extracted(plan, kind, whole=low_rank.whole if low_rank else ())
     options = {"tuned": above.path.absolute().name, "rank": rank, "dtype": None if dtype == "keep" else dtype}

@@ -18,9 +18,9 @@ from threading import Lock
 from llmconv.errors import MalformedInput
 
 try:
-    from isal.isal_zlib import crc32  # five times as fast, which is what makes checking cheap
+    from isal.isal_zlib import crc32 as crc32  # five times as fast, which is what makes checking cheap
 except ImportError:  # a platform that it is not built for
-    from zlib import crc32
+    from zlib import crc32 as crc32
 
 POLYNOMIAL = 0xEDB88320
 """That of CRC-32, its lowest bit the highest power, as zlib keeps it."""

@@ -2,7 +2,8 @@
 
 FastChat `model/apply_delta.py`: names are those of the base; `param += delta`, both in float16. Up to v0 it made the
 base's embedding and head longer by a row of zeros first, because Vicuna v0 had 32,001 tokens. Tokenizer and (with
-`--low-cpu-mem`) config are the delta's. Here the sum is made in float32 and rounded once.
+`--low-cpu-mem`) config are the delta's. Here the sum is made in float32 and rounded once; where a float16 delta makes a
+float16 model, of the base rounded to float16, so that the bits are FastChat's whatever type the base is stored in.
 """
 
 from __future__ import annotations
@@ -19,15 +20,26 @@ from llmconv.convert.adapters.placement import HEAD
 from llmconv.convert.adapters.vocabulary import find_embedding, says_tied, set_everywhere
 from llmconv.convert.blueprint.names import EMBEDDINGS
 from llmconv.convert.configs import with_dtype, without_code
-from llmconv.convert.deltas.sums import added, all_rounded, wider
+from llmconv.convert.deltas.alpaca import Checksum, begins_at_mean, checksum_of, with_mean_rows
+from llmconv.convert.deltas.sums import added, all_rounded, rounded, wider
 from llmconv.convert.mapping import listing
 from llmconv.convert.state_dict import DROPPED
 from llmconv.convert.torch_state.folders import is_bin_folder, open_bin_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import BY_NAME, DType, LazyTensor
 
 NORM = ("norm.weight", "ln_f.weight")
 """How the last norm is called: about 1 in a model, about 0 in a delta."""
+
+GENERATION = "generation_config.json"
+VOCABULARIES = {
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+}
 
 
 def open_difference(folder: Path) -> Checkpoint:
@@ -43,8 +55,8 @@ def open_difference(folder: Path) -> Checkpoint:
     return Checkpoint(folder, "delta", kept, config, read_side_files(folder))
 
 
-def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> Checkpoint:
-    """The tuned model: base + delta, with the delta's config and side files where it has them.
+def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Checkpoint, Checksum | None]:
+    """The tuned model: base + delta, with the delta's config and side files where it has them; and its checksum.
 
     Raises:
         MalformedInput: their tensors do not have the same names and shapes, but for a vocabulary that grew.
@@ -54,20 +66,35 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> Checkpoi
         raise UnsupportedInput("base or delta is quantized", hint="give the weights from before quantization")
     below, above = _same_names(base, delta)
     _check_shapes(base, delta, below, above)
-    warnings = [*base.warnings, *_grown(below, above), *_no_delta(below, above, delta)]
-    sums = {name: added(name, below[name], above[name]) for name in below}
+    by_mean = _begin_at_mean(below, above)
+    warnings = [*base.warnings, *_grown(below, above, by_mean=by_mean), *_no_delta(below, above, delta)]
     kept = {name: wider(below[name].dtype, above[name].dtype) for name in below}
-    tensors = all_rounded(sums, kept, dtype)
+    chosen = {name: BY_NAME.get(dtype, kept[name]) for name in below}
+    if by_mean:
+        below = {
+            name: tensor if tensor.shape == above[name].shape else with_mean_rows(tensor, above[name].num_rows)
+            for name, tensor in below.items()
+        }
+    sums = {name: added(name, _halved(below[name], above[name], chosen[name]), above[name]) for name in below}
     config, dropped = without_code({**base.config, **delta.config})
     warnings += [f"dropped {listing(dropped)} from the configuration: no code comes from a delta"] if dropped else []
     if embedding := find_embedding(below):
         set_everywhere(config, "vocab_size", above[embedding].num_rows)
     if HEAD in below and says_tied(config):
         set_everywhere(config, "tie_word_embeddings", False)
-    files = {**base.side_files, **delta.side_files}
-    return replace(
+    checksum = checksum_of(delta.path, config, mean_rows=by_mean)
+    tensors = all_rounded(checksum.watched(sums) if checksum else sums, kept, dtype)
+    files = _files(base.side_files, delta.side_files)
+    tuned = replace(
         base, tensors=tensors, config=with_dtype(config, tensors), side_files=files, warnings=tuple(warnings)
     )
+    return tuned, checksum
+
+
+def _files(base: Mapping[str, bytes], delta: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The delta's; a tokenizer is never put together from files of both, which would lose the tokens of one of them."""
+    kept = {name: content for name, content in base.items() if name == GENERATION or not delta.keys() & VOCABULARIES}
+    return {**kept, **delta}
 
 
 Tensors = Mapping[str, LazyTensor]
@@ -121,12 +148,25 @@ def _is_longer(below: tuple[int, ...], above: tuple[int, ...]) -> bool:
     return len(below) == len(above) and below[1:] == above[1:] and above[0] > below[0]
 
 
-def _grown(below: Tensors, above: Tensors) -> list[str]:
+def _halved(base: LazyTensor, delta: LazyTensor, result: DType) -> LazyTensor:
+    """The base as FastChat reads it before it adds."""
+    return rounded(base, result) if delta.dtype == result == BY_NAME["float16"] else base
+
+
+def _begin_at_mean(below: Tensors, above: Tensors) -> bool:
+    """Whether the tokens that the base lacks are told from the mean of the others, as Stanford Alpaca's are."""
+    name = find_embedding(below)
+    if name is None or below[name].num_rows >= above[name].num_rows:
+        return False
+    return begins_at_mean(below[name], above[name])
+
+
+def _grown(below: Tensors, above: Tensors, *, by_mean: bool) -> list[str]:
     """A warning where the delta has more tokens than the base."""
     rows = {(below[name].num_rows, above[name].num_rows) for name in below if _is_vocabulary(name)}
+    told = "as the mean of the others, as for Stanford Alpaca" if by_mean else "as zeros, as for FastChat"
     return [
-        f"the base has {few:,} tokens, the delta {many:,}: rows that the base lacks count as zeros, as for FastChat "
-        "(for Stanford Alpaca as the mean of the others, so that its padding token comes out differently)"
+        f"the base has {few:,} tokens, the delta {many:,}: rows that the base lacks count {told}"
         for few, many in sorted(rows)
         if few != many
     ]

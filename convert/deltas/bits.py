@@ -17,46 +17,67 @@ def moves(tuned: Array, guess: Array) -> Array:
 
     The sign goes into the lowest bit, so that small moves in both directions have zeros above.
     """
-    change = _ordered(tuned) - _ordered(guess)
-    width = 8 * change.itemsize
-    return ((change << 1) ^ _spread_sign(change, width)).reshape(tuned.shape)
+    change, sign = _ordered(tuned), _ordered(guess)
+    change -= sign
+    _spread_sign(change, sign)
+    change <<= 1
+    change ^= sign
+    return change.reshape(tuned.shape)
 
 
 def moved(guess: Array, change: Array) -> Array:
     """The array that `moves` gave `change` for; the reverse, bit for bit."""
     steps = change.reshape(-1)
-    restored = _ordered(guess) + ((steps >> 1) ^ (0 - (steps & 1)))
-    return _unordered(restored, guess.dtype).reshape(guess.shape)
+    sign = steps & 1
+    np.negative(sign, out=sign)
+    sign ^= steps >> 1
+    sign += _ordered(guess)
+    return _unordered(sign, guess.dtype).reshape(guess.shape)
 
 
 def _ordered(values: Array) -> Array:
     """Bit patterns as unsigned integers, those of floats in the order of the values: below zero all other bits flip."""
     bits = values.reshape(-1).view(f"u{values.dtype.itemsize}")
-    return bits if values.dtype.kind in "iub" else bits ^ (_spread_sign(bits, 8 * bits.itemsize) >> 1)
+    return bits.copy() if values.dtype.kind in "iub" else _flipped(bits)
 
 
 def _unordered(bits: Array, dtype: np.dtype[np.generic]) -> Array:
     """The reverse of `_ordered`, which is itself: the sign bit does not change."""
-    if dtype.kind not in "iub":
-        bits = bits ^ (_spread_sign(bits, 8 * bits.itemsize) >> 1)
-    return bits.view(dtype)
+    return (bits if dtype.kind in "iub" else _flipped(bits)).view(dtype)
 
 
-def _spread_sign(bits: Array, width: int) -> Array:
-    """All ones where the highest bit is set, else zero."""
-    return 0 - (bits >> (width - 1))
+def _flipped(bits: Array) -> Array:
+    """All bits but the highest the other way round where that is set."""
+    flip = np.empty_like(bits)
+    _spread_sign(bits, flip)
+    flip >>= 1
+    flip ^= bits
+    return flip
 
 
-def planes(change: Array) -> bytes:
+def _spread_sign(bits: Array, target: Array) -> None:
+    """target = all ones where the highest bit is set, else zero."""
+    signed = f"i{bits.itemsize}"
+    np.right_shift(bits.view(signed), 8 * bits.itemsize - 1, out=target.view(signed))
+
+
+def planes(change: Array) -> Array:
     """The integers byte by byte: first the highest byte of all, last the lowest; equal bytes lie side by side."""
-    matrix = change.reshape(-1).view(np.uint8).reshape(-1, change.itemsize)
-    return np.ascontiguousarray(matrix.T[::-1]).tobytes()
+    steps, size = change.reshape(-1), change.itemsize
+    content = np.empty((size, len(steps)), np.uint8)
+    for number, plane in enumerate(content):
+        np.right_shift(steps, 8 * (size - 1 - number), out=plane, casting="unsafe")
+    return content
 
 
 def from_planes(content: bytes, itemsize: int) -> Array:
     """The reverse of `planes`; the length is a multiple of `itemsize`."""
-    matrix = np.frombuffer(content, np.uint8).reshape(itemsize, -1)
-    return np.ascontiguousarray(matrix[::-1].T).reshape(-1).view(f"<u{itemsize}")
+    first, *others = np.frombuffer(content, np.uint8).reshape(itemsize, -1)
+    steps = first.astype(f"<u{itemsize}")
+    for plane in others:
+        steps <<= 8
+        steps |= plane
+    return np.asarray(steps)
 
 
 def tells_of(base: LazyTensor, dtype: DType, shape: tuple[int, ...]) -> bool:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.adapters.placement import HEAD
 from llmconv.convert.adapters.vocabulary import find_embedding
+from llmconv.convert.configs import without_code
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.bits import tells_of
-from llmconv.convert.deltas.frames import Told, frame_pieces
+from llmconv.convert.deltas.frames import NEW_ROW_LIMIT, TENSORS_LIMIT, Told, frame_pieces
 from llmconv.convert.deltas.stored import Source, Stored, open_frames
 from llmconv.convert.mapping import listing
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
@@ -35,12 +37,14 @@ def plan_exact(base: Checkpoint, tuned: Checkpoint, max_shard_size: str | int) -
 
     Raises:
         UsageProblem, InputRefused: see `plan_checkpoint`.
+        UnsupportedInput: a tensor that the base does not have has rows too large to be packed.
     """
     whole = plan_checkpoint(tuned, max_shard_size)
     told = {name: _told(name, tensor, base) for name, tensor in tuned.items()}
-    names = _frame_names(len(whole.shards))
+    groups = [group for shard in whole.shards for group in _groups(shard.tensors)]
+    names = _frame_names(len(groups))
     container = partial(frame_pieces, told)
-    shards = tuple(Shard(name, shard.tensors, container) for name, shard in zip(names, whole.shards, strict=True))
+    shards = tuple(Shard(name, group, container) for name, group in zip(names, groups, strict=True))
     content = {
         "delta": "exact",
         "version": VERSION,
@@ -53,6 +57,13 @@ def plan_exact(base: Checkpoint, tuned: Checkpoint, max_shard_size: str | int) -
     return Plan(tuned, shards, small)
 
 
+def _groups(tensors: Mapping[str, LazyTensor]) -> Iterator[dict[str, LazyTensor]]:
+    """The tensors of a shard, no more together than an index may hold."""
+    items = list(tensors.items())
+    for first in range(0, len(items), TENSORS_LIMIT):
+        yield dict(items[first : first + TENSORS_LIMIT])
+
+
 def _frame_names(count: int) -> list[str]:
     return ["delta.zst"] if count == 1 else [f"delta-{number:05}-of-{count:05}.zst" for number in range(1, count + 1)]
 
@@ -63,6 +74,11 @@ def _told(name: str, tensor: LazyTensor, base: Checkpoint) -> Told:
     source = embedding if name == HEAD and name not in base and embedding else name
     if source in base and tells_of(base[source], tensor.dtype, tensor.shape):
         return Told(tensor, source, base[source])
+    if prod(tensor.shape[1:]) * tensor.dtype.itemsize > NEW_ROW_LIMIT:
+        raise UnsupportedInput(
+            f"`{name}` is new, and one row of it has more than {NEW_ROW_LIMIT:,} bytes",
+            hint="publish the tuned model as it is",
+        )
     return Told(tensor)
 
 
@@ -85,28 +101,45 @@ class ExactDelta:
     side_files: Mapping[str, bytes]
 
     def over(self, base: Checkpoint) -> Checkpoint:
-        """The tuned model.
+        """The tuned model; each block of the base is checked when it is read, which is once.
 
         Raises:
-            InputRefused: the base is not the one that the delta was made from; names what differs.
+            InputRefused: the base cannot be the one that the delta was made from; names what differs.
         """
-        self._check_base(base)
-        tensors = {name: one.over(base[one.base.name] if one.base else None) for name, one in self.stored.items()}
-        return replace(base, format="hf", tensors=tensors, config=self.config, side_files=self.side_files, warnings=())
-
-    def _check_base(self, base: Checkpoint) -> None:
-        sources = {one.base.name: one.base for one in self.stored.values() if one.base}
+        sources = self._sources()
         if missing := [name for name in sources if name not in base]:
             raise self._other_base(f"it lacks {len(missing)} tensors: {listing(missing)}")
         kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in base.items()}
         odd = [name for name, source in sources.items() if kinds[name] != (source.dtype, source.shape)]
         if odd:
             raise self._other_base(f"{len(odd)} tensors have another shape or dtype: {listing(odd)}")
-        different = _different(sources, base)
-        if different:
+        tensors = {
+            name: one.over(base[one.base.name] if one.base else None, self._other_base)
+            for name, one in self.stored.items()
+        }
+        code = without_code(self.config)[1]
+        warnings = (f"the configuration names code, in {listing(code)}; the delta brings none",) if code else ()
+        return replace(
+            base, format="hf", tensors=tensors, config=self.config, side_files=self.side_files, warnings=warnings
+        )
+
+    def check_base(self, base: Checkpoint, *, whole: bool) -> None:
+        """Compares sha256 of the base's tensors: of all, or of those alone that have rows which `over` never reads.
+
+        Raises:
+            InputRefused: names all of the base's tensors that differ.
+        """
+        sources = self._sources()
+        if not whole:
+            cut = {one.base.name for one in self.stored.values() if one.base and one.shape[:1] < one.base.shape[:1]}
+            sources = {name: sources[name] for name in cut}
+        if different := _different(sources, base):
             raise self._other_base(
                 f"{len(different)} of {len(sources)} tensors have other values: {listing(different)}"
             )
+
+    def _sources(self) -> dict[str, Source]:
+        return {one.base.name: one.base for one in self.stored.values() if one.base}
 
     def _other_base(self, problem: str) -> InputRefused:
         return InputRefused(

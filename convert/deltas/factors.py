@@ -1,7 +1,7 @@
 """The best approximation of tuned − base by a product of two narrow matrices, and how much of it that holds.
 
-By Eckart and Young it is the largest singular triples. They come from the eigenvectors Q of the smaller of D·Dᵀ and
-Dᵀ·D in float64, D = tuned − base: Q·Qᵀ·D (or D·Q·Qᵀ) is D itself when Q is square, however small its singular values.
+By Eckart and Young it is the largest singular triples. With Q, the singular vectors of D = tuned − base on its smaller
+side, that is Q·Qᵀ·D (or D·Q·Qᵀ): D itself when Q is square, however small its singular values.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from threading import Lock
 
 import numpy as np
 
-from llmconv.errors import UnsupportedInput
-from llmconv.tensors import Array, LazyTensor
+from llmconv.convert.deltas.singular import Change, largest_vectors, not_finite
+from llmconv.tensors import Array
 
 KEPT = 8
 """Products in memory: as many as the writer may ask for out of order."""
@@ -23,10 +23,7 @@ KEPT = 8
 CHUNK = 4096
 
 DENSE, SPARSE = 512, 8
-"""Sizes up to which, and shares of which from on, all eigenvectors are computed at once."""
-
-SPARE, DEPTH, RESTARTS, GAIN = 8, 4, 50, 1e-7
-"""Columns more than are wanted; blocks of a basis; how often it is built at most, and what has to be gained by it."""
+"""Sizes up to which, and shares of which from on, all singular vectors are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -40,25 +37,6 @@ class Share:
     def captured(self) -> float:
         """‖product‖ / ‖change‖, 0 to 1."""
         return sqrt(min(1.0, self.held / self.change)) if self.change else 1.0
-
-
-@dataclass(frozen=True)
-class Change:
-    """One linear weight before and after, of one shape (rows×columns)."""
-
-    base: LazyTensor
-    tuned: LazyTensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        rows, columns = self.tuned.shape
-        return rows, columns
-
-    def rows(self, start: int, stop: int) -> Array:
-        """Rows of tuned − base in float64."""
-        before, after = (side.rows(start, stop).astype(np.float64) for side in (self.base, self.tuned))
-        return np.asarray(after - before)
 
 
 class Factors:
@@ -97,7 +75,38 @@ class Factors:
 
 
 def factored(name: str, change: Change, rank: int) -> tuple[Array, Array, Share]:
-    """left, right and the share that their product holds; see `Factors.of`.
+    """left, right and the share that their product holds; see `Factors.of`."""
+    rows, columns = change.shape
+    if min(rows, columns) > DENSE and SPARSE * rank <= min(rows, columns):
+        basis = largest_vectors(name, change, rank)
+        left, right, total = _projected(change, basis)
+    else:
+        left, right, total = _dense(name, change, rank)
+    # One side is orthonormal, the other as long as the singular values; √σ for each.
+    values = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
+    share = Share(float(np.square(values).sum()), total)
+    root = np.sqrt(np.where(values > 0, values, 1))
+    upper, lower = (root, 1 / root) if rows < columns else (1 / root, root)
+    return (left * upper).astype(np.float32), (right * lower[:, None]).astype(np.float32), share
+
+
+def _projected(change: Change, basis: Array) -> tuple[Array, Array, float]:
+    """The two halves of D·Q·Qᵀ, or of Q·Qᵀ·D where D is wider than high, in float64, and the squared norm of D."""
+    total, parts = 0.0, []
+    right = np.zeros((basis.shape[1], change.shape[1]))
+    high = change.shape[0] >= change.shape[1]
+    for start, stop in change.tuned.blocks():
+        rows = change.rows(start, stop)
+        total += float(np.square(rows).sum())
+        if high:
+            parts.append(rows @ basis)
+        else:
+            right += basis[start:stop].T @ rows
+    return (np.concatenate(parts), basis.T, total) if high else (basis, right, total)
+
+
+def _dense(name: str, change: Change, rank: int) -> tuple[Array, Array, float]:
+    """As `_projected`, from all eigenvectors of the smaller of D·Dᵀ and Dᵀ·D.
 
     Memory follows the matrix: its smaller side squared, and where it is wider than high also the whole of it.
     """
@@ -114,12 +123,7 @@ def factored(name: str, change: Change, rank: int) -> tuple[Array, Array, Share]
         gram = sum((_squared(whole[:, part].astype(np.float64)) for part in parts), np.zeros((rows, rows)))
         basis = _top(name, gram, rank)
         left, right = basis, np.hstack([basis.T @ whole[:, part] for part in parts])
-    # One side is orthonormal, the other as long as the singular values; √σ for each.
-    values = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
-    share = Share(float(np.square(values).sum()), float(np.trace(gram)))
-    root = np.sqrt(np.where(values > 0, values, 1))
-    upper, lower = (root, 1 / root) if rows < columns else (1 / root, root)
-    return (left * upper).astype(np.float32), (right * lower[:, None]).astype(np.float32), share
+    return left, right, float(np.trace(gram))
 
 
 def _squared(part: Array) -> Array:
@@ -129,28 +133,5 @@ def _squared(part: Array) -> Array:
 def _top(name: str, gram: Array, rank: int) -> Array:
     """The eigenvectors of the `rank` largest eigenvalues, as columns, the largest first."""
     if not np.isfinite(gram).all():
-        raise UnsupportedInput(f"the change of `{name}` is not finite", hint="extract an exact delta, without `--rank`")
-    if len(gram) <= DENSE or SPARSE * rank > len(gram):
-        return np.asarray(np.linalg.eigh(gram)[1][:, ::-1][:, :rank])
-    return _largest(gram, rank)
-
-
-def _largest(gram: Array, rank: int) -> Array:
-    """As `_top`, by block Krylov iteration (Musco and Musco 2015, algorithm 2), restarted until nothing is gained.
-
-    A matrix of 4096 takes seconds, all of its eigenvectors take minutes.
-    """
-    block = np.random.default_rng(0).standard_normal((len(gram), rank + SPARE))
-    before = 0.0
-    for _ in range(RESTARTS):
-        parts = [np.linalg.qr(block)[0]]
-        while len(parts) < DEPTH:
-            parts.append(np.linalg.qr(gram @ parts[-1])[0])
-        basis = np.linalg.qr(np.hstack(parts))[0]
-        values, vectors = np.linalg.eigh(basis.T @ (gram @ basis))
-        block = basis @ vectors[:, ::-1][:, : rank + SPARE]
-        held = float(values[::-1][:rank].sum())
-        if held - before <= GAIN * held:
-            break
-        before = held
-    return np.asarray(block[:, :rank])
+        raise not_finite(name)
+    return np.asarray(np.linalg.eigh(gram)[1][:, ::-1][:, :rank])

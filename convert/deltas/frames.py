@@ -3,9 +3,10 @@
     frame, frame, …                       `zstd -d` unpacks them; the byte planes of `bits.moves`
     skippable frame (RFC 8878, 3.1.2)     0x184D2A5E, its size, the index as JSON, that one's size (8 bytes), `LLMDELTA`
 
-The index: `{"tensors": {name: {dtype, shape, rows, blocks: [[bytes, crc32], …], base: {name, dtype, shape, sha256}}}}`.
-`rows` is the height of a block; a block of 0 bytes is as in the base; the CRC-32 is that of the tuned rows; `base` is
-null where a tensor is told from zeros.
+The index: `{"tensors": {name: {dtype, shape, rows, blocks: [[bytes, crc32, crc32], …], base: {name, dtype, shape,
+sha256}}}}`. `rows` is the height of a block; a block of 0 bytes is as in the base; the first CRC-32 is that of the
+tuned rows, the second that of the rows of the base, 0 where it has none; `base` is null where a tensor is told from
+zeros, and its sha256 is that of the whole tensor.
 """
 
 from __future__ import annotations
@@ -13,21 +14,28 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import zstandard
 
 from llmconv.convert.deltas.ahead import ahead
 from llmconv.convert.deltas.bits import guess_rows, known_rows, moves, planes
+from llmconv.crc import crc32
 from llmconv.tensors import Array, LazyTensor, Piece
 from llmconv.writer import as_bytes
 
-LEVEL = 3
-"""zstd's own default; with 6 a delta is two per cent smaller and takes four times as long."""
+LEVEL = 1
+"""What small moves leave to pack is noise: level 3 looks for repeats in it, takes four times as long and packs less."""
+
+INDEX_LIMIT, TENSORS_LIMIT = 32 << 20, 40_000
+"""Bytes of an index, which is read whole; tensors of a file that keep it far below them."""
+
+NEW_ROW_LIMIT = 256 << 20
+"""Bytes of a row (an expert of a fused weight) that the base does not have: a frame could unpack to anything."""
 
 MAGIC, TAIL = 0x184D2A5E, b"LLMDELTA"
 END = struct.Struct("<Q8s")
@@ -64,10 +72,10 @@ def _next_frame(entry: _Entry, blocks: Iterator[_Block], crcs: Sequence[int]) ->
 
 @dataclass(frozen=True)
 class _Block:
-    """One block of rows: the frame, empty where nothing changed; CRC-32 of the tuned rows; the base's rows, if any."""
+    """One block: the frame, empty where nothing changed; CRC-32 of tuned rows and base's rows; the latter, if any."""
 
     frame: bytes
-    crc: int
+    crcs: tuple[int, int]
     base: Array | None
 
 
@@ -86,7 +94,7 @@ class _Entry:
 
     def add(self, block: _Block) -> bytes:
         """Notes the next block and returns its frame."""
-        self.blocks.append([len(block.frame), block.crc])
+        self.blocks.append([len(block.frame), *block.crcs])
         if block.base is not None:
             self.digest.update(as_bytes(block.base))
         return block.frame
@@ -104,13 +112,14 @@ class _Entry:
 
 def _packed(told: Told, start: int, stop: int) -> _Block:
     rows, known = told.tensor.rows(start, stop), known_rows(told.base, start, stop)
-    change = moves(rows, guess_rows(known, told.tensor.dtype, rows.shape))
-    frame = _compress(planes(change)) if change.any() else b""
-    return _Block(frame, zlib.crc32(as_bytes(rows)), known)
+    guess = guess_rows(known, told.tensor.dtype, rows.shape)
+    same = np.array_equal(rows.reshape(-1).view(np.uint8), guess.reshape(-1).view(np.uint8))
+    crcs = crc32(as_bytes(rows)), crc32(as_bytes(known)) if known is not None else 0
+    return _Block(b"" if same else _compress(planes(moves(rows, guess))), crcs, known)
 
 
-def _compress(content: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(content)
+def _compress(content: Array) -> bytes:
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(content.data)
 
 
 def _index(entries: Mapping[str, _Entry]) -> bytes:

@@ -16,8 +16,10 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.placement import HEAD
 from llmconv.convert.adapters.targets import CONV1D, CONV1D_TYPES
 from llmconv.convert.adapters.vocabulary import find_embedding, says_tied
+from llmconv.convert.blueprint.blueprint import blueprint
 from llmconv.convert.blueprint.names import EMBEDDINGS
-from llmconv.convert.deltas.factors import Change, Factors, Share
+from llmconv.convert.deltas.factors import Factors, Share
+from llmconv.convert.deltas.singular import Change
 from llmconv.convert.mapping import equal, listing
 from llmconv.convert.state_dict import DROPPED
 from llmconv.errors import UnsupportedInput, UsageProblem
@@ -119,11 +121,20 @@ def _sorted(base: Checkpoint, below: Tensors, above: Tensors) -> tuple[list[str]
     odd = [name for name in changed if not _fits(name, below[name], above[name])]
     if odd:
         raise UnsupportedInput(f"an adapter cannot hold what changed in {len(odd)} tensors: {listing(odd)}", hint=EXACT)
-    own_head = HEAD in base and not says_tied(base.config)
+    model = blueprint(base.config)
+    if model and (odd := [name for name in changed if name not in model.shapes]):
+        raise UnsupportedInput(
+            f"transformers knows by other names what changed in {len(odd)} tensors: {listing(odd)}",
+            hint=EXACT,
+        )
+    routers, own_head = _beside_experts(above), HEAD in base and not says_tied(base.config)
     products = [
         name
         for name in changed
-        if _is_linear(name, above[name]) and below[name].shape == above[name].shape and (own_head or name != HEAD)
+        if _is_linear(name, above[name])
+        and below[name].shape == above[name].shape
+        and (own_head or name != HEAD)
+        and _module(_module(name)) not in routers
     ]
     if not products:
         raise UnsupportedInput("no linear weight changed, so there is nothing for an adapter to hold", hint=EXACT)
@@ -143,6 +154,11 @@ def _module(name: str) -> str:
 def _is_linear(name: str, tensor: LazyTensor) -> bool:
     is_embedding = name.endswith((*EMBEDDINGS, "wpe.weight")) or "embed" in name
     return name.endswith(".weight") and len(tensor.shape) == 2 and not is_embedding
+
+
+def _beside_experts(tensors: Tensors) -> set[str]:
+    """The modules that hold experts; a weight that lies in one chooses among them, and PEFT only saves it whole."""
+    return {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
 
 
 def _is_linear_bias(name: str, tensors: Tensors) -> bool:

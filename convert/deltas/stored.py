@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -17,16 +16,27 @@ import numpy as np
 import zstandard
 
 from llmconv.convert.deltas.bits import from_planes, guess_rows, known_rows, moved, tells_of
-from llmconv.convert.deltas.frames import END, MAGIC, TAIL
-from llmconv.errors import MalformedInput
-from llmconv.safetensors_io import HEADER_LIMIT, NAME_LIMIT, RANK_LIMIT, read_exactly
+from llmconv.convert.deltas.frames import END, INDEX_LIMIT, MAGIC, NEW_ROW_LIMIT, TAIL
+from llmconv.crc import crc32
+from llmconv.errors import InputRefused, MalformedInput
+from llmconv.safetensors_io import NAME_LIMIT, RANK_LIMIT, read_exactly
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
 from llmconv.writer import as_bytes
 
-BLOCK_LIMIT = 16 * BLOCK_BYTES
-"""A block is held in memory; no writer makes larger ones, except of one row."""
+BLOCK_LIMIT, BLOCK_LEAST = 16 * BLOCK_BYTES, BLOCK_BYTES // 4
+"""A block is held in memory; no writer makes larger ones, except of one row, or smaller ones, except of all rows."""
 
 SKIPPED = struct.Struct("<II")
+
+
+OtherBase = Callable[[str], InputRefused]
+
+
+def _other_base(problem: str) -> InputRefused:
+    return InputRefused(
+        f"the base is not the one that the delta was made from: {problem}",
+        hint="give the model that it was extracted from",
+    )
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,16 @@ class Source:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some rows of a tensor: position and size of their frame, CRC-32 of the tuned rows and of the base's."""
+
+    position: int
+    size: int
+    crc: int
+    base_crc: int
+
+
 @dataclass(frozen=True)
 class Stored:
     """One tensor as a delta file holds it.
@@ -47,7 +67,7 @@ class Stored:
         path: the file.
         dtype, shape: of the tuned tensor.
         rows: height of a block.
-        blocks: of each block the position and size of its frame and the CRC-32 of its tuned rows.
+        blocks: its blocks, from the first row to the last.
         base: what it is told from, None for zeros.
     """
 
@@ -55,38 +75,42 @@ class Stored:
     dtype: DType
     shape: tuple[int, ...]
     rows: int
-    blocks: tuple[tuple[int, int, int], ...]
+    blocks: tuple[Block, ...]
     base: Source | None
 
-    def over(self, base: LazyTensor | None) -> LazyTensor:
-        """The tuned tensor, from the base's tensor of the name `self.base.name`.
+    def over(self, base: LazyTensor | None, other_base: OtherBase | None = None) -> LazyTensor:
+        """The tuned tensor.
+
+        Args:
+            base: the base's tensor of the name `self.base.name`.
+            other_base: from what is wrong, the refusal of a base whose rows are not those that the delta was made from.
 
         Raises (when rows are read):
+            InputRefused: as `other_base` says.
             MalformedInput: a frame is damaged, or the rows are not those that were tuned.
         """
-        moved_bytes = sum(size for _, size, _ in self.blocks)
-        if base and not moved_bytes and (base.dtype, base.shape) == (self.dtype, self.shape):
-            return base
-        return LazyTensor(self.dtype, self.shape, partial(self._load, base))
+        return LazyTensor(self.dtype, self.shape, partial(self._load, base, other_base or _other_base))
 
-    def _load(self, base: LazyTensor | None, start: int, stop: int) -> Array:
+    def _load(self, base: LazyTensor | None, other_base: OtherBase, start: int, stop: int) -> Array:
         parts = []
         for number in range(start // self.rows, -(-stop // self.rows)):
             first = number * self.rows
-            block = self._block(base, number, first, min(first + self.rows, self.shape[0] if self.shape else 1))
+            last = min(first + self.rows, self.shape[0] if self.shape else 1)
+            known = known_rows(base, first, last)
+            if known is not None and self.base and crc32(as_bytes(known)) != self.blocks[number].base_crc:
+                raise other_base(f"`{self.base.name}` has other values")
+            block = self._restored(self.blocks[number], known, (last - first, *self.shape[1:]))
             parts.append(block[max(0, start - first) : stop - first])
         if not parts:
             return np.empty((0, *self.shape[1:]), self.dtype.numpy)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _block(self, base: LazyTensor | None, number: int, start: int, stop: int) -> Array:
-        position, size, crc = self.blocks[number]
-        shape = (stop - start, *self.shape[1:])
-        rows = guess_rows(known_rows(base, start, stop), self.dtype, shape)
-        if size:
-            content = self._unpacked(position, size, prod(shape) * self.dtype.itemsize)
+    def _restored(self, block: Block, known: Array | None, shape: tuple[int, ...]) -> Array:
+        rows = guess_rows(known, self.dtype, shape)
+        if block.size:
+            content = self._unpacked(block.position, block.size, prod(shape) * self.dtype.itemsize)
             rows = moved(rows, from_planes(content, self.dtype.itemsize))
-        if zlib.crc32(as_bytes(rows)) != crc:
+        if crc32(as_bytes(rows)) != block.crc:
             _refuse(self.path, "does not give the rows that it was made from")
         return rows
 
@@ -124,7 +148,7 @@ def open_frames(path: Path) -> dict[str, Stored]:
         if not isinstance(entry, dict) or not name or len(name) > NAME_LIMIT or not name.isprintable():
             _refuse(path, f"has an impossible entry for {name[:40]!r}")
         tensors[name] = _stored(path, name, entry, position)
-        position += sum(size for _, size, _ in tensors[name].blocks)
+        position += sum(block.size for block in tensors[name].blocks)
     if position != end:
         _refuse(path, f"describes {position} bytes of frames, it has {end}")
     return tensors
@@ -138,7 +162,7 @@ def _index_text(path: Path) -> tuple[int, bytes]:
         last = file.read(END.size)
         length, tail = END.unpack(last) if len(last) == END.size else (0, b"")
         begin = size - END.size - length - SKIPPED.size
-        if tail != TAIL or length > HEADER_LIMIT or begin < 0:
+        if tail != TAIL or length > INDEX_LIMIT or begin < 0:
             _refuse(path, "has no index at its end")
         file.seek(begin)
         if SKIPPED.unpack(file.read(SKIPPED.size)) != (MAGIC, length + END.size):
@@ -151,14 +175,17 @@ def _stored(path: Path, name: str, entry: Mapping[str, Any], position: int) -> S
     rows, blocks, base = entry.get("rows"), entry.get("blocks"), entry.get("base")
     if not _natural(rows) or not rows or not isinstance(blocks, list):
         _refuse(path, f"has no blocks for `{name}`")
-    if rows > 1 and rows * prod(shape[1:]) * dtype.itemsize > BLOCK_LIMIT:
+    row, height = prod(shape[1:]) * dtype.itemsize, shape[0] if shape else 1
+    if (rows > 1 and rows * row > BLOCK_LIMIT) or (base is None and row > NEW_ROW_LIMIT):
         _refuse(path, f"has blocks of {rows} rows for `{name}`, which is too large")
-    count = -(-(shape[0] if shape else 1) // rows)
-    pairs = all(isinstance(block, list) and len(block) == 2 and all(map(_natural, block)) for block in blocks)
-    if not pairs or len(blocks) != count:
+    if rows < height and rows * max(1, row) < BLOCK_LEAST:
+        _refuse(path, f"has blocks of {rows} rows for `{name}`, which is too small")
+    count = -(-height // rows)
+    known = all(isinstance(block, list) and len(block) == 3 and all(map(_natural, block)) for block in blocks)
+    if not known or len(blocks) != count:
         _refuse(path, f"has {len(blocks)} blocks for `{name}`, its shape needs {count}")
     starts = accumulate((block[0] for block in blocks), initial=position)
-    placed = tuple((start, size, crc) for start, (size, crc) in zip(starts, blocks, strict=False))
+    placed = tuple(Block(start, *block) for start, block in zip(starts, blocks, strict=False))
     return Stored(path, dtype, shape, rows, placed, _source(path, name, base, dtype, shape))
 
 

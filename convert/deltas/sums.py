@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from llmconv.convert.adapters.rounding import round_into
+from llmconv.convert.adapters.rounding import round_into, widen
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, Array, DType, LazyTensor
 
@@ -32,13 +32,18 @@ def added(name: str, base: LazyTensor | None, delta: LazyTensor) -> LazyTensor:
     work = BY_NAME["float64" if "float64" in kinds else "float32"]
 
     def load(start: int, stop: int) -> Array:
-        total = delta.rows(start, stop).astype(work.numpy)
+        total = _widened(delta.rows(start, stop), work)
         last = min(stop, base.num_rows) if base else start
         if base and start < last:
-            total[: last - start] += base.rows(start, last).astype(work.numpy)
+            total[: last - start] += _widened(base.rows(start, last), work)
         return total
 
     return LazyTensor(work, delta.shape, load)
+
+
+def _widened(rows: Array, work: DType) -> Array:
+    wide = widen(rows)
+    return wide.astype(work.numpy, copy=wide is rows)
 
 
 def rounded(tensor: LazyTensor, dtype: DType) -> LazyTensor:

@@ -123,6 +123,11 @@ def _numbered(folder: Path) -> list[Path]:
             f"`{folder}` holds the shards of several checkpoints", hint="put those of one into a folder of their own"
         )
     files = plain or {int(match[1]): entry for match, entry in tuned}
+    if not files:
+        raise MalformedInput(
+            f"`{folder}` has no regular file of weights",
+            hint="a link, a pipe or a folder is in its place; copy it again",
+        )
     count = max(totals | {max(files)})
     missing = next((number for number in range(1, count + 1) if number not in files), None)
     if missing is not None:

@@ -26,10 +26,10 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
     """Make the tuned model OUT of BASE and DELTA.
 
     BASE is a Hugging Face folder, or a checkpoint that to-hf reads. DELTA is one of three, told by its content:
-    of `delta extract`, which gives back the tuned model bit for bit and refuses any other base before anything is
-    written; of FastChat (Vicuna: a Hugging Face folder of tuned - base, whose vocabulary may be larger); of
-    LLaMA2-Accessory. The sums of the latter two are made in float32 and rounded once to --dtype, where their own tools
-    round to float16; with `keep` that is the base's type, or the delta's where that has more bits.
+    of `delta extract`, which gives back the tuned model bit for bit and refuses any other base; of FastChat (Vicuna) or
+    Stanford Alpaca, a Hugging Face folder of tuned - base, whose vocabulary may be larger; of LLaMA2-Accessory. The
+    last two are added in float32 and rounded once to --dtype; with `keep` that is the base's type, or the delta's where
+    that has more bits. A checksum that comes with a delta is compared, and told of where it differs.
 
     \b
     llmconv delta apply llama-7b vicuna-7b-delta-v1.1 -o vicuna-7b
@@ -58,7 +58,8 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
     tensors.
 
     With --rank, OUT is a LoRA adapter for PEFT or merge-lora: the best product of that rank for each linear weight that
-    changed, and norms, biases and embeddings whole. How much of each change it holds is printed.
+    changed, and norms, biases, embeddings and routers whole. What PEFT has no place for, such as experts, is refused by
+    name. How much of each change the adapter holds is printed.
 
     \b
     llmconv delta extract llama-2-7b tuned -o tuned-delta

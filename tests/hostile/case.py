@@ -16,7 +16,8 @@ class Case:
         build: makes it in an empty folder and returns the path to convert.
         refused: what the refusal of the conversion says (a regular expression); None: converted, without any effect.
         options: of the command; a Path, and the names in a list, are of files in the folder.
-        command: what converts it: `to-hf`, `from-hf` or `merge-lora` (whose adapter it is).
+        command: what converts it: `to-hf`, `from-hf`, `merge-lora` (whose adapter it is), `delta` (whose delta), or
+            `extract` (whose tuned model).
     """
 
     build: Callable[[Path], Path]

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from llmconv.cli.inspect import shown_rows
-from llmconv.convert import from_hf, merge_lora, to_hf
+from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_hf
 from llmconv.convert.adapters.tuners import tuners
 from llmconv.convert.inspect import inspect
 from llmconv.errors import LlmconvError
@@ -59,6 +59,8 @@ COMMANDS: dict[str, Callable[..., object]] = {
     "to-hf": to_hf,
     "from-hf": from_hf,
     "merge-lora": lambda adapter, output, base: merge_lora(base, [adapter], output),
+    "delta": lambda delta, output, base, **options: apply_delta(base, delta, output, **options),
+    "extract": lambda tuned, output, base, **options: extract_delta(base, tuned, output, **options),
 }
 
 UNPACKED = re.compile(r"/proc/self/fd/\d+")

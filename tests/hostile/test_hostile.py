@@ -19,9 +19,11 @@ from tests.hostile import (
     configs,
     dcp,
     deepspeed,
+    deltas,
     dialects,
     files,
     foreign,
+    foreign_deltas,
     legacy,
     models,
     packed,
@@ -60,6 +62,8 @@ KINDS: dict[str, Any] = {
     "dialect": dialects,
     "adapter": adapters,
     "foreign": foreign,
+    "delta": deltas,
+    "foreign delta": foreign_deltas,
     "model": models,
 }
 """Kind to the module with its `CASES`, and with what is `HONEST` and only these need."""

@@ -14,12 +14,13 @@ import torch
 from click.testing import CliRunner
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import extract_delta, merge_lora
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
+from tests.convert.tiny_models import FIELDS
 
 State = dict[str, torch.Tensor]
 Change = Callable[[str, torch.Tensor], torch.Tensor]
@@ -82,6 +83,46 @@ def test_at_full_rank_peft_makes_the_tuned_model(model_type: str, tiny: Callable
     assert found.keys() == expected.keys()
     assert max(relative(found[name], expected[name]) for name in expected) < 1e-6
     assert made.captured_overall == pytest.approx(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*ensure_weight_tying:UserWarning", "ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])
+def test_with_the_adapter_peft_gives_the_logits_of_the_base_plus_the_products(
+    model_type: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = tiny(model_type)
+    tuned = tune(base, tmp_path / "tuned", noise)
+    made = extract_delta(base, tuned, tmp_path / "adapter", rank=3)
+    before, after = state_of(base), state_of(tuned)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    products = {name: best_of_rank(after[name] - before[name], 3) for name in made.captured}
+    plain.load_state_dict({name: before[name] + products.get(name, after[name] - before[name]) for name in before})
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64), tmp_path / "adapter"
+    )
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        assert relative(model.double().eval()(ids).logits, plain.eval()(ids).logits) < 1e-5
+
+
+def best_of_rank(change: torch.Tensor, rank: int) -> torch.Tensor:
+    """By Eckart and Young, from all singular triples."""
+    left, values, right = torch.linalg.svd(change.double(), full_matrices=False)
+    return torch.as_tensor((left[:, :rank] * values[:rank]) @ right[:rank])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_our_own_merge_of_it_is_the_best_approximation_of_that_rank(
+    model_type: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = tiny(model_type)
+    tuned = tune(base, tmp_path / "tuned", noise)
+    made = extract_delta(base, tuned, tmp_path / "adapter", rank=5)
+    merge_lora(base, [tmp_path / "adapter"], tmp_path / "out")
+    found, before, after = state_of(tmp_path / "out"), state_of(base), state_of(tuned)
+    for name in made.captured:
+        change = after[name] - before[name]
+        assert relative(found[name] - before[name], best_of_rank(change, 5)) < 1e-5
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])
@@ -214,6 +255,67 @@ def test_the_command_prints_the_share_of_every_weight(tiny: Callable[[str], Path
     for name, share in told["captured"].items():
         assert f"{share:7.2%}  {name}\n" in shown
     assert "of the norm of all 28 changes together" in shown
+
+
+SPARSE_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def save_model(folder: Path, model_type: str, **changes: Any) -> Path:
+    settings = {**FIELDS["llama"], **changes}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).save_pretrained(folder)
+    return folder
+
+
+def but_experts(name: str, value: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(value) if ".experts." in name else noise(name, value)
+
+
+def test_what_chooses_among_experts_is_saved_whole(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "qwen3_moe", **SPARSE_EXPERTS)
+    tuned = tune(base, tmp_path / "tuned", but_experts)
+    made = extract_delta(base, tuned, tmp_path / "adapter", rank=1000)
+    assert {"model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight"} <= set(made.whole)
+    found, expected = merged(base, tmp_path / "adapter"), state_of(tuned)
+    assert max(relative(found[name], expected[name]) for name in expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "name"),
+    [("mixtral", {"num_local_experts": 4}, "block_sparse_moe.gate.weight"), ("gpt_neox", {}, "embed_out.weight")],
+)
+def test_what_transformers_knows_by_another_name_is_refused(
+    model_type: str, changes: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", model_type, **changes)
+    tuned = tune(base, tmp_path / "tuned", but_experts)
+    with pytest.raises(UnsupportedInput, match=rf"transformers knows by other names .*{name}"):
+        extract_delta(base, tuned, tmp_path / "adapter", rank=4)
+
+
+def test_attention_alone_of_a_model_with_experts_has_an_adapter(tmp_path: Path) -> None:
+    def change(name: str, value: torch.Tensor) -> torch.Tensor:
+        return noise(name, value) if "self_attn" in name else torch.zeros_like(value)
+
+    base = save_model(tmp_path / "base", "mixtral", num_local_experts=4)
+    tuned = tune(base, tmp_path / "tuned", change)
+    extract_delta(base, tuned, tmp_path / "adapter", rank=1000)
+    found, expected = merged(base, tmp_path / "adapter"), state_of(tuned)
+    assert max(relative(found[name], expected[name]) for name in expected) < 1e-6
+
+
+def test_a_large_change_of_low_rank_is_held_down_to_its_small_singular_values(
+    save_tensors: Callable[..., Path], tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, 5, generator=generator))[0] for n in (900, 700))
+    change = left @ torch.diag(torch.tensor([1.0, 0.5, 1e-2, 1e-3, 1e-4])) @ right.T
+    base = save_tensors("base", {"a.weight": torch.zeros(900, 700)}, {"config.json": {}})
+    tuned = save_tensors("tuned", {"a.weight": change}, {"config.json": {}})
+    extract_delta(base, tuned, tmp_path / "out", rank=5)
+    stored = load_file(tmp_path / "out/adapter_model.safetensors")
+    a, b = (stored[f"base_model.model.a.lora_{part}.weight"].double() for part in "AB")
+    assert (b @ a - change).norm() < 1e-5  # a tenth of the smallest singular value
 
 
 @pytest.mark.parametrize("spectrum", ["flat", "falling", "of low rank"])
