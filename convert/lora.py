@@ -16,6 +16,8 @@ from llmconv.convert.adapters.reading import Adapter, open_adapter
 from llmconv.convert.adapters.vocabulary import find_embedding, fit_vocabulary, says_tied, untie
 from llmconv.convert.configs import with_dtype
 from llmconv.convert.paddle.lora import is_paddle_adapter, open_paddle_adapter
+from llmconv.convert.quantization.base import QuantizedBase, check_choice, quantized_base
+from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.to_hf import check_dtype
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
@@ -38,6 +40,7 @@ class Merge:
         replaced: names of the tensors that an adapter replaces whole.
         added: names of the tensors that the base does not have.
         warnings: what a user should know, one line each.
+        retention: how much of the update survived, where the base is quantized and the result is too.
     """
 
     plan: Plan
@@ -45,6 +48,7 @@ class Merge:
     replaced: tuple[str, ...]
     added: tuple[str, ...]
     warnings: tuple[str, ...]
+    retention: Retention | None = None
 
 
 def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
@@ -55,6 +59,7 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     weights: Sequence[float] = (),
     alpha: float | None = None,
     dtype: str = "keep",
+    base_quant: str | None = None,
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
     resume: bool = False,
@@ -72,6 +77,8 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
         weights: w, one per adapter; all 1 by default.
         alpha: `lora_alpha` where an adapter's config does not carry it.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the output's floating-point tensors.
+        base_quant: what becomes of a quantized base: `dequantize` (plain weights, bfloat16 where `dtype` is `keep`) or
+            `requantize` (stored as it is, refused where too little of the update survives).
         max_shard_size: largest safetensors file, such as `5GB`.
         overwrite: replace an existing model folder.
         resume: continue an interrupted run.
@@ -88,11 +95,12 @@ def merge_lora(  # noqa: PLR0913 - the options of the command, by the same names
     with reading_safely(base):
         checkpoint = open_checkpoint(local_path(base))
     opened = [_open(adapter, alpha) for adapter in adapters]
-    merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size)
+    merge = plan_merge(checkpoint, opened, _checked_weights(weights, opened), dtype, max_shard_size, base_quant)
     warn_all(merge.warnings)
     check_output(merge.plan, Path(output), overwrite, [checkpoint.path, *(item.path for item in opened)])
     if not dry_run:
         options = {"weights": list(weights), "alpha": alpha, "dtype": None if dtype == "keep" else dtype}
+        options["base_quant"] = base_quant
         done = step("merge-lora", checkpoint.path.absolute(), adapters=[_identity(item) for item in opened], **options)
         steps, sources = [*steps_of_weights(checkpoint.path), done], _sources(checkpoint, opened)
         write_checkpoint(merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
@@ -132,17 +140,46 @@ def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
 
 
 def plan_merge(
-    base: Checkpoint, adapters: Sequence[Adapter], weights: Sequence[float], dtype: str, max_shard_size: str | int
+    base: Checkpoint,
+    adapters: Sequence[Adapter],
+    weights: Sequence[float],
+    dtype: str,
+    max_shard_size: str | int,
+    base_quant: str | None = None,
 ) -> Merge:
     """Places every tensor of every adapter and makes the lazy result; see `merge_lora` for arguments and errors."""
     _refuse_other_types(base, adapters)
-    checkpoint, edits = merged(base, adapters, weights, dtype)
-    return Merge(
-        plan_checkpoint(checkpoint, max_shard_size),
-        merged=tuple(name for name in checkpoint if name in edits.changes),
-        replaced=tuple(name for name in checkpoint if name in edits.whole and name in base),
-        added=tuple(name for name in checkpoint if name not in base),
+    quantized = quantized_base(base)
+    check_choice(base_quant, quantized, dtype)
+    plain = quantized.plain if quantized else base
+    result, edits = merged(plain, adapters, weights, dtype)
+    merge = Merge(
+        plan_checkpoint(result, max_shard_size),
+        merged=tuple(name for name in result if name in edits.changes),
+        replaced=tuple(name for name in result if name in edits.whole and name in plain),
+        added=tuple(name for name in result if name not in plain),
         warnings=tuple(edits.warnings),
+    )
+    return _stored(quantized, result, merge, dtype, max_shard_size, base_quant) if quantized else merge
+
+
+def _stored(
+    base: QuantizedBase, result: Checkpoint, merge: Merge, dtype: str, max_shard_size: str | int, choice: str | None
+) -> Merge:
+    """The merge of a quantized base, as the choice stores it; reads the weights where they are quantized again."""
+    if choice == "dequantize":
+        plan = plan_checkpoint(base.dequantized(result, dtype), max_shard_size)
+        return replace(merge, plan=plan, warnings=(*merge.warnings, base.dequantizing(dtype)))
+    checkpoint, changed = base.requantized(result)
+    retention = measure(base.plain, result, changed)
+    parts = {part: name for name, weight in changed.items() for part in weight.parts}
+    return replace(
+        merge,
+        plan=plan_checkpoint(checkpoint, max_shard_size),
+        merged=tuple(name for name in checkpoint if parts.get(name, name) in merge.merged),
+        replaced=tuple(name for name in checkpoint if parts.get(name, name) in merge.replaced),
+        warnings=(*merge.warnings, *retention.require()),
+        retention=retention,
     )
 
 

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     multiple=True,
     help="Factor of an adapter's update; once per adapter [default: 1].",
 )
+@click.option(
+    "--base-quant",
+    type=click.Choice(["dequantize", "requantize"]),
+    help="What becomes of a quantized BASE: plain weights (bfloat16 unless --dtype is given), or stored as it is, "
+    "refused where too little of the update survives.",
+)
 @click.option("--alpha", type=float, help="lora_alpha, where the adapter's config does not carry it.")
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Merge PEFT LoRA adapters into BASE and write the Hugging Face folder OUT.
@@ -60,4 +66,5 @@ def _fates(merge: Merge) -> dict[str, Any]:
         "replaced": list(merge.replaced),
         "added": list(merge.added),
         "warnings": list(merge.warnings),
+        "retention": merge.retention and merge.retention.summary(),
     }

@@ -1,0 +1,170 @@
+"""ScaledWeight: small floats or integers, each block of which has a scale; blocks at the edges may be partial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Self
+
+import numpy as np
+
+from llmconv.convert.quantization.weight import Once, PackedWeight, finite, part, refuse
+from llmconv.tensors import Array, DType, LazyTensor
+
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+SCALES = ("float32", "bfloat16", "float16", "float64", "uint8")
+EXPONENT_BIAS = 127
+"""Of a scale that is stored as the exponent of two alone (OCP Microscaling, E8M0)."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledWeight(PackedWeight):
+    """value = code · scale of its block.
+
+    Attributes:
+        codes: name of the tensor of codes, of the weight's shape.
+        scales: name of the tensor of scales.
+        block: rows and columns of a block.
+    """
+
+    codes: str
+    scales: str
+    block: tuple[int, int]
+    grid: Once[Array] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", Once(self._read_scales))
+
+    @property
+    def cells(self) -> tuple[int, int]:
+        """Rows and columns of the scales of one matrix."""
+        return -(-self.shape[-2] // self.block[0]), -(-self.shape[-1] // self.block[1])
+
+    def values(self, start: int, stop: int) -> Array:
+        """See `PackedWeight`; a tensor of experts is a pile of matrices."""
+        codes = self.parts[self.codes].rows(start, stop)
+        wide = _table(self.parts[self.codes].dtype)[codes.view(np.uint8)].reshape(-1, self.shape[-1])
+        height = prod(self.shape[1:-1])
+        wide *= self._spread(self.grid(), start * height, stop * height)
+        return wide.reshape(codes.shape)
+
+    def requantized(self, weight: LazyTensor) -> Self:
+        """See `PackedWeight`. A block keeps its scale where its largest value fits and uses half of the range."""
+        scales, codes = self.parts[self.scales], self.parts[self.codes]
+        grid = Once(lambda: self._new_scales(weight))
+
+        def new_codes(start: int, stop: int) -> Array:
+            height = prod(self.shape[1:-1])
+            rows = weight.rows(start, stop).astype(np.float32)
+            flat = rows.reshape(-1, self.shape[-1])
+            flat /= self._spread(grid(), start * height, stop * height)
+            return _rounded(flat, codes.dtype).reshape(rows.shape)
+
+        def new_scales(start: int, stop: int) -> Array:
+            return _encoded(grid(), scales.dtype).reshape(scales.shape or (1,))[start:stop]
+
+        parts = {
+            self.codes: LazyTensor(codes.dtype, codes.shape, new_codes),
+            self.scales: LazyTensor(scales.dtype, scales.shape, new_scales),
+        }
+        return replace(self, parts={**self.parts, **parts})
+
+    def _spread(self, grid: Array, start: int, stop: int) -> Array:
+        """The scale of every element of rows `start:stop` of all matrices, one under the other."""
+        rows = np.arange(start, stop)
+        cells = rows // self.shape[-2] * self.cells[0] + rows % self.shape[-2] // self.block[0]
+        return np.repeat(grid[cells], self.block[1], axis=1)[:, : self.shape[-1]]
+
+    def _read_scales(self) -> Array:
+        scales = self.parts[self.scales]
+        return _decoded(scales.read(), scales.dtype, self.scales).reshape(-1, self.cells[1])
+
+    def _new_scales(self, weight: LazyTensor) -> Array:
+        dtype, old = self.parts[self.scales].dtype, self.grid()
+        largest = LARGEST[self.parts[self.codes].dtype.name]
+        peaks = self._peaks(weight)
+        fits = (peaks <= old * largest) & (peaks > old * largest / 2) | (peaks == 0)
+        new = np.where(fits, old, peaks / np.float32(largest))
+        return _decoded(_encoded(new, dtype), dtype, self.scales)
+
+    def _peaks(self, weight: LazyTensor) -> Array:
+        """The largest absolute value of every block."""
+        peaks = np.zeros_like(self.grid())
+        height, columns = prod(self.shape[1:-1]), self.shape[-1]
+        edges = np.arange(0, columns, self.block[1])
+        for start, stop in weight.blocks(TILE_BYTES):
+            rows = np.abs(weight.rows(start, stop).reshape(-1, columns)).astype(np.float32)
+            by_row = np.maximum.reduceat(rows, edges, axis=1)
+            index = np.arange(start * height, stop * height)
+            cells = index // self.shape[-2] * self.cells[0] + index % self.shape[-2] // self.block[0]
+            np.maximum.at(peaks, cells, by_row)
+        return peaks
+
+
+TILE_BYTES = 1 << 20
+
+
+def _table(dtype: DType) -> Array:
+    """float32 of every code."""
+    return np.arange(256, dtype=np.uint8).view(dtype.numpy).astype(np.float32)
+
+
+def _rounded(values: Array, dtype: DType) -> Array:
+    """float32 values as codes, to nearest even, within the range."""
+    limit = LARGEST[dtype.name]
+    clipped = np.clip(values, -limit, limit)
+    return (np.rint(clipped) if dtype.name == "int8" else clipped).astype(dtype.numpy)
+
+
+def _decoded(scales: Array, dtype: DType, name: str) -> Array:
+    if dtype.name == "uint8":
+        return np.exp2(scales.astype(np.float32) - EXPONENT_BIAS)
+    return finite(scales, name)
+
+
+def _encoded(scales: Array, dtype: DType) -> Array:
+    """Scales as they are stored; an exponent alone is rounded up, so that the largest value fits."""
+    if dtype.name == "uint8":
+        exponents = np.ceil(np.log2(np.maximum(scales, np.finfo(np.float32).tiny))) + EXPONENT_BIAS
+        return np.clip(exponents, 0, 254).astype(np.uint8)
+    return scales.astype(dtype.numpy)
+
+
+def open_scaled(
+    tensors: Mapping[str, LazyTensor], name: str, scales: str, block: tuple[int, int] | None
+) -> ScaledWeight:
+    """The weight whose codes are called `name`.
+
+    Args:
+        tensors: those of the files.
+        name: of the codes.
+        scales: name of the scales: one, one per row, or one per block.
+        block: rows and columns of a block, where the scales are of blocks.
+
+    Raises:
+        MalformedInput: the parts do not fit each other.
+    """
+    codes, grid = tensors[name], part(tensors, scales, name)
+    if codes.dtype.name not in LARGEST or len(codes.shape) not in (2, 3):
+        refuse(name, f"has scales, but is stored as {codes.dtype.name} of shape {list(codes.shape)}")
+    if grid.dtype.name not in SCALES:
+        refuse(scales, f"is stored as {grid.dtype.name}, which is no type of scales")
+    shape = codes.shape
+    found = _block_of(shape, grid.shape, block)
+    if found is None or 0 in shape:
+        of_block = f" in blocks of {list(block)}" if block else ""
+        refuse(scales, f"has shape {list(grid.shape)}, which fits no weight of shape {list(shape)}{of_block}")
+    return ScaledWeight(name, {name: codes, scales: grid}, shape, name, scales, found)
+
+
+def _block_of(shape: tuple[int, ...], grid: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int] | None:
+    """What a scale covers, or None where weight and scales do not fit."""
+    pile, (rows, columns) = shape[:-2], shape[-2:]
+    if block and grid == (*pile, -(-rows // block[0]), -(-columns // block[1])):
+        return block
+    if prod(grid) == prod(pile) and len(grid) <= len(shape):
+        return rows, columns
+    if grid in ((*pile, rows), (*pile, rows, 1)):
+        return 1, columns
+    return None
