@@ -23,7 +23,8 @@ def unpack(words: Array, bits: int) -> Array:
     if bits == 8:
         return raw
     if bits == 3:
-        digits = np.unpackbits(raw, axis=1, bitorder="little").reshape(len(raw), -1, 3)
+        digits = np.unpackbits(raw, axis=1, bitorder="little")
+        digits = digits[:, : digits.shape[1] // 3 * 3].reshape(len(raw), -1, 3)
         return digits[..., 0] | digits[..., 1] << 1 | digits[..., 2] << 2
     per_byte = 8 // bits
     numbers = np.empty((*raw.shape, per_byte), np.uint8)
@@ -33,15 +34,24 @@ def unpack(words: Array, bits: int) -> Array:
     return numbers.reshape(len(raw), -1)
 
 
-def pack(numbers: Array, bits: int) -> Array:
-    """The way back: uint8 of rows×columns as int32 of rows×(columns·bits/32)."""
+def pack(numbers: Array, bits: int, width: int) -> Array:
+    """The way back.
+
+    Args:
+        numbers: uint8, rows×columns.
+        bits: of a number.
+        width: words in a row; what is behind the last number is zero.
+
+    Returns:
+        int32, rows×width.
+    """
+    full = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 32)))
     if bits == 3:
-        digits = np.unpackbits(numbers[..., np.newaxis], axis=2, count=3, bitorder="little")
-        raw = np.packbits(digits.reshape(len(numbers), -1), axis=1, bitorder="little")
+        digits = np.unpackbits(full[..., np.newaxis], axis=2, count=3, bitorder="little")
+        raw = np.packbits(digits.reshape(len(full), -1), axis=1, bitorder="little")
     else:
-        per_byte = 8 // bits
-        grouped = numbers.reshape(len(numbers), -1, per_byte)
+        grouped = full.reshape(len(full), -1, 8 // bits)
         raw = np.zeros(grouped.shape[:2], np.uint8)
-        for place in range(per_byte):
+        for place in range(8 // bits):
             raw |= grouped[..., place] << (place * bits)
-    return np.ascontiguousarray(raw).view("<i4")
+    return np.ascontiguousarray(raw.view("<i4")[:, :width])

@@ -91,7 +91,8 @@ class FourBit(PackedWeight):
         block = self.nested.block
         peaks = self.parts[self.nested.peaks].rows(start // block, -(-stop // block))
         spread = np.repeat(finite(peaks, self.nested.peaks), block)[start % block :][: stop - start]
-        return self._table(self.nested.map)[stored] * spread + np.float32(self.nested.offset)
+        scales: Array = self._table(self.nested.map)[stored] * spread + np.float32(self.nested.offset)
+        return scales
 
     def requantized(self, weight: LazyTensor) -> Self:
         """See `PackedWeight`. Double quantization keeps its offset: the grid of the scales stays where it was."""
@@ -126,7 +127,8 @@ class FourBit(PackedWeight):
             return np.pad(scales, (0, (stop - start) * nested.block - len(scales))).reshape(-1, nested.block)
 
         def peaks(start: int, stop: int) -> Array:
-            return np.abs(centred(start, stop)).max(axis=1)
+            largest: Array = np.abs(centred(start, stop)).max(axis=1)
+            return largest
 
         def codes(start: int, stop: int) -> Array:
             rows = centred(start // nested.block, -(-stop // nested.block))

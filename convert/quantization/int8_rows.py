@@ -42,7 +42,8 @@ class Int8Rows(PackedWeight):
         """See `PackedWeight`; a row's scale is its largest absolute value."""
 
         def peaks(start: int, stop: int) -> Array:
-            return np.abs(weight.rows(start, stop)).max(axis=1, initial=0).astype(np.float32)
+            largest: Array = np.abs(weight.rows(start, stop)).max(axis=1, initial=0)
+            return largest.astype(np.float32)
 
         def codes(start: int, stop: int) -> Array:
             rows = weight.rows(start, stop).astype(np.float32)

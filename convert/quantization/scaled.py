@@ -13,6 +13,8 @@ from llmconv.convert.quantization.weight import Once, PackedWeight, finite, part
 from llmconv.tensors import Array, DType, LazyTensor
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+"""The largest code on both sides of zero."""
+
 SCALES = ("float32", "bfloat16", "float16", "float64", "uint8")
 EXPONENT_BIAS = 127
 """Of a scale that is stored as the exponent of two alone (OCP Microscaling, E8M0)."""
@@ -84,7 +86,8 @@ class ScaledWeight(PackedWeight):
         dtype, old = self.parts[self.scales].dtype, self.grid()
         largest = LARGEST[self.parts[self.codes].dtype.name]
         peaks = self._peaks(weight)
-        fits = (peaks <= old * largest) & (peaks > old * largest / 2) | (peaks == 0)
+        smallest_code = 128 if largest == LARGEST["int8"] else largest
+        fits = (peaks <= old * smallest_code) & (peaks > old * largest / 2) | (peaks == 0)
         new = np.where(fits, old, peaks / np.float32(largest))
         return _decoded(_encoded(new, dtype), dtype, self.scales)
 
@@ -112,14 +115,18 @@ def _table(dtype: DType) -> Array:
 
 def _rounded(values: Array, dtype: DType) -> Array:
     """float32 values as codes, to nearest even, within the range."""
-    limit = LARGEST[dtype.name]
-    clipped = np.clip(values, -limit, limit)
-    return (np.rint(clipped) if dtype.name == "int8" else clipped).astype(dtype.numpy)
+    if dtype.name == "int8":
+        clipped = np.clip(np.rint(values), -128, 127)
+    else:
+        clipped = np.clip(values, -LARGEST[dtype.name], LARGEST[dtype.name])
+    codes: Array = clipped.astype(dtype.numpy)
+    return codes
 
 
 def _decoded(scales: Array, dtype: DType, name: str) -> Array:
     if dtype.name == "uint8":
-        return np.exp2(scales.astype(np.float32) - EXPONENT_BIAS)
+        powers: Array = np.exp2(scales.astype(np.float32) - np.float32(EXPONENT_BIAS))
+        return powers
     return finite(scales, name)
 
 

@@ -77,7 +77,7 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
     def read_grid() -> tuple[Array, Array]:
         return scales.read().T, zero_points(zeros.read(), bits, less_one)[:, :outputs].T
 
-    packing = Packing(1, partial(unpack, bits=bits), partial(_padded, bits=bits, width=words.shape[0]))
+    packing = Packing(1, partial(unpack, bits=bits), partial(pack, bits=bits, width=words.shape[0]))
     shape = (outputs, inputs)
     return GroupedWeight(f"{stem}.weight", parts, shape, name, stem + SCALES, read_grid, groups, packing, 1 << bits)
 
@@ -111,12 +111,6 @@ def zero_points(words: Array, bits: int, less_one: bool) -> Array:
         with np.errstate(over="ignore"):
             return unpack(words.view(np.uint32) + np.uint32(ONES[bits]), bits)
     return (unpack(words, bits) + np.uint8(1)) & np.uint8((1 << bits) - 1)
-
-
-def _padded(codes: Array, bits: int, width: int) -> Array:
-    """Packed codes, the last word filled up with zeros."""
-    missing = width * 32 // bits - codes.shape[1]
-    return pack(np.pad(codes, ((0, 0), (0, missing))), bits)
 
 
 METHOD = Method("gptq", "2, 3, 4 and 8 bits, act-order, v1 and v2", open_gptq)
