@@ -83,11 +83,11 @@ class ScaledWeight(PackedWeight):
         return _decoded(scales.read(), scales.dtype, self.scales).reshape(-1, self.cells[1])
 
     def _new_scales(self, weight: LazyTensor) -> Array:
-        dtype, old = self.parts[self.scales].dtype, self.grid()
-        largest = LARGEST[self.parts[self.codes].dtype.name]
+        dtype, old, codes = self.parts[self.scales].dtype, self.grid(), self.parts[self.codes].dtype.name
+        largest = LARGEST[codes]
         peaks = self._peaks(weight)
-        smallest_code = 128 if largest == LARGEST["int8"] else largest
-        fits = (peaks <= old * smallest_code) & (peaks > old * largest / 2) | (peaks == 0)
+        reach = largest + 1 if codes == "int8" else largest  # -128 has no counterpart
+        fits = (peaks <= old * reach) & (peaks > old * largest / 2) | (peaks == 0)
         new = np.where(fits, old, peaks / np.float32(largest))
         return _decoded(_encoded(new, dtype), dtype, self.scales)
 
@@ -115,11 +115,10 @@ def _table(dtype: DType) -> Array:
 
 def _rounded(values: Array, dtype: DType) -> Array:
     """float32 values as codes, to nearest even, within the range."""
+    limit = LARGEST[dtype.name]
     if dtype.name == "int8":
-        clipped = np.clip(np.rint(values), -128, 127)
-    else:
-        clipped = np.clip(values, -LARGEST[dtype.name], LARGEST[dtype.name])
-    codes: Array = clipped.astype(dtype.numpy)
+        return np.clip(np.rint(values), -limit - 1, limit).astype(np.int8)
+    codes: Array = np.clip(values, -limit, limit).astype(dtype.numpy)
     return codes
 
 

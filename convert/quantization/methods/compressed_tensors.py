@@ -41,16 +41,15 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     schemes = list(_schemes(config))
     for name in {str(scheme.get("format")) for scheme in (config, *schemes) if scheme.get("format")}:
         _require_known(name)
-    block = next(
-        (weights["block_structure"] for weights in map(_weights, schemes) if "block_structure" in weights), None
-    )
+    blocks = [weights["block_structure"] for weights in map(_weights, schemes) if "block_structure" in weights]
+    block = block_size(blocks[0] if blocks else None)
     weights: dict[str, PackedWeight] = {}
     for name, tensor in checkpoint.items():
         if name.endswith(WORDS):
             stem = name.removesuffix(WORDS)
             weights[f"{stem}.weight"] = _open_packed(checkpoint, stem)
         elif name.endswith(".weight") and tensor.dtype.name in LARGEST:
-            weights[name] = _open_codes(checkpoint, name, block_size(blocks[0] if blocks else None))
+            weights[name] = _open_codes(checkpoint, name, block)
     for name in checkpoint:
         if name.endswith((SCALES, ZEROS, GROUPS, SHAPE)) and f"{name.rpartition('.')[0]}.weight" not in weights:
             refuse(name, "belongs to no quantized weight")
