@@ -130,7 +130,7 @@ def _method(settings: Any) -> Method:
     name = settings.get("quant_method") if isinstance(settings, Mapping) else None
     if name is None and isinstance(settings, Mapping) and any(str(key).startswith("load_in_") for key in settings):
         name = "bitsandbytes"  # transformers before 4.37 did not write which
-    if name not in methods():
+    if not isinstance(name, str) or name not in methods():
         raise UnsupportedInput(
             f"the base is quantized with `{str(name)[:40]}`, which is not known",
             hint=f"known are {', '.join(methods())}; merge into the model it was quantized from, then quantize",

@@ -30,6 +30,8 @@ TINY = np.float32(1e-38)
 """What bitsandbytes divides by where a block is all zeros."""
 
 STRIDE = 1 << 20
+LARGE = 1e38
+"""No scale comes near it, and float32 still holds it."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str)
 
 def _nested(state: Mapping[str, Any], name: str, source: str) -> Nested:
     offset = state.get("nested_offset")
-    if not isinstance(offset, int | float) or not np.isfinite(np.float32(offset)):
+    if not isinstance(offset, int | float) or not -LARGE < offset < LARGE:
         refuse(source, "has a `nested_offset` that is no number")
     block = _size(state, "nested_blocksize", source, BLOCK_SIZES)
     return Nested(f"{name}.nested_absmax", f"{name}.nested_quant_map", float(offset), block)

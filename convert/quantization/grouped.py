@@ -81,8 +81,10 @@ class GroupedWeight(PackedWeight):
             codes = np.clip(np.rint(steps + zeros), 0, self.levels - 1).astype(np.uint8)
             return self.packing.pack(codes)
 
-        new = self.packing.by_outputs(LazyTensor(words.dtype, self.turned.shape, load))
-        return replace(self, parts={**self.parts, self.words: new})
+        turned = LazyTensor(words.dtype, self.turned.shape, load)
+        new = replace(self, parts={**self.parts, self.words: self.packing.by_outputs(turned)})
+        object.__setattr__(new, "turned", turned)  # not the words turned twice
+        return new
 
     def _spread(self, start: int, stop: int) -> tuple[Array, Array]:
         """Scale and zero point of every element of rows `start:stop`, float32."""

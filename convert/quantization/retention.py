@@ -85,7 +85,7 @@ class Retention:
                 hint="give `--base-quant dequantize`: its steps are coarser than what the adapter adds",
             )
         poor = sorted((change.cosine, name) for name, change in self.weights.items() if not change.enough)
-        lines = [f"the result was quantized again, which changed the update: {found} over {len(self.weights)} weights"]
+        lines = [f"{len(self.weights)} merged weights are quantized again, which changes the update: {found}"]
         if poor:
             lines.append(f"{len(poor)} weights keep less than {ENOUGH} of their update, least `{poor[0][1]}`")
         return tuple(lines)

@@ -15,7 +15,8 @@ from llmconv.tensors import Array, DType, LazyTensor
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 """The largest code on both sides of zero."""
 
-SCALES = ("float32", "bfloat16", "float16", "float64", "uint8")
+TILE_BYTES = 1 << 20
+SCALES = ("float32", "bfloat16", "float16", "uint8")
 EXPONENT_BIAS = 127
 """Of a scale that is stored as the exponent of two alone (OCP Microscaling, E8M0)."""
 
@@ -105,9 +106,6 @@ class ScaledWeight(PackedWeight):
         return peaks
 
 
-TILE_BYTES = 1 << 20
-
-
 def _table(dtype: DType) -> Array:
     """float32 of every code."""
     return np.arange(256, dtype=np.uint8).view(dtype.numpy).astype(np.float32)
@@ -116,10 +114,11 @@ def _table(dtype: DType) -> Array:
 def _rounded(values: Array, dtype: DType) -> Array:
     """float32 values as codes, to nearest even, within the range."""
     limit = LARGEST[dtype.name]
+    limits = (-limit, limit)
     if dtype.name == "int8":
-        return np.clip(np.rint(values), -limit - 1, limit).astype(np.int8)
-    codes: Array = np.clip(values, -limit, limit).astype(dtype.numpy)
-    return codes
+        values, limits = np.rint(values), (-limit - 1, limit)
+    clipped: Array = np.clip(values, *limits)
+    return clipped.astype(dtype.numpy)
 
 
 def _decoded(scales: Array, dtype: DType, name: str) -> Array:
@@ -133,7 +132,8 @@ def _encoded(scales: Array, dtype: DType) -> Array:
     """Scales as they are stored; an exponent alone is rounded up, so that the largest value fits."""
     if dtype.name == "uint8":
         exponents = np.ceil(np.log2(np.maximum(scales, np.finfo(np.float32).tiny))) + EXPONENT_BIAS
-        return np.clip(exponents, 0, 254).astype(np.uint8)
+        fitting: Array = np.clip(exponents, 0, 254)
+        return fitting.astype(np.uint8)
     return scales.astype(dtype.numpy)
 
 
