@@ -10,7 +10,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import with_dtype
 from llmconv.convert.mapping import listing
 from llmconv.convert.quantization.methods import Method, methods
-from llmconv.convert.quantization.weight import PackedWeight
+from llmconv.convert.quantization.weight import PackedWeight, remembered
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 
@@ -60,7 +60,7 @@ class QuantizedBase:
         """
         self._require_in_place(merged)
         changed = {
-            name: weight.requantized(merged[name])
+            name: weight.requantized(remembered(merged[name]))
             for name, weight in self.weights.items()
             if merged[name] is not self.plain[name]
         }

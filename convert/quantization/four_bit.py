@@ -16,7 +16,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from llmconv.convert.quantization.weight import Once, PackedWeight, as_bytes, finite, part, refuse, require
+from llmconv.convert.quantization.weight import (
+    TILE_ELEMENTS,
+    Once,
+    PackedWeight,
+    as_bytes,
+    finite,
+    part,
+    refuse,
+    require,
+    tiled,
+)
 from llmconv.tensors import BY_NAME, Array, LazyTensor
 
 STATE = ".quant_state.bitsandbytes__"
@@ -29,7 +39,6 @@ SCALES = ("float32", "float16", "bfloat16")
 TINY = np.float32(1e-38)
 """What bitsandbytes divides by where a block is all zeros."""
 
-STRIDE = 1 << 20
 LARGE = 1e38
 """No scale comes near it, and float32 still holds it."""
 
@@ -106,7 +115,7 @@ class FourBit(PackedWeight):
             packed = numbers[::2] << 4 | numbers[1::2]
             return packed.view(stored.dtype.numpy).reshape(stop - start, *stored.shape[1:])
 
-        parts = {self.name: LazyTensor(stored.dtype, stored.shape, codes)}
+        parts = {self.name: tiled(LazyTensor(stored.dtype, stored.shape, codes), 2 * size)}
         if not self.nested:
             dtype = self.parts[absmax].dtype
             parts[absmax] = LazyTensor(
@@ -135,7 +144,7 @@ class FourBit(PackedWeight):
         def codes(start: int, stop: int) -> Array:
             rows = centred(start // nested.block, -(-stop // nested.block))
             rows *= 1 / np.maximum(np.abs(rows).max(axis=1, keepdims=True), TINY)
-            numbers = np.searchsorted(bounds, rows.reshape(-1)).astype(np.uint8)
+            numbers = np.searchsorted(bounds, rows.reshape(-1)).astype(np.uint8)  # few: one per block of weights
             return numbers[start % nested.block :][: stop - start]
 
         return {
@@ -144,13 +153,13 @@ class FourBit(PackedWeight):
         }
 
     def _peaks(self, weight: LazyTensor, start: int, stop: int) -> Array:
-        """The largest absolute value of blocks `start:stop`, by strides."""
-        step = max(1, STRIDE // self.block)
-        rows = [
-            np.abs(self._blocks(weight, first, min(first + step, stop))).max(axis=1)
-            for first in range(start, stop, step)
-        ]
-        return np.concatenate(rows) if rows else np.empty(0, np.float32)
+        """The largest absolute value of blocks `start:stop`, few at a time."""
+        step = max(1, TILE_ELEMENTS // self.block)
+        peaks = np.empty(stop - start, np.float32)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            np.abs(self._blocks(weight, first, last)).max(axis=1, out=peaks[first - start : last - start])
+        return peaks
 
     def _codes(self, weight: LazyTensor, start: int, stop: int) -> Array:
         """The codes of elements `start:stop`; behind the last one there are zeros."""
@@ -159,7 +168,7 @@ class FourBit(PackedWeight):
         bounds = (code[order[:-1]] + code[order[1:]]) / 2
         blocks = self._blocks(weight, start // self.block, -(-min(stop, self.count) // self.block))
         largest = np.maximum(np.abs(blocks).max(axis=1, keepdims=True), TINY)
-        numbers = order[np.searchsorted(bounds, (blocks * (1 / largest)).reshape(-1))]
+        numbers = order[_above(bounds, (blocks * (1 / largest)).reshape(-1))]
         numbers = numbers[start % self.block :][: stop - start]
         return np.pad(numbers, (0, stop - start - len(numbers)))
 
@@ -173,6 +182,14 @@ class FourBit(PackedWeight):
 
     def _table(self, name: str) -> Array:
         return finite(self.parts[name].read(), name)
+
+
+def _above(bounds: Array, values: Array) -> Array:
+    """How many bounds each value exceeds, uint8; for so few, fifteen times as fast as `searchsorted`."""
+    count = np.zeros(values.shape, np.uint8)
+    for bound in bounds:
+        count += values > bound
+    return count
 
 
 def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str) -> FourBit:

@@ -9,7 +9,7 @@ from typing import Self
 
 import numpy as np
 
-from llmconv.convert.quantization.weight import PackedWeight, finite
+from llmconv.convert.quantization.weight import PackedWeight, finite, tiled
 from llmconv.convert.transpose import transposed
 from llmconv.tensors import Array, LazyTensor
 
@@ -81,7 +81,7 @@ class GroupedWeight(PackedWeight):
             codes = np.clip(np.rint(steps + zeros), 0, self.levels - 1).astype(np.uint8)
             return self.packing.pack(codes)
 
-        turned = LazyTensor(words.dtype, self.turned.shape, load)
+        turned = tiled(LazyTensor(words.dtype, self.turned.shape, load), size * self.shape[1])
         new = replace(self, parts={**self.parts, self.words: self.packing.by_outputs(turned)})
         object.__setattr__(new, "turned", turned)  # not the words turned twice
         return new

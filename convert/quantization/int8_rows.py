@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import numpy as np
 
-from llmconv.convert.quantization.weight import FLOAT32, PackedWeight, finite, part, refuse, require
+from llmconv.convert.quantization.weight import FLOAT32, PackedWeight, finite, part, peaks_of, refuse, require, tiled
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 
@@ -41,20 +42,15 @@ class Int8Rows(PackedWeight):
     def requantized(self, weight: LazyTensor) -> Self:
         """See `PackedWeight`; a row's scale is its largest absolute value."""
 
-        def peaks(start: int, stop: int) -> Array:
-            largest: Array = np.abs(weight.rows(start, stop)).max(axis=1, initial=0)
-            return largest.astype(np.float32)
-
         def codes(start: int, stop: int) -> Array:
-            rows = weight.rows(start, stop).astype(np.float32)
-            largest = np.abs(rows).max(axis=1, initial=0, keepdims=True)
-            rows *= np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-            return np.rint(rows).astype(np.int8)
+            largest = peaks_of(weight, start, stop)
+            steps = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+            return np.rint(weight.rows(start, stop).astype(np.float32) * steps[:, np.newaxis]).astype(np.int8)
 
-        stored = self.parts[self.name]
+        stored, columns = self.parts[self.name], self.shape[1]
         parts = {
-            self.name: LazyTensor(stored.dtype, stored.shape, codes),
-            self.scales: LazyTensor(FLOAT32, stored.shape[:1], peaks),
+            self.name: tiled(LazyTensor(stored.dtype, stored.shape, codes), columns),
+            self.scales: tiled(LazyTensor(FLOAT32, stored.shape[:1], partial(peaks_of, weight)), columns),
         }
         return replace(self, parts={**self.parts, **parts})
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmconv.convert.quantization.weight import PackedWeight
+from llmconv.convert.quantization.weight import TILE_ELEMENTS, PackedWeight, remembered
 from llmconv.errors import UnsupportedInput
-from llmconv.tensors import BLOCK_BYTES, LazyTensor
+from llmconv.tensors import LazyTensor
 
 ENOUGH = 0.5
 """The least retention and cosine. On a uniform grid both are about one half where the update's size is a quarter of a
@@ -104,8 +104,9 @@ def measure(
     with ThreadPoolExecutor(max(1, cpu_count() or 1)) as pool:
         found = {}
         for name, weight in after.items():
-            spans = list(merged[name].blocks(BLOCK_BYTES))
-            jobs = pool.map(lambda span, n=name, w=weight: _change(before[n], merged[n], w.plain, *span), spans)
+            rows = remembered(merged[name])
+            spans = list(rows.blocks(TILE_ELEMENTS * rows.dtype.itemsize))
+            jobs = pool.map(lambda span, n=name, m=rows, w=weight: _change(before[n], m, w.plain, *span), spans)
             found[name] = _sum(jobs)
     return Retention(found)
 

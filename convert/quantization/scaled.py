@@ -9,14 +9,16 @@ from typing import Self
 
 import numpy as np
 
-from llmconv.convert.quantization.weight import Once, PackedWeight, finite, part, refuse
+from llmconv.convert.quantization.weight import TILE_ELEMENTS, Once, PackedWeight, finite, part, refuse, tiled
 from llmconv.tensors import Array, DType, LazyTensor
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 """The largest code on both sides of zero."""
 
-TILE_BYTES = 1 << 20
 SCALES = ("float32", "bfloat16", "float16", "uint8")
+NORMAL = 0x3C800000
+"""The bits in float32 of the smallest normal float8_e4m3fn, 2^-6."""
+
 EXPONENT_BIAS = 127
 """Of a scale that is stored as the exponent of two alone (OCP Microscaling, E8M0)."""
 
@@ -68,7 +70,7 @@ class ScaledWeight(PackedWeight):
             return _encoded(grid(), scales.dtype).reshape(scales.shape or (1,))[start:stop]
 
         parts = {
-            self.codes: LazyTensor(codes.dtype, codes.shape, new_codes),
+            self.codes: tiled(LazyTensor(codes.dtype, codes.shape, new_codes), prod(codes.shape[1:])),
             self.scales: LazyTensor(scales.dtype, scales.shape, new_scales),
         }
         return replace(self, parts={**self.parts, **parts})
@@ -97,12 +99,14 @@ class ScaledWeight(PackedWeight):
         peaks = np.zeros_like(self.grid())
         height, columns = prod(self.shape[1:-1]), self.shape[-1]
         edges = np.arange(0, columns, self.block[1])
-        for start, stop in weight.blocks(TILE_BYTES):
+        for start, stop in weight.blocks(TILE_ELEMENTS * weight.dtype.itemsize):
             rows = np.abs(weight.rows(start, stop).reshape(-1, columns)).astype(np.float32)
             by_row = np.maximum.reduceat(rows, edges, axis=1)
             index = np.arange(start * height, stop * height)
             cells = index // self.shape[-2] * self.cells[0] + index % self.shape[-2] // self.block[0]
-            np.maximum.at(peaks, cells, by_row)
+            firsts = np.flatnonzero(np.diff(cells, prepend=-1))
+            largest = np.maximum.reduceat(by_row, firsts, axis=0)
+            peaks[cells[firsts]] = np.maximum(peaks[cells[firsts]], largest)
         return peaks
 
 
@@ -114,11 +118,26 @@ def _table(dtype: DType) -> Array:
 def _rounded(values: Array, dtype: DType) -> Array:
     """float32 values as codes, to nearest even, within the range."""
     limit = LARGEST[dtype.name]
+    if dtype.name == "float8_e4m3fn":
+        return float8(np.clip(values, -limit, limit)).view(dtype.numpy)
     limits = (-limit, limit)
     if dtype.name == "int8":
         values, limits = np.rint(values), (-limit - 1, limit)
     clipped: Array = np.clip(values, *limits)
     return clipped.astype(dtype.numpy)
+
+
+def float8(values: Array) -> Array:
+    """float32 of at most 448 on both sides as the bits of float8_e4m3fn, to nearest even.
+
+    With integers numpy runs outside the interpreter lock, which it does not while `ml_dtypes` casts.
+    """
+    bits = values.view(np.uint32)
+    size = bits & np.uint32(0x7FFFFFFF)
+    small = np.rint(np.abs(values) * np.float32(512)).astype(np.uint32)  # subnormal: multiples of 2^-9
+    normal = (size + (size >> 20 & 1) + np.uint32(0x7FFFF) >> 20) - np.uint32(120 << 3)  # the exponent's bias: 127 to 7
+    codes: Array = np.where(size < NORMAL, small, normal) | (bits >> 24 & 0x80)
+    return codes.astype(np.uint8)
 
 
 def _decoded(scales: Array, dtype: DType, name: str) -> Array:

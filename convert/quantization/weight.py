@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from threading import Lock
 from typing import Generic, NoReturn, Self, TypeVar
@@ -50,15 +51,51 @@ class PackedWeight(ABC):
     @property
     def plain(self) -> LazyTensor:
         """The values as a float32 tensor, made by tiles."""
-        return LazyTensor(FLOAT32, self.shape, self._rows)
+        return tiled(LazyTensor(FLOAT32, self.shape, self.values), prod(self.shape[1:]))
 
-    def _rows(self, start: int, stop: int) -> Array:
-        step = max(1, TILE_ELEMENTS // max(1, prod(self.shape[1:])))
-        result = np.empty((stop - start, *self.shape[1:]), np.float32)
+
+def remembered(tensor: LazyTensor) -> LazyTensor:
+    """A computed tensor whose last small ranges of rows stay in memory: codes and scales are made from the same ones.
+
+    The arrays are shared, so they are not to be written to.
+    """
+
+    def load(start: int, stop: int) -> Array:
+        small = (stop - start) * prod(tensor.shape[1:]) <= TILE_ELEMENTS
+        return _remember(tensor, start, stop) if small else tensor.rows(start, stop)
+
+    return replace(tensor, load=load, recast=None)
+
+
+@lru_cache(maxsize=32)
+def _remember(tensor: LazyTensor, start: int, stop: int) -> Array:
+    return tensor.rows(start, stop)
+
+
+def tiled(tensor: LazyTensor, columns: int) -> LazyTensor:
+    """The same tensor, whose rows are computed few at a time.
+
+    Args:
+        tensor: what is computed.
+        columns: values that one row is computed from.
+    """
+    step = max(1, TILE_ELEMENTS // max(1, columns))
+
+    def load(start: int, stop: int) -> Array:
+        result = np.empty((stop - start, *tensor.shape[1:]), tensor.dtype.numpy)
         for first in range(start, stop, step):
             last = min(first + step, stop)
-            result[first - start : last - start] = self.values(first, last)
+            result[first - start : last - start] = tensor.rows(first, last)
         return result
+
+    return replace(tensor, load=load, recast=None)
+
+
+def peaks_of(weight: LazyTensor, start: int, stop: int) -> Array:
+    """The largest absolute value of every row, float32."""
+    rows = np.abs(weight.rows(start, stop).reshape(stop - start, -1))
+    largest: Array = rows.max(axis=1, initial=0)
+    return largest.astype(np.float32)
 
 
 class Once(Generic[T]):
