@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.adapters.placement import CONV1D, CONV1D_TYPES
 from llmconv.convert.configs import with_dtype
 from llmconv.convert.mapping import listing
 from llmconv.convert.quantization.methods import Method, methods
+from llmconv.convert.quantization.turned import turned
 from llmconv.convert.quantization.weight import PackedWeight, remembered
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 
 FIELD = "quantization_config"
 CHOICES = ("dequantize", "requantize")
+NUMBER = r"(?<=\.)\d+(?=\.)"
 PLAIN_TYPE = BY_NAME["bfloat16"]
 
 
@@ -41,9 +45,15 @@ class QuantizedBase:
         if dtype != "keep":
             return merged
         tensors = {
-            name: cast(tensor, PLAIN_TYPE) if name in self.weights else tensor for name, tensor in merged.items()
+            name: cast(tensor, PLAIN_TYPE) if self._was_quantized(name) else tensor for name, tensor in merged.items()
         }
         return replace(merged, tensors=tensors, config=with_dtype(merged.config, tensors))
+
+    def _was_quantized(self, name: str) -> bool:
+        """Whether a result comes from a quantized weight; a merge may add copies of layers."""
+        if name in self.plain:
+            return name in self.weights
+        return re.sub(NUMBER, "{}", name) in {re.sub(NUMBER, "{}", weight) for weight in self.weights}
 
     def dequantizing(self, dtype: str) -> str:
         """The line that says so."""
@@ -100,7 +110,7 @@ def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
     if not settings:
         return None
     method = _method(settings)
-    weights = method.open(checkpoint)
+    weights = {name: _as_model(checkpoint, weight) for name, weight in method.open(checkpoint).items()}
     if not weights:
         raise MalformedInput(
             f"the base's config says `{method.name}`, but no weight in its files is quantized",
@@ -108,6 +118,12 @@ def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
         )
     plain = replace(checkpoint, tensors=_plain(checkpoint, method, weights), config=_without(checkpoint.config))
     return QuantizedBase(checkpoint, method, weights, plain)
+
+
+def _as_model(checkpoint: Checkpoint, weight: PackedWeight) -> PackedWeight:
+    """The weight as the plain model holds it."""
+    is_conv1d = checkpoint.config.get("model_type") in CONV1D_TYPES and weight.name.rpartition(".")[0].endswith(CONV1D)
+    return turned(weight) if is_conv1d and len(weight.shape) == 2 else weight
 
 
 def _plain(checkpoint: Checkpoint, method: Method, weights: Mapping[str, PackedWeight]) -> dict[str, LazyTensor]:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "quantized"
-BASES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
+BASES = sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
 MODULES = ("self_attn.q_proj", "mlp.down_proj")
 
 State = dict[str, torch.Tensor]

@@ -128,3 +128,12 @@ def test_blocks_need_not_be_square(changed: Callable[..., Path]) -> None:
     folder = changed("fp8_blocks", {**OTHERS, f"{DOWN}_scale_inv": grid}, weight_block_size=[16, 32])
     spread = grid.repeat_interleave(16, 0).repeat_interleave(32, 1)
     assert torch.equal(torch.from_numpy(opened(folder).plain[DOWN].read()), stored(folder)[DOWN].float() * spread)
+
+
+def test_weights_of_conv1d_are_turned_back_square_ones_too() -> None:
+    base = opened(FOLDER / "conv1d/int8")
+    assert {weight.shape for weight in base.weights.values()} == {(32, 96), (32, 32), (32, 128), (128, 32)}
+    for name, expected in reference("conv1d/int8").items():
+        assert torch.equal(torch.from_numpy(base.plain[name].read()), expected)
+        again = base.weights[name].requantized(base.plain[name])
+        assert all(again.parts[part].read().tobytes() == base.stored[part].read().tobytes() for part in again.parts)
