@@ -172,12 +172,7 @@ def _stored(
         return replace(merge, plan=plan, warnings=(*merge.warnings, base.dequantizing(dtype)))
     checkpoint, changed = base.requantized(result)
     retention = measure(base.plain, result, changed)
-    parts = {
-        part: name
-        for name, weight in changed.items()
-        for part, tensor in weight.parts.items()
-        if tensor is not base.stored[part]
-    }
+    parts = base.changed_parts(changed)
     return replace(
         merge,
         plan=plan_checkpoint(checkpoint, max_shard_size),

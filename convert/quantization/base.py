@@ -86,6 +86,15 @@ class QuantizedBase:
         tensors |= {name: merged[name] for name in merged if name not in tensors and name not in self.weights}
         return replace(merged, tensors=tensors, config={**merged.config, FIELD: self.stored.config[FIELD]}), changed
 
+    def changed_parts(self, changed: Mapping[str, PackedWeight]) -> dict[str, str]:
+        """The tensors of the files that are not as they were, by name, with the plain name of their weight."""
+        return {
+            part: name
+            for name, weight in changed.items()
+            for part, tensor in weight.parts.items()
+            if tensor is not self.stored[part]
+        }
+
     def _require_in_place(self, merged: Checkpoint) -> None:
         names = {id(tensor): name for name, tensor in self.plain.items()}
         moved = [name for name, tensor in merged.items() if name in self.plain and names.get(id(tensor), name) != name]

@@ -45,7 +45,8 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
 
     merge = merge_lora(base, adapters, output, dry_run=dry_run, **choices)
     if as_json:
-        options.print_json({**plans.as_result(merge.plan, output, dry_run), **_fates(merge)})
+        retention = {"retention": merge.retention.summary()} if merge.retention else {}
+        options.print_json({**plans.as_result(merge.plan, output, dry_run), **_fates(merge), **retention})
         return
     counts = f"; {len(merge.merged)} merged, {len(merge.replaced)} replaced, {len(merge.added)} added"
     plans.print_plan(merge.plan, output, dry_run, counts, lambda name: _fate(merge, name))
@@ -66,5 +67,4 @@ def _fates(merge: Merge) -> dict[str, Any]:
         "replaced": list(merge.replaced),
         "added": list(merge.added),
         "warnings": list(merge.warnings),
-        "retention": merge.retention and merge.retention.summary(),
     }
