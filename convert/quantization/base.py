@@ -101,6 +101,7 @@ class QuantizedBase:
         moved += [
             name for name, weight in self.weights.items() if name not in merged or merged[name].shape != weight.shape
         ]
+        moved += [name for name in merged if name not in self.plain and self._was_quantized(name)]
         if moved:
             raise UnsupportedInput(
                 f"the merge moves or resizes weights of the base, {listing(moved)} among them, which stay quantized",

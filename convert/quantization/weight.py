@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from threading import Lock
@@ -64,7 +64,7 @@ def remembered(tensor: LazyTensor) -> LazyTensor:
         small = (stop - start) * prod(tensor.shape[1:]) <= TILE_ELEMENTS
         return _remember(tensor, start, stop) if small else tensor.rows(start, stop)
 
-    return replace(tensor, load=load, recast=None)
+    return LazyTensor(tensor.dtype, tensor.shape, load)
 
 
 @lru_cache(maxsize=32)
@@ -88,7 +88,7 @@ def tiled(tensor: LazyTensor, columns: int) -> LazyTensor:
             result[first - start : last - start] = tensor.rows(first, last)
         return result
 
-    return replace(tensor, load=load, recast=None)
+    return LazyTensor(tensor.dtype, tensor.shape, load)
 
 
 def peaks_of(weight: LazyTensor, start: int, stop: int) -> Array:

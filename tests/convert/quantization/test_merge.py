@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 from llmconv.cli import main
 from llmconv.convert import merge_lora
@@ -184,3 +185,19 @@ def test_dry_run_of_a_plain_result_writes_nothing_and_says_so(adapter: Callable[
     result = CliRunner().invoke(main, [*arguments, "--base-quant", "dequantize"])
     assert result.exit_code == 0 and "7 quantized weights (bitsandbytes) become plain bfloat16" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_quantized_weight_that_an_adapter_replaces_is_quantized_as_the_base_is(
+    adapter: Callable[..., Path], tmp_path: Path
+) -> None:
+    lora = adapter(0.05)
+    name, weight = f"{K}.weight", torch.randn(32, 64)
+    tensors = load_file(lora / "adapter_model.safetensors") | {f"base_model.model.{name}": weight}
+    save_file(tensors, lora / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "modules_to_save": ["k_proj"]}
+    (lora / "adapter_config.json").write_text(json.dumps(config))
+    merge = merge_lora(FOLDER / "int8", [lora], tmp_path / "out", base_quant="requantize")
+    found = stored(tmp_path / "out")
+    assert torch.equal(found[f"{K}.SCB"], weight.abs().amax(dim=1))
+    assert torch.equal(found[name], torch.round(weight * (127.0 / found[f"{K}.SCB"][:, None])).to(torch.int8))
+    assert {name, f"{K}.SCB"} <= set(merge.replaced)
