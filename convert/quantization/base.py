@@ -116,10 +116,9 @@ def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
         MalformedInput: the parts of a weight are missing or do not fit each other.
         UnsupportedInput: a method that is not known.
     """
-    settings = checkpoint.config.get(FIELD)
-    if not settings:
+    if not checkpoint.config.get(FIELD):
         return None
-    method = _method(settings)
+    method = _method(checkpoint.config)
     weights = {name: _as_model(checkpoint, weight) for name, weight in method.open(checkpoint).items()}
     if not weights:
         raise MalformedInput(
@@ -152,13 +151,22 @@ def _without(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != FIELD}
 
 
-def _method(settings: Any) -> Method:
-    name = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    if name is None and isinstance(settings, Mapping) and any(str(key).startswith("load_in_") for key in settings):
-        name = "bitsandbytes"  # transformers before 4.37 did not write which
-    if not isinstance(name, str) or name not in methods():
+def method_name(config: Mapping[str, Any]) -> str | None:
+    """How a config says that its weights are quantized; None where it does not."""
+    settings = config.get(FIELD)
+    if not settings:
+        return None
+    name = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    if name is None and any(str(key).startswith("load_in_") for key in settings):
+        return "bitsandbytes"  # transformers before 4.37 did not write which
+    return str(name)
+
+
+def _method(config: Mapping[str, Any]) -> Method:
+    name = str(method_name(config))
+    if name not in methods() or not isinstance(config[FIELD], Mapping):
         raise UnsupportedInput(
-            f"the base is quantized with `{str(name)[:40]}`, which is not known",
+            f"the base is quantized with `{name[:40]}`, which is not known",
             hint=f"known are {', '.join(methods())}; merge into the model it was quantized from, then quantize",
         )
     return methods()[name]

@@ -201,3 +201,10 @@ def test_a_quantized_weight_that_an_adapter_replaces_is_quantized_as_the_base_is
     assert torch.equal(found[f"{K}.SCB"], weight.abs().amax(dim=1))
     assert torch.equal(found[name], torch.round(weight * (127.0 / found[f"{K}.SCB"][:, None])).to(torch.int8))
     assert {name, f"{K}.SCB"} <= set(merge.replaced)
+
+
+def test_inspect_names_the_quantization() -> None:
+    shown = CliRunner().invoke(main, ["inspect", str(FOLDER / "awq_gemm")]).stdout
+    assert any(line.split() == ["quantization", "awq"] for line in shown.splitlines())
+    printed = CliRunner().invoke(main, ["inspect", str(FOLDER / "int8"), "--json"]).stdout
+    assert json.loads(printed)["quantization"] == "bitsandbytes"
