@@ -142,8 +142,8 @@ def float8(values: Array) -> Array:
 
 def _decoded(scales: Array, dtype: DType, name: str) -> Array:
     if dtype.name == "uint8":
-        powers: Array = np.exp2(scales.astype(np.float32) - np.float32(EXPONENT_BIAS))
-        return powers
+        with np.errstate(over="ignore"):
+            scales = np.exp2(scales.astype(np.float32) - np.float32(EXPONENT_BIAS))
     return finite(scales, name)
 
 

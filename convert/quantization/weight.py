@@ -51,7 +51,14 @@ class PackedWeight(ABC):
     @property
     def plain(self) -> LazyTensor:
         """The values as a float32 tensor, made by tiles."""
-        return tiled(LazyTensor(FLOAT32, self.shape, self.values), prod(self.shape[1:]))
+        return tiled(LazyTensor(FLOAT32, self.shape, self._finite_values), prod(self.shape[1:]))
+
+    def _finite_values(self, start: int, stop: int) -> Array:
+        try:
+            with np.errstate(over="raise"):
+                return self.values(start, stop)
+        except FloatingPointError:
+            refuse(self.name, "has scales so large that its values are infinite")
 
 
 def remembered(tensor: LazyTensor) -> LazyTensor:

@@ -146,6 +146,20 @@ def test_a_scale_that_is_no_number_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("base", "part", "huge"),
+    [
+        ("int8", f"{P}.SCB", torch.full((64,), 3e38)),
+        ("fp8_blocks", f"{P}.weight_scale_inv", torch.full((2, 2), 3e38)),
+        ("fp8_blocks", f"{P}.weight_scale_inv", torch.full((2, 2), 255, dtype=torch.uint8)),
+    ],
+)
+def test_scales_that_make_values_infinite_are_refused(
+    base: str, part: str, huge: torch.Tensor, attempt: Callable[..., InputRefused]
+) -> None:
+    assert P in attempt(base, {part: huge}).message
+
+
+@pytest.mark.parametrize(
     ("base", "fields"),
     [
         ("gptq_4bit_sym", {"bits": 5}),

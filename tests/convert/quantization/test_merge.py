@@ -157,7 +157,7 @@ def test_choices_that_contradict_each_other_are_refused(
     assert message in caught.value.message + caught.value.hint
 
 
-@pytest.mark.parametrize("method", ["hqq", "aqlm", "eetq", "torchao", "mxfp4", "quanto", None, 4])
+@pytest.mark.parametrize("method", ["hqq", "aqlm", "eetq", "torchao", "vptq", "quanto", None, 4])
 def test_other_methods_are_refused_by_name(
     method: object, changed: Callable[..., Path], adapter: Callable[..., Path], tmp_path: Path
 ) -> None:
