@@ -14,6 +14,7 @@ from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import Format, detect
 from llmconv.convert.mapping import comparing_samples
+from llmconv.convert.quantization.base import method_name
 from llmconv.convert.raw import raw_tensors, torch_tensors
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import InputRefused
@@ -56,6 +57,11 @@ class Inspection:
     kind: str = ""
 
     @property
+    def quantization(self) -> str | None:
+        """The method that its weights are quantized with, as its configuration calls it."""
+        return method_name(self.config)
+
+    @property
     def parameters(self) -> int:
         """Elements of all tensors."""
         return sum(prod(tensor.shape) for tensor in self.tensors.values())
@@ -84,6 +90,7 @@ class Inspection:
             "shards": self.shards,
             "model_type": self.config.get("model_type"),
             "architectures": self.config.get("architectures"),
+            "quantization": self.quantization,
             "parameters": self.parameters,
             "tensors": len(self.tensors),
             "dtypes": self.dtypes,

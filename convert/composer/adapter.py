@@ -9,12 +9,12 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.adapters.config import parse_config
+from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.names import match_names
 from llmconv.convert.adapters.placement import HEAD
 from llmconv.convert.adapters.reading import Adapter, to_adapter
 from llmconv.convert.adapters.vocabulary import says_tied
 from llmconv.convert.composer.peft_run import PREFIX, PeftRun
-from llmconv.convert.lora import merged
 from llmconv.convert.mapping import listing
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.tensors import LazyTensor
@@ -86,7 +86,7 @@ def _apart(run: PeftRun, model: Checkpoint) -> Checkpoint:
     else:
         adapter = to_adapter(run.path, (run.path,), config, run.adapter)
         if model.tensors:
-            merged(model, [adapter], [1.0])  # of no use but to be checked
+            merged(model, [adapter])  # of no use but to be checked
     place = "in the sub-folder `adapter`" if model.tensors else "alone; it needs its base model"
     note = f"the LoRA adapter is written {place}"
     parts = Checkpoint(run.path, "adapter", run.adapter, run.config)
@@ -117,7 +117,7 @@ def _lost_biases(run: PeftRun) -> list[str]:
 
 
 def _merged(run: PeftRun, model: Checkpoint) -> Checkpoint:
-    result, edits = merged(model, [_opened(run)], [1.0])
+    result, edits = merged(model, [_opened(run)])
     note = f"the LoRA adapter is merged into {len(edits.changes)} weights; `--adapter split` keeps it apart"
     return replace(result, warnings=(*model.warnings, *edits.warnings, note))
 

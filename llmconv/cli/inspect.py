@@ -46,6 +46,7 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
         *([("shards", f"{found.shards:,}")] if found.shards > 1 else []),
         ("model type", found.kind or str(found.config.get("model_type") or found.config.get("peft_type") or "unknown")),
         ("architecture", architecture or "unknown"),
+        *([("quantization", found.quantization)] if found.quantization else []),
         ("parameters", f"{found.parameters:,}"),
         ("tensors", f"{len(found.tensors):,}"),
         ("dtypes", ", ".join(f"{name} ({count})" for name, count in found.dtypes.items())),

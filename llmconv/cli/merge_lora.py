@@ -59,6 +59,12 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
     show_default=True,
     help="How ties and dare_ties elect signs: by size or by number.",
 )
+@click.option(
+    "--base-quant",
+    type=click.Choice(["dequantize", "requantize"]),
+    help="What becomes of a quantized BASE: plain weights (bfloat16 unless --dtype is given), or stored as it is, "
+    "refused where too little of the update survives.",
+)
 @click.option("--check", is_flag=True, help="Compare a sample of what was written with the sum in float64.")
 @click.option("--alpha", type=float, help="lora_alpha, where the adapter's config does not carry it.")
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
@@ -80,7 +86,8 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
     merge = merge_lora(base, adapters, output, dry_run=dry_run, **choices)
     if as_json:
         check = {"check": merge.check.as_result()} if merge.check else {}
-        options.print_json({**plans.as_result(merge.plan, output, dry_run), **_fates(merge), **check})
+        retention = {"retention": merge.retention.summary()} if merge.retention else {}
+        options.print_json({**plans.as_result(merge.plan, output, dry_run), **_fates(merge), **retention, **check})
     else:
         _print(merge, output, dry_run)
     if merge.check and merge.check.differing:

@@ -1,0 +1,99 @@
+"""merged: adapters placed on a base, as one lazy checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+
+from llmconv.checkpoint import Checkpoint, read_side_files
+from llmconv.convert.adapters.placement import Edits
+from llmconv.convert.adapters.reading import Adapter
+from llmconv.convert.adapters.recipe import Recipe, plain_sum
+from llmconv.convert.adapters.replication import replicated
+from llmconv.convert.adapters.task_vectors import TaskVectors
+from llmconv.convert.adapters.vocabulary import (
+    find_embedding,
+    find_head,
+    fit_vocabulary,
+    follow_tokens,
+    says_tied,
+    untie,
+)
+from llmconv.convert.configs import with_dtype
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.tensors import BY_NAME, FLOATS, LazyTensor
+
+TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
+"""How the side files begin that belong to a vocabulary."""
+
+
+def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None = None) -> tuple[Checkpoint, Edits]:
+    """The lazy result, and what is done to the base.
+
+    Args:
+        base: of plain weights.
+        adapters: opened.
+        recipe: how; every adapter is added as it is by default.
+
+    Raises:
+        MalformedInput: an adapter for another base.
+        UnsupportedInput: a kind of adapter or base that this formula does not fit.
+    """
+    recipe = recipe or plain_sum(adapters)
+    _check_types(base, adapters)
+    base = replicated(base, adapters)
+    embedding = find_embedding(base)
+    head = find_head(base, embedding)
+    edits = Edits(dict(base.tensors), base.config)
+    if embedding and head not in base and says_tied(base.config):
+        edits.tensors[head] = base[embedding]
+        edits.tied = (embedding, head)
+    vectors = TaskVectors(edits, adapters, recipe.weights, recipe.combination)
+    for number in vectors.order:
+        edits.place(adapters[number], recipe.weights[number])
+    follow_tokens(edits, embedding, head)
+    config = deepcopy(base.config)
+    for adapter in adapters:
+        config |= adapter.fields
+    resized = fit_vocabulary(edits, embedding, head, config)
+    untie(edits, embedding, head, config)
+    tensors = {name: _result(edits, vectors, name, recipe.dtype) for name in edits.tensors}
+    if recipe.dtype != "keep":
+        config = with_dtype(config, tensors)
+    side_files = _side_files(base, adapters if resized else ())
+    return replace(base, tensors=tensors, config=config, side_files=side_files), edits
+
+
+def _check_types(base: Checkpoint, adapters: Sequence[Adapter]) -> None:
+    """Shapes of another architecture may fit by chance."""
+    if base.config.get("quantization_config"):
+        raise UnsupportedInput(
+            "the base is quantized", hint="merge into the unquantized model the adapter was trained on, then quantize"
+        )
+    own = base.config.get("model_type")
+    other = next((adapter for adapter in adapters if adapter.model_type not in ("", own)), None)
+    if other:
+        raise MalformedInput(
+            f"`{other.name}` was trained on a {other.model_type}, the base is a {own}",
+            hint="give the base that the adapter was trained on",
+        )
+
+
+def _result(edits: Edits, vectors: TaskVectors, name: str, dtype: str) -> LazyTensor:
+    """The lazy output: of the base's element type, unless another one is asked for."""
+    kept = edits.tensors[name].dtype
+    target = BY_NAME[dtype] if dtype != "keep" and kept.name in ("float64", *FLOATS) else kept
+    if name in edits.changes and not vectors.summed:
+        return vectors.combined(name, edits.current(name), target)
+    return edits.result(name, target)
+
+
+def _side_files(base: Checkpoint, adapters: Sequence[Adapter]) -> dict[str, bytes]:
+    """The base's, or the adapter's tokenizer where the vocabulary is the adapter's."""
+    for adapter in adapters:
+        own = {name: data for name, data in read_side_files(adapter.path).items() if name.startswith(TOKENIZER)}
+        if own:
+            others = {name: data for name, data in base.side_files.items() if not name.startswith(TOKENIZER)}
+            return others | own
+    return dict(base.side_files)

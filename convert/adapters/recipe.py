@@ -1,0 +1,119 @@
+"""Recipe: how adapters are to be merged, from the options of the command, checked against each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from llmconv.convert.adapters.combining import Combination
+from llmconv.convert.adapters.reading import Adapter
+from llmconv.convert.to_hf import check_dtype
+from llmconv.errors import UsageProblem
+from llmconv.layout import KEEP
+
+
+class MergeOptions(TypedDict, total=False):
+    """The options of a merge, by the names that the command has for them.
+
+    Attributes:
+        weights: w, one per adapter; all 1 by default.
+        alpha: `lora_alpha` where an adapter's files do not carry it.
+        initial_adapters: one per adapter, as it was before training, where that took it out of the base (PiSSA, OLoRA,
+            CorDA, LoRA-GA): its product is subtracted. `-` for an adapter without one.
+        combine: how several adapters become one, one of `METHODS` of `adapters.combining`, which defines them.
+        densities: for a `combine` that prunes, the share of each adapter's change to keep; one, or one per adapter.
+        seed: for a `combine` that draws; with a tensor's name and the adapter's content it decides what is drawn.
+        rank: for `svd`; the largest rank of the adapters by default.
+        majority_sign: how `ties` and `dare_ties` elect signs: by `total` or `frequency`.
+        dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the output's floating-point tensors.
+        base_quant: what becomes of a quantized base: `dequantize` (plain weights, bfloat16 where `dtype` is `keep`) or
+            `requantize` (stored as it is, refused where too little of the update survives).
+        max_shard_size: `keep` (the files of the base), or the largest safetensors file, such as `5GB`.
+    """
+
+    weights: Sequence[float]
+    alpha: float | None
+    initial_adapters: Sequence[str | Path]
+    combine: str
+    densities: Sequence[float]
+    seed: int
+    rank: int | None
+    majority_sign: str
+    dtype: str
+    base_quant: str | None
+    max_shard_size: str | int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the result of a merge, besides base and adapters; attributes as in `MergeOptions`."""
+
+    weights: tuple[float, ...]
+    combination: Combination = Combination()
+    dtype: str = "keep"
+    base_quant: str | None = None
+    max_shard_size: str | int = KEEP
+
+    def provenance(self) -> dict[str, Any]:
+        """For the manifest: what is not the default."""
+        told: dict[str, Any] = {"weights": list(self.weights)}
+        if self.combination.method != "linear":
+            told["combination"] = asdict(self.combination)
+        if self.dtype != "keep":
+            told["dtype"] = self.dtype
+        return told | ({"base_quant": self.base_quant} if self.base_quant else {})
+
+
+def plain_sum(adapters: Sequence[Adapter]) -> Recipe:
+    """Every adapter added as it is."""
+    return Recipe((1.0,) * len(adapters))
+
+
+def recipe_of(options: MergeOptions, adapters: Sequence[Adapter]) -> Recipe:
+    """The recipe for these adapters.
+
+    Raises:
+        UsageProblem: the options contradict each other or the adapters.
+    """
+    dtype = options.get("dtype", "keep")
+    check_dtype(dtype)
+    combination = Combination(
+        options.get("combine", "linear"),
+        tuple(options.get("densities", ())),
+        options.get("seed", 0),
+        options.get("rank"),
+        options.get("majority_sign", "total"),
+    )
+    return Recipe(
+        _weights(options.get("weights", ()), adapters),
+        _ranked(combination, adapters),
+        dtype,
+        options.get("base_quant"),
+        options.get("max_shard_size", KEEP),
+    )
+
+
+def _weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> tuple[float, ...]:
+    if not adapters:
+        raise UsageProblem("no adapter is given", hint="give at least one: `llmconv merge-lora BASE ADAPTER -o OUT`")
+    if weights and len(weights) != len(adapters):
+        raise UsageProblem(
+            f"{len(weights)} weight(s) for {len(adapters)} adapter(s)", hint="give `--weight` once per adapter"
+        )
+    if not all(map(math.isfinite, weights)):
+        raise UsageProblem("a weight is not finite", hint="give numbers such as `--weight 0.5`")
+    return tuple(weights) or (1.0,) * len(adapters)
+
+
+def _ranked(combination: Combination, adapters: Sequence[Adapter]) -> Combination:
+    """Checked, with the rank that was not given."""
+    combination.check(len(adapters))
+    if combination.method != "svd" or combination.rank is not None:
+        return combination
+    ranks = [pair.rank for adapter in adapters for pair in adapter.pairs.values()]
+    if not ranks:
+        raise UsageProblem("no adapter has a rank", hint="give the rank of the result: `--rank R`")
+    return replace(combination, rank=max(ranks))

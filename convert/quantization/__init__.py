@@ -1,0 +1,1 @@
+"""Quantized bases: opened as plain weights, and stored again after a merge."""

@@ -1,0 +1,252 @@
+"""4-bit codes in blocks of the flattened weight, as bitsandbytes stores nf4 and fp4.
+
+Layout (`bitsandbytes/functional.py`, `QuantState.as_dict`): `X.weight` two codes per byte, the first in the upper half;
+`X.weight.absmax` the scale of each block; `X.weight.quant_map` the value of each code; the rest as JSON in the bytes of
+`X.weight.quant_state.bitsandbytes__nf4`. With double quantization the scales are 8-bit codes themselves:
+`nested_quant_map[absmax] · nested_absmax of its block + nested_offset`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Self
+
+import numpy as np
+
+from llmconv.convert.quantization.weight import (
+    TILE_ELEMENTS,
+    Once,
+    PackedWeight,
+    as_bytes,
+    finite,
+    part,
+    refuse,
+    require,
+    tiled,
+)
+from llmconv.tensors import BY_NAME, Array, LazyTensor
+
+STATE = ".quant_state.bitsandbytes__"
+KINDS = ("nf4", "fp4")
+STATE_BYTES = 64 << 10
+BLOCK_SIZES = tuple(1 << power for power in range(4, 13))
+"""16 to 4096; bitsandbytes allows 32 and up."""
+
+SCALES = ("float32", "float16", "bfloat16")
+TINY = np.float32(1e-38)
+"""What bitsandbytes divides by where a block is all zeros."""
+
+LARGE = 1e38
+"""No scale comes near it, and float32 still holds it."""
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Scales that are codes themselves.
+
+    Attributes:
+        peaks: name of the scales of the scales.
+        map: name of the 256 values of their codes.
+        offset: added to all of them.
+        block: how many share one scale.
+    """
+
+    peaks: str
+    map: str
+    offset: float
+    block: int
+
+
+@dataclass(frozen=True, eq=False)
+class FourBit(PackedWeight):
+    """value = quant_map[code] · scale of its block.
+
+    Attributes:
+        block: elements in a block.
+        nested: how the scales are stored, where they are codes.
+    """
+
+    block: int
+    nested: Nested | None
+    map: Once[Array] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "map", Once(lambda: self._table(f"{self.name}.quant_map")))
+
+    @property
+    def count(self) -> int:
+        """Elements of the weight."""
+        return prod(self.shape)
+
+    def values(self, start: int, stop: int) -> Array:
+        """See `PackedWeight`."""
+        columns = prod(self.shape[1:])
+        first, last = start * columns, stop * columns
+        packed = as_bytes(self.parts[self.name]).rows(first // 2, -(-last // 2))
+        codes = np.empty((len(packed), 2), np.uint8)
+        np.right_shift(packed, 4, out=codes[:, 0])
+        np.bitwise_and(packed, 15, out=codes[:, 1])
+        wide = self.map()[codes.reshape(-1)[first % 2 :][: last - first]]
+        scales = self.scales(first // self.block, -(-last // self.block))
+        wide *= np.repeat(scales, self.block)[first % self.block :][: last - first]
+        return wide.reshape(stop - start, *self.shape[1:])
+
+    def scales(self, start: int, stop: int) -> Array:
+        """The scales of blocks `start:stop` in float32."""
+        stored = self.parts[f"{self.name}.absmax"].rows(start, stop)
+        if not self.nested:
+            return finite(stored, f"{self.name}.absmax")
+        block = self.nested.block
+        peaks = self.parts[self.nested.peaks].rows(start // block, -(-stop // block))
+        spread = np.repeat(finite(peaks, self.nested.peaks), block)[start % block :][: stop - start]
+        scales: Array = self._table(self.nested.map)[stored] * spread + np.float32(self.nested.offset)
+        return scales
+
+    def requantized(self, weight: LazyTensor) -> Self:
+        """See `PackedWeight`. Double quantization keeps its offset: the grid of the scales stays where it was."""
+        stored, absmax = self.parts[self.name], f"{self.name}.absmax"
+        size = stored.nbytes // max(1, stored.num_rows)
+
+        def codes(start: int, stop: int) -> Array:
+            numbers = self._codes(weight, 2 * start * size, 2 * stop * size)
+            packed = numbers[::2] << 4 | numbers[1::2]
+            return packed.view(stored.dtype.numpy).reshape(stop - start, *stored.shape[1:])
+
+        parts = {self.name: tiled(LazyTensor(stored.dtype, stored.shape, codes), 2 * size)}
+        if not self.nested:
+            dtype = self.parts[absmax].dtype
+            parts[absmax] = LazyTensor(
+                dtype, self.parts[absmax].shape, lambda a, b: self._peaks(weight, a, b).astype(dtype.numpy)
+            )
+        else:
+            parts |= self._nested_parts(weight, self.nested)
+        return replace(self, parts={**self.parts, **parts})
+
+    def _nested_parts(self, weight: LazyTensor, nested: Nested) -> dict[str, LazyTensor]:
+        """The scales of the scales, and the codes of the scales (`quantize_blockwise` of bitsandbytes)."""
+        absmax = self.parts[f"{self.name}.absmax"]
+        code = self._table(nested.map)
+        bounds = (code[:-1] + code[1:]) / 2
+
+        def centred(start: int, stop: int) -> Array:
+            """Whole blocks of scales, less the offset, as rows."""
+            first, last = start * nested.block, min(stop * nested.block, absmax.num_rows)
+            scales = self._peaks(weight, first, last) - np.float32(nested.offset)
+            return np.pad(scales, (0, (stop - start) * nested.block - len(scales))).reshape(-1, nested.block)
+
+        def peaks(start: int, stop: int) -> Array:
+            largest: Array = np.abs(centred(start, stop)).max(axis=1)
+            return largest
+
+        def codes(start: int, stop: int) -> Array:
+            rows = centred(start // nested.block, -(-stop // nested.block))
+            rows *= 1 / np.maximum(np.abs(rows).max(axis=1, keepdims=True), TINY)
+            numbers = np.searchsorted(bounds, rows.reshape(-1)).astype(np.uint8)  # few: one per block of weights
+            return numbers[start % nested.block :][: stop - start]
+
+        return {
+            f"{self.name}.absmax": LazyTensor(absmax.dtype, absmax.shape, codes),
+            nested.peaks: LazyTensor(BY_NAME["float32"], self.parts[nested.peaks].shape, peaks),
+        }
+
+    def _peaks(self, weight: LazyTensor, start: int, stop: int) -> Array:
+        """The largest absolute value of blocks `start:stop`, few at a time."""
+        step = max(1, TILE_ELEMENTS // self.block)
+        peaks = np.empty(stop - start, np.float32)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            np.abs(self._blocks(weight, first, last)).max(axis=1, out=peaks[first - start : last - start])
+        return peaks
+
+    def _codes(self, weight: LazyTensor, start: int, stop: int) -> Array:
+        """The codes of elements `start:stop`; behind the last one there are zeros."""
+        code = self.map()
+        order = np.argsort(code, kind="stable").astype(np.uint8)
+        bounds = (code[order[:-1]] + code[order[1:]]) / 2
+        blocks = self._blocks(weight, start // self.block, -(-min(stop, self.count) // self.block))
+        largest = np.maximum(np.abs(blocks).max(axis=1, keepdims=True), TINY)
+        numbers = order[_above(bounds, (blocks * (1 / largest)).reshape(-1))]
+        numbers = numbers[start % self.block :][: stop - start]
+        return np.pad(numbers, (0, stop - start - len(numbers)))
+
+    def _blocks(self, weight: LazyTensor, start: int, stop: int) -> Array:
+        """Elements of blocks `start:stop` as rows, in float32; behind the last one there are zeros."""
+        first, last = start * self.block, min(stop * self.block, self.count)
+        columns = prod(self.shape[1:])
+        rows = weight.rows(first // columns, -(-last // columns)).astype(np.float32)
+        flat = rows.reshape(-1)[first % columns :][: last - first]
+        return np.pad(flat, (0, (stop - start) * self.block - len(flat))).reshape(-1, self.block)
+
+    def _table(self, name: str) -> Array:
+        return finite(self.parts[name].read(), name)
+
+
+def _above(bounds: Array, values: Array) -> Array:
+    """How many bounds each value exceeds, uint8; for so few, fifteen times as fast as `searchsorted`."""
+    count = np.zeros(values.shape, np.uint8)
+    for bound in bounds:
+        count += values > bound
+    return count
+
+
+def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str) -> FourBit:
+    """The weight called `name`, whose state is the tensor `state_name`.
+
+    Raises:
+        MalformedInput: the state is no such JSON, or the parts do not fit each other and it.
+    """
+    state = _read_state(tensors[state_name], state_name)
+    if state_name.removeprefix(name + STATE) not in KINDS or state.get("quant_type") not in KINDS:
+        refuse(state_name, f"is of the type {str(state.get('quant_type'))[:40]!r}, neither nf4 nor fp4")
+    shape = _shape(state, state_name)
+    block = _size(state, "blocksize", state_name, BLOCK_SIZES)
+    codes = part(tensors, name, name)
+    if codes.nbytes != -(-prod(shape) // (2 * codes.dtype.itemsize)) * codes.dtype.itemsize:
+        refuse(name, f"has {codes.nbytes} bytes, its state says shape {list(shape)} of 4 bits each")
+    blocks = -(-prod(shape) // block)
+    parts = {name: codes, state_name: tensors[state_name]}
+    nested = _nested(state, name, state_name) if "nested_blocksize" in state else None
+    wanted = {".absmax": ((blocks,), ("uint8",) if nested else SCALES), ".quant_map": ((16,), ("float32",))}
+    if nested:
+        wanted[".nested_absmax"] = ((-(-blocks // nested.block),), ("float32",))
+        wanted[".nested_quant_map"] = ((256,), ("float32",))
+    for end, (size, dtypes) in wanted.items():
+        parts[name + end] = require(part(tensors, name + end, name), name + end, size, dtypes)
+    return FourBit(name, parts, shape, block, nested)
+
+
+def _nested(state: Mapping[str, Any], name: str, source: str) -> Nested:
+    offset = state.get("nested_offset")
+    if not isinstance(offset, int | float) or not -LARGE < offset < LARGE:
+        refuse(source, "has a `nested_offset` that is no number")
+    block = _size(state, "nested_blocksize", source, BLOCK_SIZES)
+    return Nested(f"{name}.nested_absmax", f"{name}.nested_quant_map", float(offset), block)
+
+
+def _read_state(tensor: LazyTensor, name: str) -> dict[str, Any]:
+    if tensor.dtype.name != "uint8" or tensor.nbytes > STATE_BYTES:
+        refuse(name, f"is {tensor.dtype.name} of {tensor.nbytes} bytes, not a small JSON text in uint8")
+    try:
+        state = json.loads(tensor.read().tobytes().decode())
+    except (ValueError, RecursionError):
+        refuse(name, "is not valid JSON")
+    if not isinstance(state, dict):
+        refuse(name, "is not a JSON object")
+    return state
+
+
+def _shape(state: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    shape = state.get("shape")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in shape):
+        refuse(name, "has a `shape` that is no matrix's")
+    return tuple(shape)
+
+
+def _size(state: Mapping[str, Any], field_name: str, name: str, known: tuple[int, ...]) -> int:
+    size = state.get(field_name)
+    if type(size) is not int or size not in known:
+        refuse(name, f"has a `{field_name}` of {str(size)[:40]}")
+    return size

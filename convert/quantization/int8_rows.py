@@ -1,0 +1,78 @@
+"""int8 with a scale per row, as LLM.int8 of bitsandbytes stores it.
+
+Layout: `X.weight` int8 of out×in, `X.SCB` float32 of out, `X.weight_format` 0 (row by row). Formulas:
+`bitsandbytes/backends/default/ops.py` (`int8_vectorwise_quant`), `functional.py` (`int8_vectorwise_dequant`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+import numpy as np
+
+from llmconv.convert.quantization.weight import FLOAT32, PackedWeight, finite, part, peaks_of, refuse, require, tiled
+from llmconv.errors import UnsupportedInput
+from llmconv.tensors import Array, LazyTensor
+
+STEP = np.float32(7.874015718698502e-3)
+"""1/127, as bitsandbytes writes it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Int8Rows(PackedWeight):
+    """value = code · scale of its row / 127.
+
+    Attributes:
+        scales: name of the tensor of scales.
+    """
+
+    scales: str
+
+    def values(self, start: int, stop: int) -> Array:
+        """See `PackedWeight`."""
+        scales = finite(self.parts[self.scales].rows(start, stop), self.scales)
+        wide = self.parts[self.name].rows(start, stop).astype(np.float32)
+        wide *= scales[:, np.newaxis]
+        wide *= STEP
+        return wide
+
+    def requantized(self, weight: LazyTensor) -> Self:
+        """See `PackedWeight`; a row's scale is its largest absolute value."""
+
+        def codes(start: int, stop: int) -> Array:
+            largest = peaks_of(weight, start, stop)
+            steps = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+            return np.rint(weight.rows(start, stop).astype(np.float32) * steps[:, np.newaxis]).astype(np.int8)
+
+        stored, columns = self.parts[self.name], self.shape[1]
+        parts = {
+            self.name: tiled(LazyTensor(stored.dtype, stored.shape, codes), columns),
+            self.scales: tiled(LazyTensor(FLOAT32, stored.shape[:1], partial(peaks_of, weight)), columns),
+        }
+        return replace(self, parts={**self.parts, **parts})
+
+
+def open_int8(tensors: Mapping[str, LazyTensor], name: str) -> Int8Rows:
+    """The weight called `name`.
+
+    Raises:
+        MalformedInput: the scales are missing or do not fit.
+        UnsupportedInput: the codes are in the order of a kernel.
+    """
+    stem = name.removesuffix("weight")
+    codes, scales = tensors[name], part(tensors, f"{stem}SCB", name)
+    if len(codes.shape) != 2:
+        refuse(name, f"is int8 of shape {list(codes.shape)}, not a matrix")
+    parts = {name: codes, f"{stem}SCB": require(scales, f"{stem}SCB", codes.shape[:1], ("float32",))}
+    order = f"{stem}weight_format"
+    if order in tensors:
+        parts[order] = require(tensors[order], order, tensors[order].shape[:1] and (1,), ("uint8",))
+        if parts[order].read().any():
+            raise UnsupportedInput(
+                f"`{name}` of the base is int8 in the order of one kind of GPU",
+                hint="load and save it with bitsandbytes 0.43 or later, which stores rows",
+            )
+    return Int8Rows(name, parts, codes.shape, f"{stem}SCB")

@@ -1,0 +1,38 @@
+"""The quantization methods: one file each in this folder, found by listing it, called as `quant_method` calls them."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.quantization.weight import PackedWeight
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to store weights; each file of this folder has one as its constant `METHOD`.
+
+    Attributes:
+        name: the `quant_method` of a `quantization_config`, equal to the file's name but for `-`.
+        title: one line for people.
+        open: the quantized weights of a checkpoint by the names they have once they are plain, checked against each
+            other from the headers, and what else is small; refuses what it does not know.
+        dropped: ends of names of tensors that mean nothing once the weights are plain, such as scales of activations.
+    """
+
+    name: str
+    title: str
+    open: Callable[[Checkpoint], Mapping[str, PackedWeight]]
+    dropped: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=1)
+def methods() -> dict[str, Method]:
+    """Every method by name, in alphabetical order."""
+    found = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    rows = [importlib.import_module(f"{__name__}.{name}").METHOD for name in found]
+    return {row.name: row for row in rows}

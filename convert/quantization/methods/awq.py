@@ -1,0 +1,92 @@
+"""AWQ in the layout `gemm`, as AutoAWQ writes it.
+
+Layout (`awq/modules/linear/gemm.py`): `qweight` int32 in×(out/8), eight outputs of 4 bits in a word, in the order 0, 2,
+4, 6, 1, 3, 5, 7; `qzeros` the same of groups×(out/8); `scales` groups×out. Zero points are stored as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.quantization.grouped import GroupedWeight, Packing
+from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.weight import part, refuse, require
+from llmconv.errors import UnsupportedInput
+from llmconv.tensors import Array, LazyTensor
+
+WORDS, ZEROS, SCALES = ".qweight", ".qzeros", ".scales"
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+BITS, PER_WORD = 4, 8
+
+
+def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
+    """The quantized weights of a checkpoint.
+
+    Raises:
+        MalformedInput: parts are missing, left over, or do not fit each other.
+        UnsupportedInput: another layout than `gemm`, or other bits than four.
+    """
+    _require_gemm(checkpoint.config["quantization_config"])
+    found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
+    weights = {f"{stem}.weight": _open(checkpoint, stem) for stem in found}
+    for name in checkpoint:
+        if name.endswith((ZEROS, SCALES)) and f"{name.rpartition('.')[0]}.weight" not in weights:
+            refuse(name, "belongs to no quantized weight")
+    return weights
+
+
+def _require_gemm(config: Mapping[str, Any]) -> None:
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
+    bits = config.get("bits", config.get("w_bit", BITS))
+    if version != "gemm" or bits != BITS:
+        raise UnsupportedInput(
+            f"the base is AWQ in the layout `{version[:40]}` of {str(bits)[:20]} bits",
+            hint="known is `gemm` of 4 bits; save it so with AutoAWQ, or merge into the model it was quantized from",
+        )
+
+
+def _open(tensors: Mapping[str, LazyTensor], stem: str) -> GroupedWeight:
+    name = stem + WORDS
+    names = [stem + end for end in (WORDS, ZEROS, SCALES)]
+    words, zeros, scales = (part(tensors, each, name) for each in names)
+    if len(words.shape) != 2 or len(scales.shape) != 2 or 0 in words.shape or 0 in scales.shape:
+        refuse(name, f"has shape {list(words.shape)} and scales of {list(scales.shape)}, which are no matrices")
+    inputs, outputs, height = words.shape[0], words.shape[1] * PER_WORD, scales.shape[0]
+    if inputs % height:
+        refuse(stem + SCALES, f"has {height} groups, which do not divide {inputs} inputs")
+    require(words, name, words.shape, ("int32",))
+    require(scales, stem + SCALES, (height, outputs), ("float16", "bfloat16", "float32"))
+    require(zeros, stem + ZEROS, (height, words.shape[1]), ("int32",))
+
+    def read_grid() -> tuple[Array, Array]:
+        return scales.read().T, unpack_outputs(zeros.read().T)
+
+    parts = {each: tensors[each] for each in names}
+    groups = np.arange(inputs) // (inputs // height)
+    packing, shape = Packing(PER_WORD, unpack_outputs, pack_outputs), (outputs, inputs)
+    return GroupedWeight(f"{stem}.weight", parts, shape, name, stem + SCALES, read_grid, groups, packing, 1 << BITS)
+
+
+def unpack_outputs(words: Array) -> Array:
+    """int32 of (out/8)×columns to uint8 of out×columns."""
+    bits = np.ascontiguousarray(words).view(np.uint32)
+    codes = np.empty((len(bits), PER_WORD, bits.shape[1]), np.uint8)
+    for place, output in enumerate(ORDER):
+        codes[:, output] = bits >> np.uint32(BITS * place) & np.uint32(15)
+    return codes.reshape(-1, bits.shape[1])
+
+
+def pack_outputs(codes: Array) -> Array:
+    """The way back."""
+    grouped = codes.reshape(-1, PER_WORD, codes.shape[1]).astype(np.uint32)
+    words = np.zeros((len(grouped), codes.shape[1]), np.uint32)
+    for place, output in enumerate(ORDER):
+        words |= grouped[:, output] << np.uint32(BITS * place)
+    return words.view(np.int32)
+
+
+METHOD = Method("awq", "4 bits, layout `gemm`", open_awq)

@@ -1,0 +1,58 @@
+"""Fine-grained FP8, as DeepSeek and Qwen publish: float8 with a scale per block, or one per tensor.
+
+Layout: `transformers/integrations/finegrained_fp8.py` (`Fp8Dequantize`): `X.weight` and `X.weight_scale_inv`, by which
+the code is multiplied; blocks of `weight_block_size` (rows, columns), those at the edges partial (DeepSeek-V3
+`inference/kernel.py`, `weight_dequant`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.scaled import ScaledWeight, open_scaled
+from llmconv.convert.quantization.weight import refuse
+from llmconv.errors import MalformedInput
+
+SCALES = ("_scale_inv", "_scale")
+ACTIVATIONS = ("activation_scale", "input_scale", "k_scale", "v_scale", "q_scale", "output_scale")
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+def open_fp8(checkpoint: Checkpoint) -> Mapping[str, ScaledWeight]:
+    """The float8 tensors of a checkpoint; every one must have its scales.
+
+    Raises:
+        MalformedInput: scales are missing, left over, or of another shape.
+    """
+    block = block_size(checkpoint.config["quantization_config"].get("weight_block_size"))
+    weights: dict[str, ScaledWeight] = {}
+    for name, tensor in checkpoint.items():
+        if tensor.dtype.name in FLOAT8:
+            scales = next((name + end for end in SCALES if name + end in checkpoint), name + SCALES[0])
+            weights[name] = open_scaled(checkpoint, name, scales, block)
+    for name in checkpoint:
+        if name.endswith((".weight_scale_inv", ".weight_scale")) and name.rpartition("_scale")[0] not in weights:
+            refuse(name, "is a scale of no float8 weight")
+    return weights
+
+
+def block_size(given: Any) -> tuple[int, int] | None:
+    """`weight_block_size` as rows and columns.
+
+    Raises:
+        MalformedInput: it is no such pair.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, list | tuple) or len(given) != 2 or not all(type(n) is int and n > 0 for n in given):
+        raise MalformedInput(
+            f"the base's `weight_block_size` is {str(given)[:80]}",
+            hint="it is a pair of numbers such as [128, 128]; repair the `config.json`",
+        )
+    return given[0], given[1]
+
+
+METHOD = Method("fp8", "float8 with a scale per block or tensor (DeepSeek, Qwen)", open_fp8, ACTIVATIONS)

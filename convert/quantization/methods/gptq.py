@@ -1,0 +1,116 @@
+"""GPTQ, as AutoGPTQ, GPTQModel and optimum write it.
+
+Layout (`auto_gptq/nn_modules/qlinear`, `gptqmodel/nn_modules/qlinear`): `qweight` int32 (in·bits/32)×out, the codes of
+an output one below the other; `qzeros` int32 groups×(out·bits/32); `scales` groups×out; `g_idx` each input's group.
+In the format `gptq` the zero points are stored less one, in `gptq_v2` as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.quantization.bits import WIDTHS, pack, unpack
+from llmconv.convert.quantization.grouped import GroupedWeight, Packing
+from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.weight import part, refuse, require
+from llmconv.errors import UnsupportedInput
+from llmconv.tensors import Array, LazyTensor
+
+WORDS, ZEROS, SCALES, GROUPS = ".qweight", ".qzeros", ".scales", ".g_idx"
+SCALE_TYPES = ("float16", "bfloat16", "float32")
+FORMATS = {"gptq": True, "gptq_v2": False}
+"""Whether the zero points of a `checkpoint_format` are stored less one."""
+
+ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+"""A one in every field of a word. GPTQModel adds it to whole words, which undoes what it subtracted from them, carries
+included (`convert_gptq_v1_to_v2_format_module`)."""
+
+
+def open_gptq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
+    """The quantized weights of a checkpoint.
+
+    Raises:
+        MalformedInput: parts are missing, left over, or do not fit each other.
+        UnsupportedInput: a layout for one kernel, or an unknown number of bits.
+    """
+    config = checkpoint.config["quantization_config"]
+    less_one = _format(config)
+    found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
+    weights = {f"{stem}.weight": _open(checkpoint, stem, config, less_one) for stem in found}
+    for name in checkpoint:
+        if name.endswith((ZEROS, SCALES, GROUPS)) and f"{name.rpartition('.')[0]}.weight" not in weights:
+            refuse(name, "belongs to no quantized weight")
+    return weights
+
+
+def _format(config: Mapping[str, Any]) -> bool:
+    name = str(config.get("checkpoint_format") or config.get("format") or "gptq")
+    if name not in FORMATS or config.get("is_marlin_format"):
+        raise UnsupportedInput(
+            f"the base is GPTQ in the layout `{name[:40]}`, which one kernel reads",
+            hint="save it as `gptq` with GPTQModel, or merge into the model it was quantized from",
+        )
+    return FORMATS[name]
+
+
+def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any], less_one: bool) -> GroupedWeight:
+    """The weight of the module `stem`; its bits follow from the shapes, since they may differ between modules."""
+    name = stem + WORDS
+    names = [stem + end for end in (WORDS, ZEROS, SCALES)]
+    words, zeros, scales = (part(tensors, each, name) for each in names)
+    if len(words.shape) != 2 or len(scales.shape) != 2 or 0 in words.shape or 0 in scales.shape:
+        refuse(name, f"has shape {list(words.shape)} and scales of {list(scales.shape)}, which are no matrices")
+    outputs, bits = words.shape[1], _bits(tensors, stem, config, words)
+    inputs = tensors[stem + GROUPS].num_rows if stem + GROUPS in tensors else words.shape[0] * 32 // bits
+    height = scales.shape[0]
+    require(words, name, (-(-inputs * bits // 32), outputs), ("int32",))
+    require(scales, stem + SCALES, (height, outputs), SCALE_TYPES)
+    require(zeros, stem + ZEROS, (height, -(-outputs * bits // 32)), ("int32",))
+    parts = {each: tensors[each] for each in (*names, stem + GROUPS) if each in tensors}
+    groups = _groups(tensors, stem, inputs, height)
+
+    def read_grid() -> tuple[Array, Array]:
+        return scales.read().T, zero_points(zeros.read(), bits, less_one)[:, :outputs].T
+
+    packing = Packing(1, partial(unpack, bits=bits), partial(pack, bits=bits, width=words.shape[0]))
+    shape = (outputs, inputs)
+    return GroupedWeight(f"{stem}.weight", parts, shape, name, stem + SCALES, read_grid, groups, packing, 1 << bits)
+
+
+def _bits(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any], words: LazyTensor) -> int:
+    bits = config.get("bits")
+    if (config.get("dynamic") or bits is None) and stem + GROUPS in tensors:
+        bits = words.shape[0] * 32 // max(1, tensors[stem + GROUPS].num_rows)
+    if type(bits) is not int or bits not in WIDTHS:
+        raise UnsupportedInput(
+            f"`{stem}` of the base is GPTQ of {str(bits)[:20]} bits", hint=f"known are {', '.join(map(str, WIDTHS))}"
+        )
+    return bits
+
+
+def _groups(tensors: Mapping[str, LazyTensor], stem: str, inputs: int, height: int) -> Array:
+    """The group of every input; without `g_idx` they are equally large, in order."""
+    if stem + GROUPS not in tensors:
+        return np.arange(inputs) // -(-inputs // height)
+    groups = require(tensors[stem + GROUPS], stem + GROUPS, (inputs,), ("int32", "int64")).read()
+    if groups.min() < -height or groups.max() >= height:
+        refuse(stem + GROUPS, f"names group {groups.max()}, there are {height}")
+    return groups % height
+
+
+def zero_points(words: Array, bits: int, less_one: bool) -> Array:
+    """The zero points in int32 `words`, uint8."""
+    if not less_one:
+        return unpack(words, bits)
+    if bits in ONES:
+        with np.errstate(over="ignore"):
+            return unpack(words.view(np.uint32) + np.uint32(ONES[bits]), bits)
+    return (unpack(words, bits) + np.uint8(1)) & np.uint8((1 << bits) - 1)
+
+
+METHOD = Method("gptq", "2, 3, 4 and 8 bits, act-order, v1 and v2", open_gptq)

@@ -1,0 +1,105 @@
+"""MXFP4, as gpt-oss is published: fused experts of 4-bit floats, with an exponent per 32 inputs.
+
+Layout (`transformers/integrations/mxfp4.py`, `convert_moe_packed_tensors`): `X_blocks` uint8 experts×out×(in/32)×16,
+two codes per byte, the first in the lower half; `X_scales` uint8 experts×out×(in/32), value = code · 2^(scale - 127).
+The plain weight `X` is experts×in×out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.weight import PackedWeight, part, refuse, require
+from llmconv.tensors import Array, LazyTensor
+
+BLOCKS, SCALES = "_blocks", "_scales"
+SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+"""What a code without its sign means (E2M1, OCP Microscaling)."""
+
+BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
+TABLE = np.concatenate([SIZES, -SIZES])
+BLOCK, BIAS = 32, 127
+
+
+@dataclass(frozen=True, eq=False)
+class Experts(PackedWeight):
+    """value = code · 2^exponent of its block; rows are experts."""
+
+    def values(self, start: int, stop: int) -> Array:
+        """See `PackedWeight`; exact."""
+        packed = self.parts[self.name + BLOCKS].rows(start, stop)
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:3], BLOCK)
+        exponents = self._exponents(start, stop)
+        return _turned(np.ldexp(TABLE[codes], exponents[..., np.newaxis]))
+
+    def requantized(self, weight: LazyTensor) -> Self:
+        """See `PackedWeight`. A block keeps its exponent where its largest value fits and uses half of the range."""
+        blocks, scales = self.parts[self.name + BLOCKS], self.parts[self.name + SCALES]
+
+        def exponents(start: int, stop: int, values: Array) -> Array:
+            peaks, old = np.abs(values).max(axis=-1), self._exponents(start, stop)
+            share = np.ldexp(peaks, -old)
+            new = np.ceil(np.log2(np.maximum(peaks, np.float32(1e-37)) / SIZES[-1])).astype(np.int32)
+            kept = (share <= SIZES[-1]) & (share > SIZES[-1] / 2) | (peaks == 0)
+            fitting: Array = np.clip(np.where(kept, old, new), -BIAS, BIAS)
+            return fitting
+
+        def new_scales(start: int, stop: int) -> Array:
+            return (exponents(start, stop, self._grouped(weight, start, stop)) + BIAS).astype(np.uint8)
+
+        def new_blocks(start: int, stop: int) -> Array:
+            values = self._grouped(weight, start, stop)
+            shares = np.ldexp(values, -exponents(start, stop, values)[..., np.newaxis])
+            codes = np.searchsorted(BOUNDS, np.abs(shares)).astype(np.uint8) | np.signbit(shares).view(np.uint8) << 3
+            packed: Array = codes[..., 0::2] | codes[..., 1::2] << 4
+            return packed
+
+        parts = {
+            self.name + BLOCKS: LazyTensor(blocks.dtype, blocks.shape, new_blocks),
+            self.name + SCALES: LazyTensor(scales.dtype, scales.shape, new_scales),
+        }
+        return replace(self, parts={**self.parts, **parts})
+
+    def _exponents(self, start: int, stop: int) -> Array:
+        return self.parts[self.name + SCALES].rows(start, stop).astype(np.int32) - BIAS
+
+    def _grouped(self, weight: LazyTensor, start: int, stop: int) -> Array:
+        """Experts of `weight` as experts×out×(in/32)×32."""
+        rows = weight.rows(start, stop).astype(np.float32).swapaxes(1, 2)
+        return np.ascontiguousarray(rows).reshape(stop - start, self.shape[2], -1, BLOCK)
+
+
+def _turned(values: Array) -> Array:
+    """Experts×out×(in/32)×32 as experts×in×out."""
+    return np.ascontiguousarray(values.reshape(*values.shape[:2], -1).swapaxes(1, 2))
+
+
+def open_mxfp4(checkpoint: Checkpoint) -> Mapping[str, Experts]:
+    """The quantized experts of a checkpoint.
+
+    Raises:
+        MalformedInput: parts are missing, left over, or do not fit each other.
+    """
+    weights = {}
+    for blocks in (name for name in checkpoint if name.endswith(BLOCKS)):
+        name = blocks.removesuffix(BLOCKS)
+        codes, scales = checkpoint[blocks], part(checkpoint, name + SCALES, blocks)
+        if len(codes.shape) != 4 or 0 in codes.shape:
+            refuse(blocks, f"has shape {list(codes.shape)}, not that of experts")
+        require(codes, blocks, (*codes.shape[:3], BLOCK // 2), ("uint8",))
+        require(scales, name + SCALES, codes.shape[:3], ("uint8",))
+        shape = (codes.shape[0], codes.shape[2] * BLOCK, codes.shape[1])
+        weights[name] = Experts(name, {blocks: codes, name + SCALES: scales}, shape)
+    for name in checkpoint:
+        if name.endswith(SCALES) and name.removesuffix(SCALES) not in weights:
+            refuse(name, "belongs to no quantized weight")
+    return weights
+
+
+METHOD = Method("mxfp4", "4-bit floats with an exponent per 32 inputs (gpt-oss)", open_mxfp4)

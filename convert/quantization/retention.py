@@ -1,0 +1,125 @@
+"""Retention: how much of what a merge adds is left once its result is quantized again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import sqrt
+from os import cpu_count
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llmconv.convert.quantization.weight import TILE_ELEMENTS, PackedWeight, remembered
+from llmconv.errors import UnsupportedInput
+from llmconv.tensors import LazyTensor
+
+ENOUGH = 0.5
+"""The least retention and cosine. On a uniform grid both are about one half where the update's size is a quarter of a
+step: below, most of it is lost, or most of what changes is rounding."""
+
+
+class Change(NamedTuple):
+    """Sums over elements, of what was asked for (ΔW) and of what came out (W'_q - W_q).
+
+    Attributes:
+        wanted: Σ ΔW².
+        found: Σ (W'_q - W_q)².
+        common: Σ ΔW·(W'_q - W_q).
+    """
+
+    wanted: float
+    found: float
+    common: float
+
+    @property
+    def retention(self) -> float:
+        """The norm of what came out over the norm of what was asked for."""
+        return sqrt(self.found / self.wanted) if self.wanted else 1.0
+
+    @property
+    def cosine(self) -> float:
+        """The cosine between the two; 0 where nothing came out."""
+        if not self.wanted:
+            return 1.0
+        return self.common / sqrt(self.wanted * self.found) if self.found else 0.0
+
+    @property
+    def enough(self) -> bool:
+        """Whether the update is still there."""
+        return min(self.retention, self.cosine) >= ENOUGH
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How much of an update survived, per weight and over all.
+
+    Attributes:
+        weights: by plain name.
+    """
+
+    weights: Mapping[str, Change]
+
+    @property
+    def total(self) -> Change:
+        """Over all weights."""
+        return _sum(self.weights.values())
+
+    def summary(self) -> dict[str, Any]:
+        """For `--json`: retention and cosine over all, and of each weight."""
+        rows = {"total": self.total, **self.weights}
+        return {name: {"retention": change.retention, "cosine": change.cosine} for name, change in rows.items()}
+
+    def require(self) -> tuple[str, ...]:
+        """Lines that say what was lost.
+
+        Raises:
+            UnsupportedInput: too little is left.
+        """
+        total = self.total
+        found = f"retention {total.retention:.2f}, cosine {total.cosine:.2f}"
+        if not total.enough:
+            raise UnsupportedInput(
+                f"requantized, the base keeps too little of the update: {found}, of which {ENOUGH} is the least",
+                hint="give `--base-quant dequantize`: its steps are coarser than what the adapter adds",
+            )
+        poor = sorted((change.cosine, name) for name, change in self.weights.items() if not change.enough)
+        lines = [f"{len(self.weights)} merged weights are quantized again, which changes the update: {found}"]
+        if poor:
+            lines.append(f"{len(poor)} weights keep less than {ENOUGH} of their update, least `{poor[0][1]}`")
+        return tuple(lines)
+
+
+def measure(
+    before: Mapping[str, LazyTensor], merged: Mapping[str, LazyTensor], after: Mapping[str, PackedWeight]
+) -> Retention:
+    """Reads every weight of `after` once; the same sums come out however many threads there are.
+
+    Args:
+        before: the plain weights of the base, float32.
+        merged: the plain weights of the result, before they are quantized.
+        after: the weights of the result that changed.
+    """
+    with ThreadPoolExecutor(max(1, cpu_count() or 1)) as pool:
+        found = {}
+        for name, weight in after.items():
+            rows = remembered(merged[name])
+            spans = list(rows.blocks(TILE_ELEMENTS * rows.dtype.itemsize))
+            jobs = pool.map(lambda span, n=name, m=rows, w=weight: _change(before[n], m, w.plain, *span), spans)
+            found[name] = _sum(jobs)
+    return Retention(found)
+
+
+def _change(before: LazyTensor, merged: LazyTensor, after: LazyTensor, start: int, stop: int) -> Change:
+    old = before.rows(start, stop).astype(np.float64)
+    wanted = merged.rows(start, stop) - old
+    found = after.rows(start, stop) - old
+    return Change(float((wanted * wanted).sum()), float((found * found).sum()), float((wanted * found).sum()))
+
+
+def _sum(changes: Iterable[Change]) -> Change:
+    total = Change(0.0, 0.0, 0.0)
+    for change in changes:
+        total = Change(*(one + other for one, other in zip(total, change, strict=True)))
+    return total

@@ -1,0 +1,139 @@
+"""Plain values of genuine quantized weights against those of the library that wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from llmconv.checkpoint import open_checkpoint
+from llmconv.convert.quantization.base import QuantizedBase, quantized_base
+from llmconv.convert.quantization.methods.gptq import zero_points
+from tests.convert.quantization.conftest import BASES, FOLDER, reference, stored
+
+Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
+
+OTHERS = {name: None for name in stored(FOLDER / "fp8_blocks") if "_proj" in name and "down_proj" not in name}
+"""All quantized weights but one, to be left out."""
+
+
+def opened(folder: Path) -> QuantizedBase:
+    base = quantized_base(open_checkpoint(folder))
+    assert base is not None
+    return base
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_values_are_bit_for_bit_those_of_the_library_that_wrote_them(name: str) -> None:
+    base = opened(FOLDER / name)
+    for weight, expected in reference(name).items():
+        found = torch.from_numpy(base.plain[weight].read())
+        assert torch.equal(found.to(expected.dtype), expected)  # GPTQ and AWQ multiply in float16
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_values_do_not_depend_on_the_rows_that_are_asked_for(name: str) -> None:
+    for tensor in (weight.plain for weight in opened(FOLDER / name).weights.values()):
+        parts = [tensor.rows(start, min(start + 7, tensor.num_rows)) for start in range(0, tensor.num_rows, 7)]
+        assert np.array_equal(np.concatenate(parts), tensor.read())
+
+
+@pytest.mark.parametrize("name", [name for name in BASES if name != "fp4"])
+def test_values_that_did_not_change_are_quantized_to_the_bytes_the_library_wrote(name: str) -> None:
+    for weight in opened(FOLDER / name).weights.values():
+        again = weight.requantized(weight.plain)
+        for part, tensor in weight.parts.items():
+            assert (again.parts[part].dtype, again.parts[part].shape) == (tensor.dtype, tensor.shape)
+            assert again.parts[part].read().tobytes() == tensor.read().tobytes()
+
+
+def test_fp4_has_two_zeros_and_else_the_same_codes() -> None:
+    for weight in opened(FOLDER / "fp4").weights.values():
+        assert np.array_equal(weight.requantized(weight.plain).plain.read(), weight.plain.read())
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_parts_that_are_quantized_again_do_not_depend_on_the_rows_that_are_asked_for(name: str) -> None:
+    weight = opened(FOLDER / name).weights[DOWN]
+    merged = weight.plain.read() + np.linspace(-0.02, 0.02, weight.shape[1], dtype=np.float32)
+    from_rows = type(weight.plain)(weight.plain.dtype, weight.shape, lambda start, stop: merged[start:stop])
+    for tensor in weight.requantized(from_rows).parts.values():
+        parts = [tensor.rows(start, min(start + 5, tensor.num_rows)) for start in range(0, tensor.num_rows, 5)]
+        assert np.concatenate(parts).tobytes() == tensor.read().tobytes()
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_plain_checkpoints_have_the_tensors_of_the_model_and_no_others(name: str) -> None:
+    base = opened(FOLDER / name)
+    assert len(base.plain) == 12
+    assert "quantization_config" not in base.plain.config
+    assert base.plain[Q].shape == (64, 64)
+
+
+@pytest.mark.parametrize("shape", [(40, 70), (32, 33), (1, 96)])
+def test_blocks_of_fp8_at_the_edges_are_partial(shape: tuple[int, int], changed: Callable[..., Path]) -> None:
+    torch.manual_seed(1)
+    codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-shape[0] // 32), -(-shape[1] // 32)) + 0.5
+    folder = changed("fp8_blocks", {DOWN: codes, f"{DOWN}_scale_inv": scales})
+    spread = scales.repeat_interleave(32, 0).repeat_interleave(32, 1)[: shape[0], : shape[1]]
+    assert torch.equal(torch.from_numpy(opened(folder).plain[DOWN].read()), codes.float() * spread)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (64, 1), (64,)])
+def test_fp8_has_one_scale_or_one_per_row(shape: tuple[int, ...], changed: Callable[..., Path]) -> None:
+    scales = torch.rand(shape) + 0.5
+    folder = changed("fp8_blocks", {**OTHERS, f"{DOWN}_scale_inv": scales}, weight_block_size=None)
+    expected = stored(folder)[DOWN].float() * (scales.reshape(-1, 1) if scales.numel() > 1 else scales.item())
+    assert torch.equal(torch.from_numpy(opened(folder).plain[DOWN].read()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_experts_of_fp8_are_a_pile_of_matrices(dtype: torch.dtype, changed: Callable[..., Path]) -> None:
+    name = "model.layers.0.mlp.experts.down_proj"
+    codes = (torch.randn(3, 64, 96) * 120).to(torch.float8_e4m3fn)
+    scales = torch.randint(120, 134, (3, 2, 3)).to(dtype) if dtype == torch.uint8 else torch.rand(3, 2, 3).to(dtype)
+    folder = changed("fp8_blocks", {name: codes, f"{name}_scale_inv": scales})
+    expected = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+    weight = opened(folder).weights[name]
+    assert torch.equal(torch.from_numpy(weight.plain.read()), expected)
+    assert np.array_equal(weight.requantized(weight.plain).plain.read(), weight.plain.read())
+
+
+def test_scales_of_activations_are_dropped() -> None:
+    assert any(name.endswith("input_scale") for name in stored(FOLDER / "ct_float_channel"))
+    assert not any("scale" in name for name in opened(FOLDER / "ct_float_channel").plain)
+
+
+def test_zero_points_of_gptq_are_stored_less_one_with_carries() -> None:
+    true = np.array([[0, 3, 0, 15, 8, 0, 1, 7]], dtype=np.uint32)
+    word = (true << np.arange(0, 32, 4, dtype=np.uint32)).sum(axis=1, keepdims=True).astype(np.uint32)
+    less = (word - np.uint32(0x11111111)).view(np.int32)
+    assert zero_points(less, 4, less_one=True).tolist() == true.tolist()
+    assert zero_points(word.view(np.int32), 4, less_one=False).tolist() == true.tolist()
+
+
+def test_gptq_without_group_indices_has_equal_groups_in_order(changed: Callable[..., Path]) -> None:
+    without = {name: None for name in stored(FOLDER / "gptq_4bit_sym") if name.endswith(".g_idx")}
+    plain = opened(changed("gptq_4bit_sym", without)).plain
+    assert np.array_equal(plain[DOWN].read(), opened(FOLDER / "gptq_4bit_sym").plain[DOWN].read())
+
+
+def test_blocks_need_not_be_square(changed: Callable[..., Path]) -> None:
+    grid = torch.rand(4, 3) + 0.5
+    folder = changed("fp8_blocks", {**OTHERS, f"{DOWN}_scale_inv": grid}, weight_block_size=[16, 32])
+    spread = grid.repeat_interleave(16, 0).repeat_interleave(32, 1)
+    assert torch.equal(torch.from_numpy(opened(folder).plain[DOWN].read()), stored(folder)[DOWN].float() * spread)
+
+
+def test_weights_of_conv1d_are_turned_back_square_ones_too() -> None:
+    base = opened(FOLDER / "conv1d/int8")
+    assert {weight.shape for weight in base.weights.values()} == {(32, 96), (32, 32), (32, 128), (128, 32)}
+    for name, expected in reference("conv1d/int8").items():
+        assert torch.equal(torch.from_numpy(base.plain[name].read()), expected)
+        again = base.weights[name].requantized(base.plain[name])
+        assert all(again.parts[part].read().tobytes() == base.stored[part].read().tobytes() for part in again.parts)
