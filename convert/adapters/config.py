@@ -26,6 +26,9 @@ REFUSED: dict[str, str] = {
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` whose training changed the base, so that A and B do not fit the original one."""
 
+SAME_BASE = ("gaussian", "orthogonal", "eva", "mica", "true", "false")
+"""Values of it whose training did not."""
+
 QUANTIZED_BASE = "loftq"
 """Of these, the one whose base differs from the original by more than the initial adapter."""
 
@@ -191,6 +194,13 @@ def _require_plain_lora(fields: Mapping[str, Any], initial: bool) -> None:
         raise UnsupportedInput(
             f"the adapter has `init_lora_weights` {init!r}, which changed the base it was trained on",
             hint=NO_QUANTIZED if quantized else NO_INITIAL,
+        )
+    if init is not None and not isinstance(init, bool | str):
+        raise _odd("init_lora_weights", init)
+    if isinstance(init, str) and not init.lower().startswith((*SAME_BASE, *CHANGED_BASE)):
+        raise UnsupportedInput(
+            f"the adapter has `init_lora_weights` {init!r}, which is not known and may have changed the base",
+            hint="where training left the base as it was, set `init_lora_weights` to true in `adapter_config.json`",
         )
 
 
