@@ -89,6 +89,7 @@ class LoraConfig:
         tokens: `trainable_token_indices`: module to the ids of its trained rows; `""` is the input embedding.
         blocks: `use_bdlora`, or None.
         fused_by_unsloth: the columns of an expert's B lie together (`auto_mapping.unsloth_fixed`).
+        base_class: the class of the model it was trained on (`auto_mapping.base_model_class`), or nothing.
         peft_version: the first two numbers of the version that wrote the file, or None.
     """
 
@@ -107,6 +108,7 @@ class LoraConfig:
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     blocks: Blocks | None = None
     fused_by_unsloth: bool = False
+    base_class: str = ""
     peft_version: tuple[int, int] | None = None
 
     def scale(self, module: str, rank: int) -> float:
@@ -178,6 +180,7 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
         tokens=_tokens(fields),
         blocks=_blocks(fields),
         fused_by_unsloth=bool(dict(_map(fields, "auto_mapping")).get("unsloth_fixed")),
+        base_class=_class(dict(_map(fields, "auto_mapping")).get("base_model_class")),
         peft_version=_version(fields.get("peft_version")),
     )
 
@@ -264,6 +267,10 @@ def _blocks(fields: Mapping[str, Any]) -> Blocks | None:
         return None
     count = int(_number("nblocks", own.get("nblocks", 1)))
     return Blocks(count, _names(own, "target_modules_bd_a"), _names(own, "target_modules_bd_b"))
+
+
+def _class(value: Any) -> str:
+    return value if isinstance(value, str) and value.isidentifier() else ""
 
 
 def _version(value: Any) -> tuple[int, int] | None:

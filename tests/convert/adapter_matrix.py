@@ -88,7 +88,7 @@ class Family:
 
 
 PACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-BIG = {"attention": ("query_key_value",), "mlp": "dense_4h_to_h", "bias": True}
+BIG: dict[str, Any] = {"attention": ("query_key_value",), "mlp": "dense_4h_to_h", "bias": True}
 FAMILIES = {
     "llama": Family("llama", ROTARY | {"tie_word_embeddings": False}),
     "llama, tied": Family("llama", ROTARY | {"tie_word_embeddings": True}, tied=True),
