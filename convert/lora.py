@@ -83,8 +83,11 @@ def merge_lora(
         UnsupportedInput: a kind of adapter or base that this formula does not fit.
         OutputFailed: writing failed.
     """
-    if check and (dry_run or options.get("base_quant") == "requantize"):
-        raise UsageProblem("`--check` needs written, plain weights", hint="leave `--dry-run` or `requantize` away")
+    if check and dry_run:
+        raise UsageProblem("a dry run writes nothing that could be checked", hint="leave `--dry-run` or `--check` away")
+    if check and options.get("base_quant") == "requantize":
+        problem = "`--check` compares with the exact sum, which no quantized weight holds"
+        raise UsageProblem(problem, hint="leave `--check` away; how much of the update survives is reported anyway")
     with reading_safely(base):
         checkpoint = open_checkpoint(local_path(base))
     opened = open_adapters(adapters, options.get("initial_adapters", ()), checkpoint, options.get("alpha"))

@@ -26,6 +26,9 @@ REFUSED: dict[str, str] = {
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of `init_lora_weights` whose training changed the base, so that A and B do not fit the original one."""
 
+SAME_BASE = ("gaussian", "orthogonal", "eva", "mica", "true", "false")
+"""Values of it whose training did not."""
+
 QUANTIZED_BASE = "loftq"
 """Of these, the one whose base differs from the original by more than the initial adapter."""
 
@@ -86,6 +89,7 @@ class LoraConfig:
         tokens: `trainable_token_indices`: module to the ids of its trained rows; `""` is the input embedding.
         blocks: `use_bdlora`, or None.
         fused_by_unsloth: the columns of an expert's B lie together (`auto_mapping.unsloth_fixed`).
+        base_class: the class of the model it was trained on (`auto_mapping.base_model_class`), or nothing.
         peft_version: the first two numbers of the version that wrote the file, or None.
     """
 
@@ -104,6 +108,7 @@ class LoraConfig:
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     blocks: Blocks | None = None
     fused_by_unsloth: bool = False
+    base_class: str = ""
     peft_version: tuple[int, int] | None = None
 
     def scale(self, module: str, rank: int) -> float:
@@ -175,6 +180,7 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
         tokens=_tokens(fields),
         blocks=_blocks(fields),
         fused_by_unsloth=bool(dict(_map(fields, "auto_mapping")).get("unsloth_fixed")),
+        base_class=_class(dict(_map(fields, "auto_mapping")).get("base_model_class")),
         peft_version=_version(fields.get("peft_version")),
     )
 
@@ -191,6 +197,13 @@ def _require_plain_lora(fields: Mapping[str, Any], initial: bool) -> None:
         raise UnsupportedInput(
             f"the adapter has `init_lora_weights` {init!r}, which changed the base it was trained on",
             hint=NO_QUANTIZED if quantized else NO_INITIAL,
+        )
+    if init is not None and not isinstance(init, bool | str):
+        raise _odd("init_lora_weights", init)
+    if isinstance(init, str) and not init.lower().startswith((*SAME_BASE, *CHANGED_BASE)):
+        raise UnsupportedInput(
+            f"the adapter has `init_lora_weights` {init!r}, which is not known and may have changed the base",
+            hint="where training left the base as it was, set `init_lora_weights` to true in `adapter_config.json`",
         )
 
 
@@ -254,6 +267,10 @@ def _blocks(fields: Mapping[str, Any]) -> Blocks | None:
         return None
     count = int(_number("nblocks", own.get("nblocks", 1)))
     return Blocks(count, _names(own, "target_modules_bd_a"), _names(own, "target_modules_bd_b"))
+
+
+def _class(value: Any) -> str:
+    return value if isinstance(value, str) and value.isidentifier() else ""
 
 
 def _version(value: Any) -> tuple[int, int] | None:

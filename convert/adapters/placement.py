@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, DType, LazyTensor, cast, in_memory
 
 HEAD = HEADS[0]
+
+CLASS = re.compile(r"(For[A-Z]|LMHead|DoubleHeads|Model|Pretrained|PreTrained).*")
+"""What follows the family in the name of a transformers class."""
 
 ONE = in_memory(np.ones((1, 1), dtype=np.float32), BY_NAME["float32"])
 
@@ -183,6 +187,15 @@ class Edits:
         has_bias = any(name.endswith(".bias") for name in adapter.whole)
         if adapter.config.bias != "none" and not has_bias and any(name.endswith(".bias") for name in self.tensors):
             notes.append(f"`bias` is {adapter.config.bias!r}, but the file holds no bias; PEFT up to 0.20 lost them")
+        if other := self._other_family(adapter.config.base_class):
+            notes.append(f"it was trained on a `{adapter.config.base_class}`, the base is a `{other}`")
         if weight != 1 and (count := len(adapter.whole) + len(adapter.tokens)):
             notes.append(f"the weight {weight:g} does not apply to the {count} tensors it replaces")
         self.warnings += [f"`{adapter.name}`: {note}" for note in notes]
+
+    def _other_family(self, trained: str) -> str:
+        """The base's class where it is of another family than the one the adapter was trained on; else nothing."""
+        classes = self.config.get("architectures")
+        own = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+        one, other = (CLASS.sub("", name) for name in (own, trained))
+        return own if one and other and not (one.startswith(other) or other.startswith(one)) else ""

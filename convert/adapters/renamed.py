@@ -19,12 +19,26 @@ PREFIXES: tuple[Rules, ...] = (
         (r"^model\.language_model\.", "language_model.model."),
         (r"^model\.(?=vision_tower\.|multi_modal_projector\.|image_newline)", ""),
     ),
+    (
+        (r"^language_model\.lm_head\.", "lm_head."),
+        (r"^language_model\.model\.", "model.language_model."),
+        (r"^vision_tower\.vision_model\.", "model.vision_tower."),
+        (r"^(?=multi_modal_projector\.|image_newline)", "model."),
+    ),
+    (
+        (r"^lm_head\.", "language_model.lm_head."),
+        (r"^model\.language_model\.", "language_model.model."),
+        (r"^model\.vision_tower\.", "vision_tower.vision_model."),
+        (r"^model\.(?=multi_modal_projector\.|image_newline)", ""),
+    ),
+    ((r"^model\.vision_tower\.vision_model\.", "model.vision_tower."),),
+    ((r"^model\.vision_tower\.", "model.vision_tower.vision_model."),),
     ((r"^visual\.", "model.visual."), (r"^model\.(?!language_model\.|visual\.)", "model.language_model.")),
     ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model.")),
     ((r"^embed_out\.", "lm_head."),),
     ((r"^lm_head\.", "embed_out."),),
 )
-"""Multimodal models of the llava kind and of the Qwen2-VL kind, old names to new and back; the head of GPT-NeoX."""
+"""Multimodal models of the llava kind, whose towers lost `vision_model` in transformers 5, and of the Qwen2-VL kind, old names to new and back; the head of GPT-NeoX."""
 
 COMPONENTS: tuple[Rules, ...] = (
     ((r"\.block_sparse_moe\.", ".mlp."),),

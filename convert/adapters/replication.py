@@ -19,6 +19,9 @@ COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type")
 """Fields with one entry for each layer."""
 
+MOST = 4096
+"""Layers that a model may get: a short config could ask for more than fit into memory."""
+
 NUMBERED = ("mlp_only_layers", "moe_layers", "attn_layer_indices")
 """Fields with numbers of layers, which say nothing certain of a model with other layers."""
 
@@ -37,35 +40,47 @@ def replicated(base: Checkpoint, adapters: Sequence[Adapter]) -> Checkpoint:
         raise UnsupportedInput(
             "the adapters have different `layer_replication`", hint="they are of different models; merge one at a time"
         )
-    order = [layer for start, stop in wanted.pop() for layer in range(start, stop)]
-    tensors, count = _restacked(base.tensors, order)
+    tensors, order, count = _restacked(base.tensors, wanted.pop())
     return replace(base, tensors=tensors, config=_config(base.config, count, order))
 
 
-def _restacked(tensors: Mapping[str, LazyTensor], order: Sequence[int]) -> tuple[dict[str, LazyTensor], int]:
-    """The tensors under their new numbers, and how many layers there were."""
-    stacks: Counter[str] = Counter(match[1] for name in tensors if (match := LAYER.fullmatch(name)))
+def _restacked(
+    tensors: Mapping[str, LazyTensor], ranges: Sequence[tuple[int, int]]
+) -> tuple[dict[str, LazyTensor], list[int], int]:
+    """The tensors under their new numbers, the old number of each, and how many layers there were."""
+    layers = {name: match for name in tensors if (match := LAYER.fullmatch(name))}
+    stacks = Counter(match[1] for match in layers.values())
     if not stacks:
         raise UnsupportedInput("the base has no numbered layers to replicate", hint="give a decoder of the llama kind")
     prefix = stacks.most_common(1)[0][0]
+    layers = {name: match for name, match in layers.items() if match[1] == prefix}
+    count = 1 + max(int(match[2]) for match in layers.values())
+    order = _order(ranges, count)
     homes: dict[int, list[int]] = {}
     for new, old in enumerate(order):
         homes.setdefault(old, []).append(new)
     result: dict[str, LazyTensor] = {}
-    count = 0
     for name, tensor in tensors.items():
-        match = LAYER.fullmatch(name)
-        if not match or match[1] != prefix:
+        if match := layers.get(name):
+            result |= {f"{prefix}{new}{match[3]}": tensor for new in homes.get(int(match[2]), [])}
+        else:
             result[name] = tensor
-            continue
-        count = max(count, int(match[2]) + 1)
-        result |= {f"{prefix}{new}{match[3]}": tensor for new in homes.get(int(match[2]), [])}
-    if max(order) >= count:
+    return result, order, count
+
+
+def _order(ranges: Sequence[tuple[int, int]], count: int) -> list[int]:
+    """The base's layer for each layer of the model, once it is sure that they are few."""
+    if (last := max(stop for _, stop in ranges)) > count:
         raise MalformedInput(
-            f"`layer_replication` names layer {max(order)}, the base has {count}",
+            f"`layer_replication` names layer {last - 1}, the base has {count}",
             hint="the adapter was trained on another model; see its `base_model_name_or_path`",
         )
-    return result, count
+    if (total := sum(stop - start for start, stop in ranges)) > MOST:
+        raise UnsupportedInput(
+            f"`layer_replication` makes {total} layers of {count}, more than {MOST}",
+            hint="repair `adapter_config.json`, or copy the adapter again",
+        )
+    return [layer for start, stop in ranges for layer in range(start, stop)]
 
 
 def _config(config: Mapping[str, Any], count: int, order: Sequence[int]) -> dict[str, Any]:

@@ -22,19 +22,22 @@ def round_into(target: Array, values: Array) -> None:
         values: float32 or float64, of the same shape.
 
     Raises:
-        UnsupportedInput: a finite value is too large for float16.
+        UnsupportedInput: a finite value is too large for `target`.
     """
-    if target.dtype == BFLOAT16:
-        with np.errstate(over="ignore"):
-            narrow = values.astype(np.float32, copy=False)
-        _round_to_bfloat16(target, narrow)
-        return
     try:
         with np.errstate(over="raise"):
-            target[...] = values.astype(np.float32) if target.dtype.itemsize < 4 else values
+            narrow = values.astype(np.float32, copy=False) if target.dtype.itemsize < 4 else values
+            if target.dtype == BFLOAT16:
+                _round_to_bfloat16(target, narrow)
+            else:
+                target[...] = narrow
     except FloatingPointError as error:
+        wider = "give `--dtype bfloat16` or `--dtype float32`"
         raise UnsupportedInput(
-            f"a merged weight is too large for {target.dtype.name}", hint="give `--dtype bfloat16` or `--dtype float32`"
+            f"a merged weight is too large for {target.dtype.name}",
+            hint=wider
+            if target.dtype.name == "float16"
+            else "give a smaller `--weight`, or look at the adapter's alpha",
         ) from error
 
 

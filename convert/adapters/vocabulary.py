@@ -21,9 +21,7 @@ def find_head(names: Iterable[str], embedding: str | None) -> str:
     found = [name for name in names if name.endswith(HEADS)]
     if len(found) == 1:
         return found[0]
-    if (embedding or "").endswith("embed_in.weight"):
-        return HEADS[1]
-    return f"language_model.{HEAD}" if (embedding or "").startswith("language_model.model.") else HEAD
+    return HEADS[1] if (embedding or "").endswith("embed_in.weight") else HEAD
 
 
 def says_tied(config: Mapping[str, Any]) -> bool:

@@ -56,9 +56,8 @@ class Wholes:
 
 
 def is_saved(name: str, modules: Collection[str]) -> bool:
-    """Whether the tensor is of one of the `modules_to_save`."""
-    module = name.rpartition(".")[0]
-    return any(module == saved or module.endswith(f".{saved}") for saved in modules)
+    """Whether the tensor is of one of the `modules_to_save`, which PEFT looks for at the end of a module's path."""
+    return name.rpartition(".")[0].endswith(tuple(modules))
 
 
 def put(place: dict[str, LazyTensor], key: str, tensor: LazyTensor, named: str, *, may_repeat: bool) -> None:

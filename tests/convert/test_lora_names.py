@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmconv.convert import merge_lora
-from llmconv.convert.adapters.names import match_names
+from llmconv.convert.adapters.names import match_names, match_saved
 from llmconv.errors import MalformedInput
 from tests.convert.lora_models import assert_equal, causal_lm, train
 
@@ -122,3 +122,30 @@ def test_a_name_left_over_is_an_error_that_names_it() -> None:
     wanted = ["language_model.model.layers.0.q.weight", "language_model.model.layers.1.q.weight"]
     with pytest.raises(MalformedInput, match=r"layers\.1\.q"):
         match_names(wanted, names, "adapter")
+
+
+def test_a_parameter_of_another_module_does_not_match() -> None:
+    with pytest.raises(MalformedInput, match="does not have"):
+        match_names({"embed.token_adapter.weight"}, {"embed.weight", "norm.weight"}, "adapter")
+
+
+def test_a_saved_module_moves_as_the_others_do() -> None:
+    homes = {"transformer.h.0.attn.weight": "h.0.attn.weight"}
+    assert match_saved({"transformer.ln_f.weight"}, homes, {"h.0.attn.weight", "ln_f.weight"}, "adapter") == {
+        "transformer.ln_f.weight": "ln_f.weight"
+    }
+
+
+def test_a_saved_module_of_another_version_is_found_without_others() -> None:
+    names = {"language_model.model.norm.weight", "language_model.model.embed_tokens.weight"}
+    found = match_saved({"model.language_model.norm.weight"}, {}, names, "adapter")
+    assert found == {"model.language_model.norm.weight": "language_model.model.norm.weight"}
+
+
+def test_a_saved_module_that_the_base_lacks_is_new() -> None:
+    assert match_saved({"score.weight"}, {}, {"model.norm.weight"}, "adapter") == {}
+
+
+def test_a_saved_module_that_may_be_the_bases_is_refused() -> None:
+    with pytest.raises(MalformedInput, match=r"could be `text\.norm\.weight`"):
+        match_saved({"decoder.norm.weight"}, {}, {"text.norm.weight"}, "adapter")

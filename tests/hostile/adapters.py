@@ -222,6 +222,23 @@ CASES: dict[str, Case] = {
     "modules to save: numbers": adapter(ODD, {"modules_to_save": [1]}),
     "modules to save: a name that leads out": adapter(None, {"modules_to_save": ["../../evil"]}),
     "init: a text of 100,000": adapter("init_lora_weights", {"init_lora_weights": "pissa" + LONG}),
+    "init: not known": adapter("not known", {"init_lora_weights": "subtracts_everything"}),
+    "init: a list": adapter(ODD, {"init_lora_weights": ["pissa"]}),
+    "init: infinite": adapter(ODD, '{"peft_type": "LORA", "r": 2, "init_lora_weights": 1e999}'),
+    "replication: 10^9 layers": adapter("names layer", {"layer_replication": [[0, 10**9]]}),
+    "replication: 100,000 times": adapter("makes 100000 layers", {"layer_replication": [[0, 1]] * 100_000}),
+    "replication: backwards": adapter(ODD, {"layer_replication": [[1, 0]]}),
+    "replication: less than none": adapter(ODD, {"layer_replication": [[-1, 1]]}),
+    "tokens: that are not in the file": adapter("modules", {"trainable_token_indices": list(range(100_000))}),
+    "tokens: less than none": adapter(ODD, {"trainable_token_indices": [-1]}),
+    "tokens: row 10^18": adapter(
+        "replaces row",
+        {"trainable_token_indices": [10**18]},
+        {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(1, 4)},
+    ),
+    "tokens: twice": adapter(ODD, {"trainable_token_indices": [1, 1]}),
+    "parameters: none of the base": adapter("does not have", {"target_parameters": ["nothing"]}),
+    "blocks: 10^12": adapter("blocks", {"use_bdlora": {"nblocks": 10**12, "target_modules_bd_a": ["q_proj"]}}),
     "base: a path": adapter(
         None, {"base_model_name_or_path": "/etc/passwd", "auto_mapping": {"base_model_class": "x"}}
     ),
@@ -238,6 +255,23 @@ CASES: dict[str, Case] = {
     "names: twice": adapter("twice", state={f"module.{MODULE}.lora_A.weight": torch.ones(2, 4)}),
     "names: 20,000 that are not there": adapter(
         "does not have", state={f"x.{n}.weight": torch.zeros(1) for n in range(20_000)}
+    ),
+    "names: saved twice, differently": adapter(
+        "twice",
+        {"modules_to_save": ["norm"]},
+        {
+            "base_model.model.model.norm.weight": torch.ones(4),
+            "base_model.model.model.norm.modules_to_save.weight": torch.zeros(4),
+        },
+    ),
+    "names: saved, and maybe the base's": adapter(
+        "could be", {"modules_to_save": ["norm"]}, {"base_model.model.decoder.norm.weight": torch.ones(4)}
+    ),
+    "names: the original of what is not there": adapter(
+        "does not have", state={"base_model.model.evil.original_module.weight": torch.ones(4)}
+    ),
+    "names: a resized original of half a vocabulary": adapter(
+        "not both", state={"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(900, 4)}
     ),
     "names: a buffer of the model": adapter("of shape", state={"base_model.model.model.norm.weight": torch.ones(7)}),
     "names: a scalar for a weight": adapter(
