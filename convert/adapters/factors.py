@@ -164,10 +164,10 @@ def as_adapter(
     """
     said = fields.get("lora_alpha")
     if factors and said is None and alpha is None:
-        ranks = sorted({own.rank // own.joined for own in factors.values()})
+        ranks = listing([str(rank) for rank in sorted({own.rank // own.joined for own in factors.values()})])
+        pairs = sum(own.joined for own in factors.values())
         raise InputRefused(
-            f"`{files[0].name}` holds {sum(own.joined for own in factors.values())} LoRA pairs of rank {listing([str(rank) for rank in ranks])}, but "
-            "not the `lora_alpha` they were trained with",
+            f"`{files[0].name}` holds {pairs} LoRA pairs of rank {ranks}, but not the `lora_alpha` they were trained with",
             hint="give it with `--alpha`; the update is B·A·alpha/rank",
         )
     config: dict[str, Any] = {"peft_type": "LORA", **fields}

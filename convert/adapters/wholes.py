@@ -1,7 +1,7 @@
 """Whole tensors in an adapter's file: those that training made, and the base's own that PEFT saved beside them.
 
-With `save_embedding_layers`, which it sets by itself for a resized vocabulary, PEFT (`get_peft_model_state_dict`) writes
-the embedding and the head as they lie in its wrappers: `.base_layer.weight` below LoRA's factors,
+With `save_embedding_layers`, which it sets by itself for a resized vocabulary, PEFT (`get_peft_model_state_dict`)
+writes the embedding and the head as they lie in its wrappers: `.base_layer.weight` below LoRA's factors,
 `.token_adapter.base_layer.weight` below trained rows, and for `modules_to_save` the same tensor as `.weight` and as
 `.modules_to_save.weight`, with `.original_module.weight` for the one before training.
 """
