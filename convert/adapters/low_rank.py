@@ -297,8 +297,6 @@ def round_into(target: Array, values: Array, scratch: Array) -> None:
         with np.errstate(over="raise"):
             target[...] = values.astype(np.float32) if target.dtype.itemsize < 4 else values
     except FloatingPointError as error:
-        wider = "give `--dtype bfloat16` or `--dtype float32`"
         raise UnsupportedInput(
-            f"a merged weight is too large for {target.dtype.name}",
-            hint=wider if target.dtype.itemsize < 4 else "give a smaller `--weight`, or see whether the alpha is right",
+            f"a merged weight is too large for {target.dtype.name}", hint="give `--dtype bfloat16` or `--dtype float32`"
         ) from error
