@@ -81,7 +81,6 @@ class LoraConfig:
         alpha_pattern: regular expression of module paths to alpha.
         modules_to_save: modules whose whole weights are in the file.
         bias: `none`, `all` or `lora_only`: which biases the file replaces.
-        tied: `ensure_weight_tying`: what is done to the embedding is done to a tied head.
         warnings: what a user should know, one line each.
         dora: `use_dora`: rows are scaled to the trained magnitudes.
         layers: `layer_replication`: ranges of the base's layers, end excluded, that make up the adapted model.
@@ -100,7 +99,6 @@ class LoraConfig:
     alpha_pattern: Mapping[str, float]
     modules_to_save: tuple[str, ...]
     bias: str
-    tied: bool
     warnings: tuple[str, ...]
     dora: bool = False
     layers: tuple[tuple[int, int], ...] = ()
@@ -172,7 +170,6 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
         alpha_pattern={key: _number("alpha_pattern", value) for key, value in _map(fields, "alpha_pattern")},
         modules_to_save=_names(fields, "modules_to_save"),
         bias=_bias(fields),
-        tied=_flag(fields, "ensure_weight_tying"),
         warnings=tuple(warnings),
         dora=_flag(fields, "use_dora"),
         layers=_layers(fields),

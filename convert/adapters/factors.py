@@ -167,7 +167,7 @@ def as_adapter(
         ranks = listing([str(rank) for rank in sorted({own.rank // own.joined for own in factors.values()})])
         pairs = sum(own.joined for own in factors.values())
         raise InputRefused(
-            f"`{files[0].name}` holds {pairs} LoRA pairs of rank {ranks}, but not the `lora_alpha` they were trained with",
+            f"`{files[0].name}` holds {pairs} LoRA pairs of rank {ranks}, but not the `lora_alpha` of their training",
             hint="give it with `--alpha`; the update is B·A·alpha/rank",
         )
     config: dict[str, Any] = {"peft_type": "LORA", **fields}

@@ -121,7 +121,7 @@ class Edits:
 
     def _tied_with(self, name: str, adapter: Adapter, homes: Mapping[str, str]) -> tuple[str, ...]:
         """The tensors that a change is for: both of a tie that the adapter keeps, unless it has one for each."""
-        kept = adapter.config.tied and name in self.tied and not {*self.tied} <= {*homes.values()}
+        kept = adapter.keeps_tie and name in self.tied and not {*self.tied} <= {*homes.values()}
         return self.tied if kept else (name,)
 
     def _replace_all(self, adapter: Adapter, homes: Mapping[str, str]) -> None:

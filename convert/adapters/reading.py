@@ -88,6 +88,7 @@ class Adapter:
         tuner: that kind.
         model_type: that of its base, where its files tell.
         fields: those of the base's `config.json` that its tensors change.
+        keeps_tie: a change of a tied embedding is one of the head too.
     """
 
     path: Path
@@ -103,6 +104,7 @@ class Adapter:
     tuner: Tuner | None = None
     model_type: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
+    keeps_tie: bool = False
 
     @property
     def name(self) -> str:

@@ -38,8 +38,8 @@ PREFIXES: tuple[Rules, ...] = (
     ((r"^embed_out\.", "lm_head."),),
     ((r"^lm_head\.", "embed_out."),),
 )
-"""Old names to new and back: multimodal models of the llava kind, whose towers lost `vision_model` in transformers 5, and
-of the Qwen2-VL kind; the head of GPT-NeoX."""
+"""Old names to new and back: multimodal models of the llava kind, whose towers lost `vision_model` in transformers 5,
+and of the Qwen2-VL kind; the head of GPT-NeoX."""
 
 COMPONENTS: tuple[Rules, ...] = (
     ((r"\.block_sparse_moe\.", ".mlp."),),

@@ -91,7 +91,6 @@ def _config(settings: Settings, tuner: Tuner) -> LoraConfig:
         alpha_pattern={},
         modules_to_save=settings.names("modules_to_save"),
         bias=bias,
-        tied=False,
         warnings=tuple(f"the adapter config sets `{name}`, which is not known and not used" for name in unknown),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -
         )
     own = _parameters(fields, alpha)
     factors, others = _factors(tensors, str(kind), folder.name)
-    return as_adapter([weights], folder / CONFIG, own | {"ensure_weight_tying": True}, factors, alpha, others)
+    return replace(as_adapter([weights], folder / CONFIG, own, factors, alpha, others), keeps_tie=True)
 
 
 def _parameters(fields: Mapping[str, Any], alpha: float | None) -> dict[str, Any]:
