@@ -58,7 +58,7 @@ def test_dora_is_merged_as_upstream_computes_it(case: str, tmp_path: Path, logit
 
 def test_an_adapter_without_alpha_takes_the_one_that_is_given(tmp_path: Path, logits_of: Judge) -> None:
     case = "torchtune/phi3_lora"
-    with pytest.raises(InputRefused, match="but not the `lora_alpha` they were trained with") as refused:
+    with pytest.raises(InputRefused, match="but not the `lora_alpha` of their training") as refused:
         merge_lora(base_of(case), [FIXTURES / case], tmp_path / "merged")
     assert "--alpha" in refused.value.hint
     assert not (tmp_path / "merged").exists()
