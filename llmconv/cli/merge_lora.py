@@ -68,16 +68,17 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
 @click.option("--check", is_flag=True, help="Compare a sample of what was written with the sum in float64.")
 @click.option("--alpha", type=float, help="lora_alpha, where the adapter's config does not carry it.")
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
-    """Merge PEFT LoRA adapters into BASE and write the Hugging Face folder OUT.
+    """Merge adapters into BASE and write the Hugging Face folder OUT.
 
-    Several adapters are summed exactly, in one pass, in float64 with one rounding, or combined as --combine
-    says. Besides LoRA: AdaLoRA, LoHa, LoKr, IA3, VeRA, OFT, BOFT, FourierFT, HRA, LN tuning. An adapter tensor that
-    matches nothing in BASE is an error.
+    Adapters of PEFT (LoRA, AdaLoRA, LoHa, LoKr, IA3, VeRA, OFT, BOFT, FourierFT, HRA, LN tuning), PaddleNLP, mlx-lm,
+    torchtune, LitGPT, MindFormers or LLaMA2-Accessory, told by their files. Several are summed exactly, in one pass, in
+    float64 with one rounding, or combined as --combine says. An adapter tensor that matches nothing in BASE is an error.
 
     \b
     llmconv merge-lora base adapter -o merged
     llmconv merge-lora base style facts -o merged --weight 0.7 --weight 1
     llmconv merge-lora base style facts -o merged --combine ties --density 0.4 --check
+    llmconv merge-lora base-nf4 adapter -o merged --base-quant dequantize
 
     Exit code 1 says that --check found a difference.
     """
