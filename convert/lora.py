@@ -10,7 +10,7 @@ from typing import Unpack
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.adapters.checking import Check, check_written
-from llmconv.convert.adapters.combining import SUMS
+from llmconv.convert.adapters.combining.methods import SUMS
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.opening import open_adapters
 from llmconv.convert.adapters.placement import Edits

@@ -7,11 +7,11 @@ from copy import deepcopy
 from dataclasses import replace
 
 from llmconv.checkpoint import Checkpoint, read_side_files
+from llmconv.convert.adapters.combining.task_vectors import TaskVectors
+from llmconv.convert.adapters.lora.replication import replicated
 from llmconv.convert.adapters.placement import Edits
 from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.adapters.recipe import Recipe, plain_sum
-from llmconv.convert.adapters.replication import replicated
-from llmconv.convert.adapters.task_vectors import TaskVectors
 from llmconv.convert.adapters.vocabulary import (
     find_embedding,
     find_head,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 
-from llmconv.convert.adapters.renamed import spellings
+from llmconv.convert.adapters.lora.renamed import spellings
 from llmconv.errors import MalformedInput
 
 LISTED = 3

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.foreign import foreign_kind
-from llmconv.convert.adapters.initial import with_initial
+from llmconv.convert.adapters.lora.initial import with_initial
 from llmconv.convert.adapters.reading import Adapter, open_adapter
-from llmconv.convert.adapters.tuned_reading import is_tuned, open_tuned
+from llmconv.convert.adapters.tuners.reading import is_tuned, open_tuned
 from llmconv.errors import UsageProblem
 from llmconv.storage import local_path, reading_safely
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from llmconv.convert.adapters.lora.targets import Targets, other_base
+from llmconv.convert.adapters.lora.tokens import TokenRows, with_rows
+from llmconv.convert.adapters.lora.wholes import is_saved, same_values, without_own
 from llmconv.convert.adapters.low_rank import LowRank, is_mirrored
 from llmconv.convert.adapters.names import match_saved
 from llmconv.convert.adapters.reading import Adapter
-from llmconv.convert.adapters.targets import Targets, other_base
-from llmconv.convert.adapters.tokens import TokenRows, with_rows
-from llmconv.convert.adapters.tuned import updates_of
+from llmconv.convert.adapters.tuners.changes import updates_of
 from llmconv.convert.adapters.updates import Change, add_changes
-from llmconv.convert.adapters.wholes import is_saved, same_values, without_own
 from llmconv.convert.blueprint.names import EMBEDDINGS, HEADS
 from llmconv.convert.mapping import equal
 from llmconv.errors import MalformedInput, UnsupportedInput

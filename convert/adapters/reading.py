@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import read_json
-from llmconv.convert.adapters.blocks import dense
-from llmconv.convert.adapters.config import LoraConfig, parse_config
-from llmconv.convert.adapters.learned import Learned
-from llmconv.convert.adapters.tokens import TokenRows, pair_tokens
+from llmconv.convert.adapters.lora.blocks import dense
+from llmconv.convert.adapters.lora.config import LoraConfig, parse_config
+from llmconv.convert.adapters.lora.tokens import TokenRows, pair_tokens
+from llmconv.convert.adapters.lora.wholes import Wholes, put
 from llmconv.convert.adapters.tuners import Tuner
-from llmconv.convert.adapters.wholes import Wholes, put
+from llmconv.convert.adapters.tuners.learned import Learned
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.pickles.data import TensorRef
 from llmconv.safetensors_io import read_header

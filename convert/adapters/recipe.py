@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from llmconv.convert.adapters.combining import Combination
+from llmconv.convert.adapters.combining.methods import Combination
 from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.to_hf import check_dtype
 from llmconv.errors import UsageProblem
@@ -23,7 +23,7 @@ class MergeOptions(TypedDict, total=False):
         alpha: `lora_alpha` where an adapter's files do not carry it.
         initial_adapters: one per adapter, as it was before training, where that took it out of the base (PiSSA, OLoRA,
             CorDA, LoRA-GA): its product is subtracted. `-` for an adapter without one.
-        combine: how several adapters become one, one of `METHODS` of `adapters.combining`, which defines them.
+        combine: how several adapters become one, one of `METHODS` of `adapters.combining.methods`, which defines them.
         densities: for a `combine` that prunes, the share of each adapter's change to keep; one, or one per adapter.
         seed: for a `combine` that draws; with a tensor's name and the adapter's content it decides what is drawn.
         rank: for `svd`; the largest rank of the adapters by default.

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from llmconv.convert.adapters.experts import Slab, add_to_experts
+from llmconv.convert.adapters.lora.experts import Slab, add_to_experts
 from llmconv.convert.adapters.low_rank import LowRank, add_low_rank
 from llmconv.convert.adapters.rounding import round_into
 from llmconv.tensors import Array, DType, LazyTensor

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
-from llmconv.convert.adapters.config import parse_config
+from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.names import match_names
 from llmconv.convert.adapters.placement import HEAD

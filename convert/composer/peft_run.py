@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.adapters.config import FORMULA
+from llmconv.convert.adapters.lora.config import FORMULA
 from llmconv.convert.composer.run import Run, branch
 from llmconv.convert.configs import without_code
 from llmconv.convert.mapping import listing

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.adapters.lora.targets import CONV1D, CONV1D_TYPES
 from llmconv.convert.adapters.placement import HEAD
-from llmconv.convert.adapters.targets import CONV1D, CONV1D_TYPES
 from llmconv.convert.adapters.vocabulary import find_embedding, says_tied
 from llmconv.convert.blueprint.blueprint import blueprint
 from llmconv.convert.blueprint.names import EMBEDDINGS

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import read_json
-from llmconv.convert.adapters.config import LoraConfig, parse_config
+from llmconv.convert.adapters.lora.config import LoraConfig, parse_config
 from llmconv.convert.adapters.reading import Adapter, Pair, check
 from llmconv.convert.mapping import concat, listing
 from llmconv.convert.paddle.configs import number, to_config

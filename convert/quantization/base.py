@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.adapters.targets import CONV1D, CONV1D_TYPES
+from llmconv.convert.adapters.lora.targets import CONV1D, CONV1D_TYPES
 from llmconv.convert.configs import with_dtype
 from llmconv.convert.mapping import listing
 from llmconv.convert.quantization.methods import Method, methods

@@ -70,9 +70,10 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Merge adapters into BASE and write the Hugging Face folder OUT.
 
-    Adapters of PEFT (LoRA, AdaLoRA, LoHa, LoKr, IA3, VeRA, OFT, BOFT, FourierFT, HRA, LN tuning), PaddleNLP, mlx-lm,
-    torchtune, LitGPT, MindFormers or LLaMA2-Accessory, told by their files. Several are summed exactly, in one pass, in
-    float64 with one rounding, or combined as --combine says. An adapter tensor that matches nothing in BASE is an error.
+    Adapters of PEFT (LoRA, AdaLoRA, LoHa, LoKr, IA3, VeRA, OFT, BOFT, FourierFT, HRA, LN tuning), PaddleNLP,
+    mlx-lm, torchtune, LitGPT, MindFormers or LLaMA2-Accessory, told by their files. Several are summed exactly, in
+    one pass, in float64 with one rounding, or combined as --combine says. An adapter tensor that matches nothing in
+    BASE is an error.
 
     \b
     llmconv merge-lora base adapter -o merged

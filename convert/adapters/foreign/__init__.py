@@ -1,6 +1,6 @@
-"""The kinds of LoRA adapters that are not PEFT's: one file each in this folder, found by listing it.
+"""The kinds of LoRA adapters that are not PEFT's: one file each in `kinds/`, found by listing it.
 
-Each opens a file or folder as an `Adapter` in Hugging Face names; what they share is in `adapters/factors.py`.
+Each opens a file or folder as an `Adapter` in Hugging Face names; what they share is in `adapters/foreign/factors.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llmconv.convert.adapters.reading import Adapter
 
 @dataclass(frozen=True)
 class Foreign:
-    """One kind of adapter; each file of this folder has one as its constant `FOREIGN`.
+    """One kind of adapter; each file of `kinds/` has one as its constant `FOREIGN`.
 
     Attributes:
         title: for people: who writes it, and the files it is told by.
@@ -35,8 +35,8 @@ class Foreign:
 @lru_cache(maxsize=1)
 def kinds() -> dict[str, Foreign]:
     """Every kind by the name of its file."""
-    found = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    return {name: importlib.import_module(f"{__name__}.{name}").FOREIGN for name in found}
+    found = sorted(module.name for module in pkgutil.iter_modules([f"{__path__[0]}/kinds"]))
+    return {name: importlib.import_module(f"{__name__}.kinds.{name}").FOREIGN for name in found}
 
 
 def foreign_kind(path: Path) -> Foreign | None:

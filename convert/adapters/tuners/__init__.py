@@ -1,4 +1,4 @@
-"""PEFT's tuners beside LoRA: one file each in this folder, found by listing it; those without a merge, by name."""
+"""PEFT's tuners beside LoRA: one file each in `kinds/`, found by listing it; those without a merge, by name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from llmconv.convert.adapters.learned import Delta, Learned
-from llmconv.convert.adapters.settings import Settings
+from llmconv.convert.adapters.tuners.learned import Delta, Learned
+from llmconv.convert.adapters.tuners.settings import Settings
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -20,7 +20,7 @@ Fit = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Tuner:
-    """One kind of adapter; each file of this folder has one as its constant `TUNER`.
+    """One kind of adapter; each file of `kinds/` has one as its constant `TUNER`.
 
     Attributes:
         peft_type: as in `adapter_config.json`.
@@ -64,8 +64,8 @@ UNMERGEABLE: dict[str, str] = {
 @lru_cache(maxsize=1)
 def tuners() -> dict[str, Tuner]:
     """Every tuner by `peft_type`."""
-    found = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    rows: list[Tuner] = [importlib.import_module(f"{__name__}.{name}").TUNER for name in found]
+    found = sorted(module.name for module in pkgutil.iter_modules([f"{__path__[0]}/kinds"]))
+    rows: list[Tuner] = [importlib.import_module(f"{__name__}.kinds.{name}").TUNER for name in found]
     return {row.peft_type: row for row in rows}
 
 

@@ -1,0 +1,110 @@
+"""TaskVectors: the change that each adapter makes by itself of each weight, for methods that need them apart."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from llmconv.convert.adapters.combining.methods import SUMS, Combination, TaskVector, combine
+from llmconv.convert.adapters.low_rank import LowRank
+from llmconv.convert.adapters.placement import Edits
+from llmconv.convert.adapters.reading import Adapter
+from llmconv.convert.adapters.updates import add_changes
+from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
+
+FLOAT64 = BY_NAME["float64"]
+
+
+class TaskVectors:
+    """Each adapter placed alone on the same base.
+
+    Attributes:
+        summed: the changes are only added, so nobody needs them apart.
+        order: the adapters by their content, so that sums are the same whatever the order they were given in.
+    """
+
+    def __init__(
+        self, base: Edits, adapters: Sequence[Adapter], weights: Sequence[float], combination: Combination
+    ) -> None:
+        """Places the adapters, unless they are only summed.
+
+        Args:
+            base: with no edits yet.
+            adapters: all of them.
+            weights: one each.
+            combination: what is to become of them.
+
+        Raises:
+            MalformedInput, UnsupportedInput: see `Edits.place`.
+        """
+        self.summed = combination.method in SUMS
+        self._combination, self._weights = combination, weights
+        alone = len(adapters) == 1 and self.summed
+        self._keys = [""] if alone else [_digest(adapter) for adapter in adapters]
+        self.order = sorted(range(len(adapters)), key=lambda number: (self._keys[number], weights[number]))
+        self._alone = [] if self.summed else [_placed(base, adapter) for adapter in adapters]
+
+    def combined(self, name: str, current: LazyTensor, dtype: DType) -> LazyTensor:
+        """The weight with the combined change, rounded once to `dtype`.
+
+        Args:
+            name: of the tensor.
+            current: the weight that is changed.
+            dtype: element type of the result.
+        """
+        vectors = [
+            TaskVector(
+                _difference(edits, name),
+                self._weights[number],
+                self._combination.density(number),
+                self._keys[number],
+                _factors(edits, name),
+            )
+            for number, edits in enumerate(self._alone)
+            if name in edits.changes
+        ]
+        return combine(current, name, vectors, self._combination, dtype)
+
+
+def _placed(base: Edits, adapter: Adapter) -> Edits:
+    edits = Edits(dict(base.tensors), base.config, base.tied)
+    edits.place(adapter, 1.0)
+    return edits
+
+
+def _digest(adapter: Adapter) -> str:
+    """Of what decides the adapter's change."""
+    digest = hashlib.sha256(adapter.settings.read_bytes())
+    for path in adapter.weights:
+        with open(path, "rb") as file:
+            while chunk := file.read(BLOCK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _difference(edits: Edits, name: str) -> LazyTensor:
+    """What one adapter adds to a weight, float64: the result less the weight, whatever the kind of change."""
+    weight = edits.current(name)
+    result = add_changes(weight, edits.changes[name], FLOAT64)
+
+    def load(start: int, stop: int) -> Array:
+        made: Array = result.rows(start, stop) - weight.rows(start, stop).astype(np.float64)
+        return made
+
+    return LazyTensor(FLOAT64, weight.shape, load)
+
+
+def _factors(edits: Edits, name: str) -> Callable[[], tuple[Array, Array]] | None:
+    """Two thin matrices whose product the change is, for a matrix that only LoRA changes."""
+    changes, weight = edits.changes[name], edits.current(name)
+    plain = [change for change in changes if isinstance(change, LowRank)]
+    if len(plain) != len(changes) or len(weight.shape) != 2:
+        return None
+
+    def make() -> tuple[Array, Array]:
+        pairs = [change.factors(0, weight.num_rows) for change in plain]
+        return np.hstack([left for left, _ in pairs]), np.vstack([right for _, right in pairs])
+
+    return make

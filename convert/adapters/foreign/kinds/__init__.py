@@ -1,0 +1,1 @@
+"""One file for each program whose adapters are not PEFT's."""

@@ -1,0 +1,287 @@
+"""LoraConfig: the fields of a PEFT `adapter_config.json` that change the merged weight; others are refused."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmconv.convert.adapters.lora.patterns import matches, require_few
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+
+FORMULA = "its update is not W + s·B·A; merge it with PEFT's `merge_and_unload` and `save_pretrained`"
+
+REFUSED: dict[str, str] = {
+    "alora_invocation_tokens": "the update depends on the prompt, so no merged model equals it; serve the adapter",
+    "arrow_config": "the update depends on the input, so no merged model equals it; serve the adapter",
+    "use_qalora": "the update works on groups of inputs; " + FORMULA,
+    "kasa_config": "the base is truncated by an SVD first; " + FORMULA,
+    "megatron_config": "tensor-parallel adapters are saved per rank; gather and save the adapter as plain PEFT",
+}
+"""Config field to the way out, for every field that makes the update something else than W + s·B·A."""
+
+CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of `init_lora_weights` whose training changed the base, so that A and B do not fit the original one."""
+
+SAME_BASE = ("gaussian", "orthogonal", "eva", "mica", "true", "false")
+"""Values of it whose training did not."""
+
+QUANTIZED_BASE = "loftq"
+"""Of these, the one whose base differs from the original by more than the initial adapter."""
+
+NO_INITIAL = (
+    "give the adapter as it was before training with `--initial-adapter`, or save the trained one with PEFT's "
+    "`path_initial_model_for_weight_conversion`; if BASE is the base as training changed it, set "
+    "`init_lora_weights` to true in `adapter_config.json`"
+)
+NO_QUANTIZED = (
+    "merge into the base that training saved (its weights are the quantized ones), with `init_lora_weights` set to "
+    "true in `adapter_config.json`"
+)
+
+KNOWN = {
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "lora_bias", "modules_to_save"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+    *("fan_in_fan_out", "init_lora_weights", "lora_dropout", "inference_mode", "peft_type", "task_type"),
+    *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "megatron_core", "runtime_config"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "monteclora_config"),
+    *("qalora_group_size", "use_dora", "layer_replication", "target_parameters", "trainable_token_indices"),
+    "use_bdlora",
+}
+"""Fields that are read, or that say only where and how the adapter was trained."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """BD-LoRA (PEFT `BdLoraConfig`): a factor is block-diagonal, and only its blocks are stored.
+
+    Attributes:
+        count: `nblocks`.
+        a: parts of the last component of a module's path that say that its A is blocked.
+        b: the same for B.
+    """
+
+    count: int
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What an adapter's config says about the merged weight.
+
+    Attributes:
+        rank: `r`, or None where the file does not say (the tensors do).
+        alpha: `lora_alpha`.
+        use_rslora: scale by alpha/√r instead of alpha/r.
+        rank_pattern: regular expression of module paths to rank.
+        alpha_pattern: regular expression of module paths to alpha.
+        modules_to_save: modules whose whole weights are in the file.
+        bias: `none`, `all` or `lora_only`: which biases the file replaces.
+        warnings: what a user should know, one line each.
+        dora: `use_dora`: rows are scaled to the trained magnitudes.
+        layers: `layer_replication`: ranges of the base's layers, end excluded, that make up the adapted model.
+        parameters: `target_parameters`: tensors, mostly of fused experts, that are adapted themselves.
+        tokens: `trainable_token_indices`: module to the ids of its trained rows; `""` is the input embedding.
+        blocks: `use_bdlora`, or None.
+        fused_by_unsloth: the columns of an expert's B lie together (`auto_mapping.unsloth_fixed`).
+        base_class: the class of the model it was trained on (`auto_mapping.base_model_class`), or nothing.
+        peft_version: the first two numbers of the version that wrote the file, or None.
+    """
+
+    rank: int | None
+    alpha: float
+    use_rslora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    modules_to_save: tuple[str, ...]
+    bias: str
+    warnings: tuple[str, ...]
+    dora: bool = False
+    layers: tuple[tuple[int, int], ...] = ()
+    parameters: tuple[str, ...] = ()
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    blocks: Blocks | None = None
+    fused_by_unsloth: bool = False
+    base_class: str = ""
+    peft_version: tuple[int, int] | None = None
+
+    def scale(self, module: str, rank: int) -> float:
+        """The factor s of W + s·B·A (PEFT `LoraLayer.update_layer`: alpha/r, or alpha/√r with `use_rslora`).
+
+        Args:
+            module: the module's path in the model the adapter was trained on.
+            rank: rows of its A.
+
+        Raises:
+            MalformedInput: the config gives the module another rank, or an alpha that makes no sense.
+        """
+        expected = self.rank_pattern.get(matching_key(self.rank_pattern, module), self.rank)
+        if expected not in (None, rank):
+            raise MalformedInput(
+                f"the adapter config gives `{module}` rank {expected}, its tensors have rank {rank}",
+                hint="config and tensors are of different adapters; copy the adapter again",
+            )
+        alpha = self.alpha_pattern.get(matching_key(self.alpha_pattern, module), self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def matching_key(pattern: Mapping[str, Any], module: str) -> str:
+    """The first key of `pattern` that matches the module's path (PEFT `get_pattern_key`), or `""`.
+
+    Raises:
+        MalformedInput: a key is no regular expression, or one that is an attack.
+    """
+    return next((key for key in pattern if matches(key, module)), "")
+
+
+def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initial: bool = False) -> LoraConfig:
+    """The config of a PEFT LoRA adapter.
+
+    Args:
+        fields: the content of `adapter_config.json`.
+        alpha: `lora_alpha` for a file that does not carry it.
+        initial: the adapter as it was before training is at hand, so a base that training changed is known.
+
+    Raises:
+        UnsupportedInput: a field that makes the update something else than W + s·B·A.
+        MalformedInput: a value of the wrong kind, or an alpha of 0.
+        UsageProblem: `alpha` contradicts the file.
+    """
+    _require_plain_lora(fields, initial)
+    own = fields.get("lora_alpha")
+    if alpha is not None and own is not None and alpha != own:
+        raise UsageProblem(
+            f"`--alpha {alpha:g}` contradicts the adapter, which says `lora_alpha` {own}",
+            hint="leave `--alpha` away; to merge more or less of an adapter give `--weight`",
+        )
+    warnings = [f"the adapter config sets `{name}`, which is not known and not used" for name in _unknown(fields)]
+    if own is None and alpha is None:
+        warnings.append("the adapter config has no `lora_alpha`; PEFT's default 8 is used")
+    rank = fields.get("r")
+    return LoraConfig(
+        rank=None if rank is None else int(_number("r", rank)),
+        alpha=_number("lora_alpha", next(value for value in (own, alpha, 8) if value is not None)),
+        use_rslora=_flag(fields, "use_rslora"),
+        rank_pattern={key: int(_number("rank_pattern", value)) for key, value in _map(fields, "rank_pattern")},
+        alpha_pattern={key: _number("alpha_pattern", value) for key, value in _map(fields, "alpha_pattern")},
+        modules_to_save=_names(fields, "modules_to_save"),
+        bias=_bias(fields),
+        warnings=tuple(warnings),
+        dora=_flag(fields, "use_dora"),
+        layers=_layers(fields),
+        parameters=_names(fields, "target_parameters"),
+        tokens=_tokens(fields),
+        blocks=_blocks(fields),
+        fused_by_unsloth=bool(dict(_map(fields, "auto_mapping")).get("unsloth_fixed")),
+        base_class=_class(dict(_map(fields, "auto_mapping")).get("base_model_class")),
+        peft_version=_version(fields.get("peft_version")),
+    )
+
+
+def _require_plain_lora(fields: Mapping[str, Any], initial: bool) -> None:
+    if (kind := fields.get("peft_type")) != "LORA":
+        raise UnsupportedInput(f"the adapter has `peft_type` {kind!r}, not 'LORA'", hint=FORMULA)
+    for name, way_out in REFUSED.items():
+        if fields.get(name):
+            raise UnsupportedInput(f"the adapter sets `{name}`", hint=way_out)
+    init = fields.get("init_lora_weights")
+    quantized = isinstance(init, str) and init.lower().startswith(QUANTIZED_BASE)
+    if isinstance(init, str) and init.lower().startswith(CHANGED_BASE) and (quantized or not initial):
+        raise UnsupportedInput(
+            f"the adapter has `init_lora_weights` {init!r}, which changed the base it was trained on",
+            hint=NO_QUANTIZED if quantized else NO_INITIAL,
+        )
+    if init is not None and not isinstance(init, bool | str):
+        raise _odd("init_lora_weights", init)
+    if isinstance(init, str) and not init.lower().startswith((*SAME_BASE, *CHANGED_BASE)):
+        raise UnsupportedInput(
+            f"the adapter has `init_lora_weights` {init!r}, which is not known and may have changed the base",
+            hint="where training left the base as it was, set `init_lora_weights` to true in `adapter_config.json`",
+        )
+
+
+def _unknown(fields: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name, value in fields.items() if value and name not in KNOWN)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise MalformedInput(
+            f"the adapter config has {value!r} for `{name}`, which would merge nothing",
+            hint="ask the adapter's author for the value it was trained with; some trainers wrote 0 by mistake",
+        )
+    return value
+
+
+def _flag(fields: Mapping[str, Any], name: str) -> bool:
+    if not isinstance(value := fields.get(name) or False, bool):
+        raise _odd(name, value)
+    return value
+
+
+def _map(fields: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    if not isinstance(value := fields.get(name) or {}, dict) or not all(isinstance(key, str) for key in value):
+        raise _odd(name, value)
+    require_few(value)
+    return list(value.items())
+
+
+def _names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = fields.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise _odd(name, value)
+    return tuple(value)
+
+
+def _layers(fields: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
+    value = fields.get("layer_replication") or []
+    if not isinstance(value, list) or not all(_are_counts(item, 2) and item[0] < item[1] for item in value):
+        raise _odd("layer_replication", value)
+    return tuple((start, stop) for start, stop in value)
+
+
+def _tokens(fields: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    value = fields.get("trainable_token_indices") or {}
+    by_module = value if isinstance(value, dict) else {"": value}
+    if not all(_are_counts(ids) and len(set(ids)) == len(ids) for ids in by_module.values()):
+        raise _odd("trainable_token_indices", value)
+    return {module: tuple(ids) for module, ids in by_module.items()}
+
+
+def _are_counts(value: Any, length: int | None = None) -> bool:
+    if not isinstance(value, list) or length not in (None, len(value)):
+        return False
+    return all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
+
+
+def _blocks(fields: Mapping[str, Any]) -> Blocks | None:
+    own = dict(_map(fields, "use_bdlora"))
+    if not own:
+        return None
+    count = int(_number("nblocks", own.get("nblocks", 1)))
+    return Blocks(count, _names(own, "target_modules_bd_a"), _names(own, "target_modules_bd_b"))
+
+
+def _class(value: Any) -> str:
+    return value if isinstance(value, str) and value.isidentifier() else ""
+
+
+def _version(value: Any) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)", value) if isinstance(value, str) else None
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _bias(fields: Mapping[str, Any]) -> str:
+    if (value := fields.get("bias") or "none") not in ("none", "all", "lora_only"):
+        raise _odd("bias", value)
+    return str(value)
+
+
+def _odd(name: str, value: Any) -> MalformedInput:
+    return MalformedInput(
+        f"the adapter config has {value!r} for `{name}`", hint="repair `adapter_config.json`, or copy the adapter again"
+    )

@@ -1,0 +1,1 @@
+"""One file for each of PEFT's tuners beside LoRA."""

@@ -1,0 +1,62 @@
+"""FourierFT: W + scaling · Re(inverse FFT of a sparse spectrum) (arXiv 2405.03003; PEFT `tuners/fourierft/layer.py`).
+
+The file holds the values of the spectrum; their places are the first of a permutation that torch draws from
+`random_loc_seed`. Needs the tensor's whole change at once: one inverse FFT, 8 bytes an element and as much to make it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
+from llmconv.convert.adapters.tuners.learned import Delta, Learned
+from llmconv.convert.adapters.tuners.torch_random import first_of_permutation
+from llmconv.errors import MalformedInput
+from llmconv.tensors import Array
+
+
+def fit(learned: Learned) -> Fit:
+    """Any size; the number of frequencies must be the config's."""
+    (count,), settings = learned.shape("fourierft_spectrum", 1), learned.settings
+    expected = settings.of_module("n_frequency_pattern", learned.module, settings.positive("n_frequency", 1000))
+    learned.same("the number of frequencies", count, int(expected))
+    settings.number("scaling", 150)
+    if not isinstance(seed := settings.fields.get("random_loc_seed", 777), int):
+        raise MalformedInput(
+            f"the adapter config has {seed!r} for `random_loc_seed`, so the places of its frequencies are not known",
+            hint="ask the adapter's author for the seed it was trained with",
+        )
+    return None, None
+
+
+def require(learned: Learned, shape: Shape) -> None:
+    """There are as many places as frequencies."""
+    if (count := learned.shape("fourierft_spectrum")[0]) > shape[0] * shape[1]:
+        raise learned.misfit(f"{count} frequencies for {shape[0]}×{shape[1]} weights")
+
+
+def delta(learned: Learned, shape: Shape) -> Delta:
+    """Rows of the change.
+
+    The real part of a transform is the transform of the spectrum's Hermitian part, whose half is enough.
+    """
+    values, settings = learned.read("fourierft_spectrum"), learned.settings
+    seed = settings.fields.get("random_loc_seed", 777)
+    rows, columns = np.divmod(first_of_permutation(shape[0] * shape[1], len(values), seed), shape[1])
+    spectrum = np.zeros((shape[0], shape[1] // 2 + 1), np.complex128)
+    for down, across in ((rows, columns), (-rows % shape[0], -columns % shape[1])):
+        near = across < spectrum.shape[1]
+        np.add.at(spectrum, (down[near], across[near]), values[near] / 2)
+    change: Array = np.fft.irfft2(spectrum, s=shape) * settings.number("scaling", 150)
+    return lambda weight, start: change[start : start + len(weight)]
+
+
+TUNER = Tuner(
+    peft_type="FOURIERFT",
+    parts=("fourierft_spectrum",),
+    fields=("n_frequency", "n_frequency_pattern", "scaling", "random_loc_seed"),
+    fit=fit,
+    delta=delta,
+    require=require,
+    conv1d=True,
+)

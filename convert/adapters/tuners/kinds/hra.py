@@ -1,0 +1,62 @@
+"""HRA: W·Π(I - 2·uᵢ·uᵢᵀ), Householder reflections of the inputs (arXiv 2405.17484; PEFT `tuners/hra/layer.py`).
+
+hra_u is in×r, its columns are normalised; with `apply_GS` they are made orthogonal first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
+from llmconv.convert.adapters.tuners.learned import Delta, Learned
+from llmconv.tensors import Array
+
+
+def fit(learned: Learned) -> Fit:
+    """in; the rank must be the config's."""
+    columns, rank = learned.shape("hra_u", 2)
+    learned.same("the rank", rank, int(learned.settings.positive("r", 8)))
+    learned.settings.flag("apply_GS")
+    return None, columns
+
+
+def require(learned: Learned, shape: Shape) -> None:
+    """Every column has a direction, also after it was made orthogonal."""
+    if not np.isfinite(_directions(learned)).all():
+        raise learned.misfit("a column of `hra_u` is zero, or what the ones before it leave of it is")
+
+
+def delta(learned: Learned, shape: Shape) -> Delta:
+    """Rows of the change, one reflection after the other."""
+    vectors = _directions(learned)
+
+    def rows(weight: Array, start: int) -> Array:
+        product = weight.copy()
+        for vector in vectors:
+            product -= 2 * np.outer(product @ vector, vector)
+        return product - weight
+
+    return rows
+
+
+def _directions(learned: Learned) -> Array:
+    """u, one in each row."""
+    vectors = learned.read("hra_u").T
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if learned.settings.flag("apply_GS"):
+            vectors = _orthogonal(vectors)
+        lengths: Array = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return vectors / lengths
+
+
+def _orthogonal(vectors: Array) -> Array:
+    """Gram and Schmidt's, each made orthogonal to those before it."""
+    done: list[Array] = []
+    for vector in vectors:
+        for other in done:
+            vector = vector - (other @ vector) * other
+        done.append(vector / np.linalg.norm(vector))
+    return np.array(done)
+
+
+TUNER = Tuner(peft_type="HRA", parts=("hra_u",), fields=("r", "apply_GS"), fit=fit, delta=delta, require=require)

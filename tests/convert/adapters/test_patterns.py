@@ -1,0 +1,71 @@
+"""Patterns of adapters match what Python's `re` matches, in a time that no pattern can stretch."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from llmconv.convert.adapters.lora.patterns import matches, require_few
+from llmconv.errors import MalformedInput
+
+PARTS = [
+    "a",
+    "b",
+    ".",
+    r"\.",
+    r"\d",
+    "[ab]",
+    "[^a]",
+    "(",
+    "(?:",
+    ")",
+    "|",
+    "*",
+    "+",
+    "?",
+    "{2}",
+    "{1,}",
+    "{,2}",
+    "^",
+    "$",
+]
+NAMES = st.text("ab1.", max_size=9)
+LONG = "model.layers.10.self_attn.q_proj" * 3
+
+
+@given(st.lists(st.sampled_from([*PARTS, "*?", r"\w", ".*"]), max_size=8).map("".join), NAMES)
+def test_what_matches_is_what_python_matches(pattern: str, name: str) -> None:
+    try:
+        expression = re.compile(rf"(.*\.)?({pattern})$")
+        found = matches(pattern, name)
+    except (re.error, MalformedInput):
+        assume(False)
+    assert found == (expression.match(name) is not None)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["((.+)+)+[^j]", "(.|.|.)*!", ".*" * 12 + "!", ".?" * 40 + "." * 90 + "!", "(..|.)" * 40 + "!", "(.*)*" * 99],
+)
+def test_no_pattern_takes_long(pattern: str) -> None:
+    began = time.process_time()
+    matches(pattern, LONG)
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    "pattern", ["((", "x{1099511627776}", "(" * 400, "a" * 501, r"(a)\1+", "(?=a+)a", "a++b", "(?i:a)+"]
+)
+def test_what_is_no_expression_or_is_not_read_is_refused_by_name(pattern: str) -> None:
+    with pytest.raises(MalformedInput, match="the regular expression"):
+        matches(pattern, LONG)
+
+
+def test_names_may_be_many_and_patterns_may_not() -> None:
+    require_few(f"model.layers.{number}.q_proj" for number in range(9000))
+    with pytest.raises(MalformedInput, match="characters together"):
+        require_few(f"layers.{number}.*" for number in range(9000))
