@@ -18,8 +18,9 @@ import onnxruntime
 from benchmarks import environments
 from benchmarks.measure import FOLDER, Target, llmconv, remove, report, run
 from llmconv.checkpoint import Checkpoint
+from llmconv.plan import plan_checkpoint
 from llmconv.tensors import BY_NAME, Array, LazyTensor
-from llmconv.writer import plan_checkpoint, write_checkpoint
+from llmconv.writer import write_checkpoint
 
 PAST, STEPS, THREADS = 2048, 30, 2
 CONFIG: dict[str, Any] = {

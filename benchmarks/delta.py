@@ -25,8 +25,9 @@ from benchmarks.measure import (
 )
 from benchmarks.models import base
 from llmconv.checkpoint import open_checkpoint
+from llmconv.plan import plan_checkpoint
 from llmconv.tensors import Array, LazyTensor
-from llmconv.writer import plan_checkpoint, write_checkpoint
+from llmconv.writer import write_checkpoint
 
 ROUNDS = 2
 RANK = 16

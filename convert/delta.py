@@ -18,9 +18,10 @@ from llmconv.convert.to_hf import check_dtype, with_cast
 from llmconv.errors import UnsupportedInput
 from llmconv.layout import KEEP
 from llmconv.manifest import step, steps_of_weights
+from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
 from llmconv.storage import files_under, local_path, reading_safely
-from llmconv.writer import Plan, check_output, plan_checkpoint, write_checkpoint
+from llmconv.writer import check_output, write_checkpoint
 
 
 @dataclass(frozen=True)

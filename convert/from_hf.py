@@ -13,9 +13,10 @@ from llmconv.convert.state_dict import DROPPED, whole
 from llmconv.convert.to_hf import check_dtype, with_cast
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
+from llmconv.plan import Plan
 from llmconv.progress import warn_all
 from llmconv.storage import local_path, reading_safely
-from llmconv.writer import Plan, check_output, write_checkpoint
+from llmconv.writer import check_output, write_checkpoint
 
 
 def from_hf(

@@ -20,10 +20,11 @@ from llmconv.convert.quantization.base import QuantizedBase, check_choice, quant
 from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.errors import UsageProblem
 from llmconv.manifest import step, steps_of_weights
+from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
 from llmconv.storage import local_path, reading_safely
 from llmconv.tensors import BLOCK_BYTES
-from llmconv.writer import Plan, check_output, plan_checkpoint, write_checkpoint
+from llmconv.writer import check_output, write_checkpoint
 
 
 @dataclass(frozen=True)

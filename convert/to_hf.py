@@ -15,10 +15,11 @@ from llmconv.convert.unclaimed import explain
 from llmconv.errors import UsageProblem
 from llmconv.manifest import step
 from llmconv.packing.unpacking import unpacked
+from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
 from llmconv.storage import files_under, local_path, reading_safely
 from llmconv.tensors import BY_NAME, FLOATS, cast
-from llmconv.writer import Plan, check_output, plan_checkpoint, write_checkpoint
+from llmconv.writer import check_output, write_checkpoint
 
 
 def to_hf(  # noqa: PLR0913 - the options of the command, by the same names

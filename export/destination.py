@@ -14,10 +14,11 @@ from llmconv.errors import InputRefused
 from llmconv.export.bind import bind
 from llmconv.export.trace import OPSET, TracedGraph
 from llmconv.manifest import MANIFEST, Manifest, file_entry, read_manifest, steps_of_weights
+from llmconv.plan import plan_checkpoint
 from llmconv.safetensors_io import FileTensor
 from llmconv.staging import StagedFolder, failing_safely, require_free, sync_folder, write_durably
 from llmconv.tensors import BY_NAME, LazyTensor, cast
-from llmconv.writer import plan_checkpoint, write_checkpoint
+from llmconv.writer import write_checkpoint
 
 GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
 

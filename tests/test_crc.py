@@ -19,9 +19,10 @@ from llmconv.convert.mapping import slice_rows
 from llmconv.convert.transpose import transposed
 from llmconv.crc import Record, checked_reading, combine
 from llmconv.errors import MalformedInput
+from llmconv.plan import plan_checkpoint
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import open_torch_file
-from llmconv.writer import plan_checkpoint, write_checkpoint
+from llmconv.writer import write_checkpoint
 
 MATRIX = torch.arange(3000, dtype=torch.float32).reshape(60, 50)
 

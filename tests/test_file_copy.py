@@ -20,8 +20,9 @@ from llmconv.checkpoint import INDEX, Checkpoint, open_checkpoint
 from llmconv.errors import OutputFailed
 from llmconv.file_copy import can_clone, copy_file
 from llmconv.manifest import Manifest
+from llmconv.plan import Plan, Shard, plan_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
-from llmconv.writer import Plan, Shard, plan_checkpoint, space_needed, write_checkpoint
+from llmconv.writer import space_needed, write_checkpoint
 
 
 @pytest.fixture

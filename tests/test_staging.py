@@ -23,9 +23,10 @@ from llmconv import file_copy, staging, writer
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.file_copy import copy_file
+from llmconv.plan import plan_checkpoint
 from llmconv.staging import StagedFolder
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
-from llmconv.writer import plan_checkpoint, write_checkpoint
+from llmconv.writer import write_checkpoint
 
 F32 = BY_NAME["float32"]
 STEPS = ("write", "fsync", "fdatasync", "copy_file_range", "replace", "rename", "unlink", "mkdir", "rmdir")

@@ -22,10 +22,11 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
 from llmconv.pickles.data import STORAGES
 from llmconv.pickles.encoder import Call, Name, pickle_pieces
+from llmconv.plan import Plan, Shard
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 from llmconv.torch_file import open_torch_file
 from llmconv.torch_writer import ALIGNMENT, torch_pieces
-from llmconv.writer import Plan, Shard, write_checkpoint
+from llmconv.writer import write_checkpoint
 
 F32 = BY_NAME["float32"]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -23,8 +23,9 @@ from llmconv import tensors as tensors_module
 from llmconv import writer
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, UsageProblem
+from llmconv.plan import parse_size, plan_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
-from llmconv.writer import parse_size, plan_checkpoint, write_checkpoint
+from llmconv.writer import write_checkpoint
 
 F32 = BY_NAME["float32"]
 

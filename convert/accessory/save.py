@@ -19,9 +19,9 @@ from llmconv.convert.decoder import refuse_shards, with_head
 from llmconv.convert.mapping import inverse_order, inverted, permute_rows, rename, require, rope_order, split
 from llmconv.convert.meta.names import split_dim
 from llmconv.convert.regroup import pick_rows
+from llmconv.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
 from llmconv.torch_writer import torch_pieces
-from llmconv.writer import Plan, Shard, json_bytes
 
 QKV = re.compile(r"(.*\.self_attention)\.query_key_value\.(weight|bias)")
 TURNED = re.compile(r"\.(?:wq|wk)\.(?:weight|bias)$")

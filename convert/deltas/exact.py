@@ -26,8 +26,9 @@ from llmconv.convert.deltas.frames import NEW_ROW_LIMIT, TENSORS_LIMIT, Told, fr
 from llmconv.convert.deltas.stored import Source, Stored, open_frames
 from llmconv.convert.mapping import listing
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.plan import Plan, Shard, json_bytes, plan_checkpoint
 from llmconv.tensors import LazyTensor
-from llmconv.writer import Plan, Shard, as_bytes, json_bytes, plan_checkpoint
+from llmconv.writer import as_bytes
 
 VERSION = 1
 

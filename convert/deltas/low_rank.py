@@ -23,8 +23,8 @@ from llmconv.convert.deltas.singular import Change
 from llmconv.convert.mapping import equal, listing
 from llmconv.convert.state_dict import DROPPED
 from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.plan import Plan, plan_checkpoint
 from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
-from llmconv.writer import Plan, plan_checkpoint
 
 PREFIX = "base_model.model."
 TRACES = ("torch_dtype", "dtype", "transformers_version", "architectures", "use_cache", "vocab_size")

@@ -12,8 +12,8 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UsageProblem
+from llmconv.plan import Plan
 from llmconv.tensors import LazyTensor
-from llmconv.writer import Plan
 
 
 @dataclass(frozen=True)

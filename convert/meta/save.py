@@ -24,9 +24,9 @@ from llmconv.convert.meta.params_of import config_of, params_of
 from llmconv.convert.meta.tokenizer import TOKENIZER
 from llmconv.convert.tokenizers.tiktoken_json import NUM_SPECIAL, is_tiktoken, tiktoken_of
 from llmconv.errors import MalformedInput
+from llmconv.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
 from llmconv.torch_writer import torch_pieces
-from llmconv.writer import Plan, Shard, json_bytes
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:

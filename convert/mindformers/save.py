@@ -16,7 +16,7 @@ from llmconv.convert.mindformers.ranks import ranks_of
 from llmconv.convert.mindformers.run_config import RunConfig
 from llmconv.convert.settings import Settings, refuse_other_settings, settings_of, tied
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.writer import Plan, Shard
+from llmconv.plan import Plan, Shard
 
 MODEL, RUN = "model.ckpt", "run.yaml"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

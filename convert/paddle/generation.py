@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import read_json
-from llmconv.writer import json_bytes
+from llmconv.plan import json_bytes
 
 FILE = "generation_config.json"
 SAME = (

@@ -15,7 +15,7 @@ from llmconv.convert.paddle.shards import WHOLE
 from llmconv.convert.paddle.tokenizer import MODEL, SENTENCEPIECE
 from llmconv.convert.settings import tied
 from llmconv.errors import UnsupportedInput
-from llmconv.writer import Plan, Shard, json_bytes
+from llmconv.plan import Plan, Shard, json_bytes
 
 HEAD = "lm_head.weight"
 

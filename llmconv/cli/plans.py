@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from llmconv.writer import Plan
+    from llmconv.plan import Plan
 
 
 def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:

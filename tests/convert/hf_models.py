@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.plan import plan_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
-from llmconv.writer import plan_checkpoint, write_checkpoint
+from llmconv.writer import write_checkpoint
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 Contents = dict[str, tuple[str, tuple[int, ...], bytes]]

@@ -11,8 +11,9 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert import apply_delta, extract_delta
+from llmconv.plan import plan_checkpoint
 from llmconv.tensors import BY_NAME, in_memory
-from llmconv.writer import plan_checkpoint, write_checkpoint
+from llmconv.writer import write_checkpoint
 from tests.convert.tiny_models import contents
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
