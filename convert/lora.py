@@ -15,7 +15,7 @@ from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.opening import open_adapters
 from llmconv.convert.adapters.placement import Edits
 from llmconv.convert.adapters.reading import Adapter
-from llmconv.convert.adapters.recipe import MergeOptions, Recipe, recipe_of
+from llmconv.convert.adapters.recipe import DEFAULTS, MergeOptions, Recipe, recipe_of
 from llmconv.convert.quantization.base import QuantizedBase, check_choice, quantized_base
 from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.errors import UsageProblem
@@ -84,23 +84,29 @@ def merge_lora(
         UnsupportedInput: a kind of adapter or base that this formula does not fit.
         OutputFailed: writing failed.
     """
-    if check and dry_run:
-        raise UsageProblem("a dry run writes nothing that could be checked", hint="leave `--dry-run` or `--check` away")
-    if check and options.get("base_quant") == "requantize":
-        problem = "`--check` compares with the exact sum, which no quantized weight holds"
-        raise UsageProblem(problem, hint="leave `--check` away; how much of the update survives is reported anyway")
+    options = DEFAULTS | options
+    if check:
+        _require_checkable(options, dry_run)
     with reading_safely(base):
         checkpoint = open_checkpoint(local_path(base))
-    opened = open_adapters(adapters, options.get("initial_adapters", ()), checkpoint, options.get("alpha"))
+    opened = open_adapters(adapters, options["initial_adapters"], checkpoint, options["alpha"])
     recipe = recipe_of(options, opened)
     merge = plan_merge(checkpoint, opened, recipe)
     warn_all(merge.warnings)
     check_output(merge.plan, Path(output), overwrite, [checkpoint.path, *(item.path for item in opened)])
     if not dry_run:
-        steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, recipe, options.get("alpha"))]
+        steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, recipe, options["alpha"])]
         sources = _sources(checkpoint, opened)
         write_checkpoint(merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
     return _checked(merge, Path(output), recipe) if check else merge
+
+
+def _require_checkable(options: MergeOptions, dry_run: bool) -> None:
+    if dry_run:
+        raise UsageProblem("a dry run writes nothing that could be checked", hint="leave `--dry-run` or `--check` away")
+    if options["base_quant"] == "requantize":
+        problem = "`--check` compares with the exact sum, which no quantized weight holds"
+        raise UsageProblem(problem, hint="leave `--check` away; how much of the update survives is reported anyway")
 
 
 def _checked(merge: Merge, output: Path, recipe: Recipe) -> Merge:

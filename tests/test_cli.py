@@ -21,6 +21,7 @@ import llmconv.convert
 import llmconv.export
 import llmconv.runtime
 import llmconv.verify
+from llmconv.convert.adapters.recipe import DEFAULTS as MERGE_DEFAULTS
 from llmconv.errors import InputRefused, LlmconvError
 from llmconv.progress import set_quiet
 
@@ -73,12 +74,12 @@ def options(name: str) -> dict[str, click.Parameter]:
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """Names and defaults of a function's parameters; of one that is a dataclass, those of its fields."""
+    """Names and defaults of a function's parameters; of options that have a type of their own, those of its fields."""
     found = {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
     for hint in typing.get_type_hints(function).values():
         for kind in filter(dataclasses.is_dataclass, typing.get_args(hint)):
             found |= {field.name: field.default for field in dataclasses.fields(kind)}
-    return found
+    return found | (dict(MERGE_DEFAULTS) if function is llmconv.convert.merge_lora else {})
 
 
 def loaded_by(*arguments: str) -> set[str]:

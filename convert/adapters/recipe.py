@@ -47,6 +47,21 @@ class MergeOptions(TypedDict, total=False):
     max_shard_size: str | int
 
 
+DEFAULTS: MergeOptions = {
+    "weights": (),
+    "alpha": None,
+    "initial_adapters": (),
+    "combine": "linear",
+    "densities": (),
+    "seed": 0,
+    "rank": None,
+    "majority_sign": "total",
+    "dtype": "keep",
+    "base_quant": None,
+    "max_shard_size": KEEP,
+}
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What decides the result of a merge, besides base and adapters; attributes as in `MergeOptions`."""
@@ -78,21 +93,16 @@ def recipe_of(options: MergeOptions, adapters: Sequence[Adapter]) -> Recipe:
     Raises:
         UsageProblem: the options contradict each other or the adapters.
     """
-    dtype = options.get("dtype", "keep")
-    check_dtype(dtype)
-    combination = Combination(
-        options.get("combine", "linear"),
-        tuple(options.get("densities", ())),
-        options.get("seed", 0),
-        options.get("rank"),
-        options.get("majority_sign", "total"),
-    )
+    options = DEFAULTS | options
+    check_dtype(options["dtype"])
+    signs, densities = options["majority_sign"], tuple(options["densities"])
+    combination = Combination(options["combine"], densities, options["seed"], options["rank"], signs)
     return Recipe(
-        _weights(options.get("weights", ()), adapters),
+        _weights(options["weights"], adapters),
         _ranked(combination, adapters),
-        dtype,
-        options.get("base_quant"),
-        options.get("max_shard_size", KEEP),
+        options["dtype"],
+        options["base_quant"],
+        options["max_shard_size"],
     )
 
 
