@@ -33,7 +33,7 @@ class Foreign:
 
 
 @lru_cache(maxsize=1)
-def kinds() -> dict[str, Foreign]:
+def foreign_kinds() -> dict[str, Foreign]:
     """Every kind by the name of its file."""
     found = sorted(module.name for module in pkgutil.iter_modules([f"{__path__[0]}/kinds"]))
     return {name: importlib.import_module(f"{__name__}.kinds.{name}").FOREIGN for name in found}
@@ -41,4 +41,4 @@ def kinds() -> dict[str, Foreign]:
 
 def foreign_kind(path: Path) -> Foreign | None:
     """The kind that claims `path`, or None: then it is PEFT's or nobody's."""
-    return next((kind for kind in kinds().values() if kind.detect(path)), None)
+    return next((kind for kind in foreign_kinds().values() if kind.detect(path)), None)

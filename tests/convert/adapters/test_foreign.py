@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import merge_lora, to_hf
-from llmconv.convert.adapters.foreign import foreign_kind, kinds
+from llmconv.convert.adapters.foreign import foreign_kind, foreign_kinds
 from llmconv.convert.adapters.lora.config import REFUSED
 from llmconv.convert.inspect import inspect
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
@@ -104,7 +104,7 @@ def test_two_kinds_are_merged_in_one_pass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [*CASES, "mlx/llama_dora", "torchtune/llama_dora", "torchtune/phi3_lora"])
 def test_one_kind_and_no_other_claims_an_adapter(case: str) -> None:
-    assert [name for name, kind in kinds().items() if kind.detect(FIXTURES / case)] == [case.partition("/")[0]]
+    assert [name for name, kind in foreign_kinds().items() if kind.detect(FIXTURES / case)] == [case.partition("/")[0]]
 
 
 def mlx(folder: Path, source: str = "llama_lora", **changes: Any) -> Path:

@@ -34,6 +34,9 @@ EXPERTS = {
 }
 """The experts of a layer in one module, and the modules that they are on disk (mlx-lm `models/*.py`, `sanitize`)."""
 
+EXPERTS_LIMIT = 4096
+"""More than any model has in a layer."""
+
 POSITIONS = ("wpe.weight", "embed_positions.weight")
 
 SAME_WEIGHTS = (
@@ -160,6 +163,10 @@ def _of_experts(module: str, part: str, tensor: LazyTensor, source: str) -> dict
         raise UnsupportedInput(
             f"`{source}` adapts `{module}`, experts in one module of a model whose names on disk are not known here",
             hint="fuse it with `mlx_lm.fuse`",
+        )
+    if tensor.num_rows > EXPERTS_LIMIT:
+        raise MalformedInput(
+            f"`{source}` has {tensor.num_rows:,} experts in `{module}`", hint="no model has so many; is it damaged?"
         )
     root, target = module.removesuffix(place), EXPERTS[place]
     return {f"{root}{target.format(number)}.{part}": _expert(tensor, number) for number in range(tensor.shape[0])}
