@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.adapters.checking import Check, check_written
-from llmconv.convert.adapters.combining.methods import SUMS
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.opening import open_adapters
 from llmconv.convert.adapters.placement import Edits
@@ -18,7 +17,8 @@ from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.adapters.recipe import DEFAULTS, MergeOptions, Recipe, recipe_of
 from llmconv.convert.quantization.base import QuantizedBase, check_choice, quantized_base
 from llmconv.convert.quantization.retention import Retention, measure
-from llmconv.errors import UsageProblem
+from llmconv.convert.state_dict import check_complete
+from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
@@ -38,6 +38,7 @@ class Merge:
         added: names of the tensors that the base does not have.
         warnings: what a user should know, one line each.
         edits: what is done to which tensor.
+        parts: name of a stored tensor to that of the quantized weight it is a part of.
         retention: how much of the update survived, where the base is quantized and the result is too.
         check: what comparing the written folder gave, when that was asked for.
     """
@@ -48,13 +49,14 @@ class Merge:
     added: tuple[str, ...]
     warnings: tuple[str, ...]
     edits: Edits = field(repr=False)
+    parts: Mapping[str, str] = field(default_factory=dict)
     retention: Retention | None = None
     check: Check | None = None
 
 
 def merge_lora(
     base: str | Path,
-    adapters: Sequence[str | Path],
+    adapters: str | Path | Sequence[str | Path],
     output: str | Path,
     *,
     overwrite: bool = False,
@@ -69,7 +71,7 @@ def merge_lora(
 
     Args:
         base: Hugging Face folder or hub id.
-        adapters: folders or files of PEFT or of another program, or hub ids.
+        adapters: folders or files of PEFT or of another program, or hub ids; one, or several.
         output: the folder to make.
         overwrite: replace an existing model folder.
         resume: continue an interrupted run.
@@ -84,12 +86,15 @@ def merge_lora(
         UnsupportedInput: a kind of adapter or base that this formula does not fit.
         OutputFailed: writing failed.
     """
+    if unknown := options.keys() - DEFAULTS.keys():
+        raise TypeError(f"merge_lora() has no option {', '.join(sorted(unknown))}")
     options = DEFAULTS | options
     if check:
         _require_checkable(options, dry_run)
     with reading_safely(base):
         checkpoint = open_checkpoint(local_path(base))
-    opened = open_adapters(adapters, options["initial_adapters"], checkpoint, options["alpha"])
+    paths = [adapters] if isinstance(adapters, str | Path) else adapters
+    opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])
     recipe = recipe_of(options, opened)
     merge = plan_merge(checkpoint, opened, recipe)
     warn_all(merge.warnings)
@@ -103,14 +108,14 @@ def merge_lora(
 
 def _require_checkable(options: MergeOptions, dry_run: bool) -> None:
     if dry_run:
-        raise UsageProblem("a dry run writes nothing that could be checked", hint="leave `--dry-run` or `--check` away")
+        raise UsageProblem("a dry run writes nothing that could be checked", hint="leave out `--dry-run` or `--check`")
     if options["base_quant"] == "requantize":
         problem = "`--check` compares with the exact sum, which no quantized weight holds"
-        raise UsageProblem(problem, hint="leave `--check` away; how much of the update survives is reported anyway")
+        raise UsageProblem(problem, hint="leave out `--check`; how much of the update survives is reported anyway")
 
 
 def _checked(merge: Merge, output: Path, recipe: Recipe) -> Merge:
-    summed = recipe.combination.method in SUMS
+    summed = recipe.combination.is_sum
     return replace(merge, check=check_written(merge.plan.checkpoint, merge.edits, output, summed=summed))
 
 
@@ -123,12 +128,17 @@ def _step(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe, alpha: 
 
 
 def _identity(adapter: Adapter) -> dict[str, str]:
+    settings = [adapter.settings] if adapter.settings not in adapter.weights else []
+    return {"name": adapter.name, "sha256": _sha256(adapter.weights), "config_sha256": _sha256(settings)}
+
+
+def _sha256(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for path in adapter.weights:
+    for path in paths:
         with open(path, "rb") as file:
             while chunk := file.read(BLOCK_BYTES):
                 digest.update(chunk)
-    return {"name": adapter.name, "sha256": digest.hexdigest()}
+    return digest.hexdigest()
 
 
 def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
@@ -148,10 +158,19 @@ def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) ->
         merged=tuple(name for name in result if name in edits.changes),
         replaced=tuple(name for name in result if edits.replaces(name) and name in plain),
         added=tuple(name for name in result if name not in plain),
-        warnings=tuple(edits.warnings),
+        warnings=(*edits.warnings, *_not_whole(result)),
         edits=edits,
     )
     return _stored(quantized, result, merge, recipe) if quantized else merge
+
+
+def _not_whole(result: Checkpoint) -> list[str]:
+    """A warning where transformers would leave weights to chance."""
+    try:
+        check_complete(result.tensors, result.config, result.path.name)
+    except MalformedInput as problem:
+        return [f"the base is not the model that its config describes: {problem.message}"]
+    return []
 
 
 def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recipe) -> Merge:
@@ -161,12 +180,10 @@ def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recip
         return replace(merge, plan=plan, warnings=(*merge.warnings, base.dequantizing(recipe.dtype)))
     checkpoint, changed = base.requantized(result)
     retention = measure(base.plain, result, changed)
-    parts = base.changed_parts(changed)
     return replace(
         merge,
         plan=plan_checkpoint(checkpoint, recipe.max_shard_size),
-        merged=tuple(name for name in checkpoint if parts.get(name, name) in merge.merged),
-        replaced=tuple(name for name in checkpoint if parts.get(name, name) in merge.replaced),
+        parts=base.changed_parts(changed),
         warnings=(*merge.warnings, *retention.require()),
         retention=retention,
     )

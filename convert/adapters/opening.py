@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint
@@ -10,7 +11,7 @@ from llmconv.convert.adapters.foreign import foreign_kind
 from llmconv.convert.adapters.lora.initial import with_initial
 from llmconv.convert.adapters.reading import Adapter, open_adapter
 from llmconv.convert.adapters.tuners.reading import is_tuned, open_tuned
-from llmconv.errors import UsageProblem
+from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.storage import local_path, reading_safely
 
 
@@ -35,7 +36,22 @@ def open_adapters(
             hint="give `--initial-adapter` once per adapter, `-` for one that needs none",
         )
     before = [None if str(path) == "-" else path for path in initial] or [None] * len(adapters)
-    return [_open_trained(path, start, base, alpha) for path, start in zip(adapters, before, strict=True)]
+    opened = []
+    for path, start in zip(adapters, before, strict=True):
+        with _named(path, len(adapters)):
+            opened.append(_open_trained(path, start, base, alpha))
+    return opened
+
+
+@contextmanager
+def _named(path: str | Path, count: int) -> Iterator[None]:
+    """Errors of one of several adapters say which it is: their files have the same names."""
+    try:
+        yield
+    except LlmconvError as error:
+        if count > 1 and str(path) not in error.message:
+            error.message = f"in `{path}`: {error.message}"
+        raise
 
 
 def _open_trained(adapter: str | Path, initial: str | Path | None, base: Checkpoint, alpha: float | None) -> Adapter:

@@ -161,7 +161,7 @@ def _way_to_adapter(folder: Path) -> str:
     return (
         f"give one of its folders: {', '.join(inner)}"
         if inner
-        else "give the folder that PEFT's `save_pretrained` wrote, or another program that `llmconv merge-lora` knows"
+        else "give the folder that PEFT's `save_pretrained` wrote, or another program's adapter, see docs/merging.md"
     )
 
 

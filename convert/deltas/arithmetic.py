@@ -67,7 +67,8 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
     below, above = _same_names(base, delta)
     _check_shapes(base, delta, below, above)
     by_mean = _begin_at_mean(below, above)
-    warnings = [*base.warnings, *_grown(below, above, by_mean=by_mean), *_no_delta(below, above, delta)]
+    _require_delta(below, above, delta)
+    warnings = [*base.warnings, *_grown(below, above, by_mean=by_mean)]
     kept = {name: wider(below[name].dtype, above[name].dtype) for name in below}
     chosen = {name: BY_NAME.get(dtype, kept[name]) for name in below}
     if by_mean:
@@ -172,15 +173,17 @@ def _grown(below: Tensors, above: Tensors, *, by_mean: bool) -> list[str]:
     ]
 
 
-def _no_delta(below: Tensors, above: Tensors, delta: Checkpoint) -> list[str]:
-    """A warning where the delta's last norm is not small: then it is a whole model."""
+def _require_delta(below: Tensors, above: Tensors, delta: Checkpoint) -> None:
+    """Refuses a delta whose last norm is nearly the base's: it is a whole model."""
     name: Any = next((name for name in below if name.endswith(NORM) and ".layers." not in name), None)
     if name is None:
-        return []
-    sizes = [np.abs(side[name].read().astype(np.float32)).mean() for side in (below, above)]
-    if not sizes[1] > 0.5 * sizes[0] > 0:
-        return []
-    return [f"`{name}` of `{delta.path.absolute().name}` is as large as the base's: is it a whole model, no delta?"]
+        return
+    norm, added = (side[name].read().astype(np.float64) for side in (below, above))
+    if np.abs(added - norm).mean() < 0.5 * np.abs(norm).mean():
+        raise MalformedInput(
+            f"`{name}` of `{delta.path.absolute().name}` is nearly the base's own: it is a whole model, no delta",
+            hint="give what was published as a delta; `llmconv delta extract BASE TUNED` makes one of two models",
+        )
 
 
 def require_difference(folder: Path) -> None:

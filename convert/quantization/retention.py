@@ -82,7 +82,7 @@ class Retention:
         if not total.enough:
             raise UnsupportedInput(
                 f"requantized, the base keeps too little of the update: {found}, of which {ENOUGH} is the least",
-                hint="give `--base-quant dequantize`: its steps are coarser than what the adapter adds",
+                hint="give `--base-quant dequantize`; the update is finer than the grid, or leaves its range",
             )
         poor = sorted((change.cosine, name) for name, change in self.weights.items() if not change.enough)
         lines = [f"{len(self.weights)} merged weights are quantized again, which changes the update: {found}"]

@@ -103,7 +103,8 @@ def _print(merge: Merge, output: Path, dry_run: bool) -> None:
         click.echo("\n".join(merge.check.lines()))
 
 
-def _fate(merge: Merge, name: str) -> str:
+def _fate(merge: Merge, stored: str) -> str:
+    name = merge.parts.get(stored, stored)
     fates = [
         fate
         for fate, names in (("added", merge.added), ("replaced", merge.replaced), ("merged", merge.merged))

@@ -36,9 +36,6 @@ from llmconv.tensors import Array, DType, LazyTensor
 TILE_ELEMENTS = 1 << 20
 """Elements that are combined at once: 8 MiB for each adapter, and as much again a few times."""
 
-METHODS = ("linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear", "dare_ties")
-SUMS = ("linear", "cat")
-PRUNING = ("magnitude_prune", "ties", "dare_linear", "dare_ties")
 SIGNS = ("total", "frequency")
 
 
@@ -60,6 +57,12 @@ class Combination:
     rank: int | None = None
     majority_sign: str = "total"
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether whole changes are only added."""
+        method = METHODS[self.method]
+        return method.kept is _whole and not (method.elects or method.truncates)
+
     def check(self, adapters: int) -> None:
         """The options suit each other.
 
@@ -71,18 +74,27 @@ class Combination:
                 f"there is no way {self.method!r} with majority sign {self.majority_sign!r} to combine adapters",
                 hint=f"`--combine` is one of {', '.join(METHODS)}, `--majority-sign` one of {', '.join(SIGNS)}",
             )
-        prunes = self.method in PRUNING
-        if bool(self.densities) != prunes or len(self.densities) not in (0, 1, adapters):
-            raise UsageProblem(
-                f"{len(self.densities)} densities are given for `--combine {self.method}` of {adapters} adapters",
-                hint=f"{', '.join(PRUNING)} need `--density`, once or once per adapter; the others take none",
-            )
-        if not all(0 < density <= 1 for density in self.densities):
-            raise UsageProblem("a density is not above 0 and at most 1", hint="give the share to keep: `--density 0.5`")
-        if self.rank is not None and (self.rank < 1 or self.method != "svd"):
+        self._check_densities(adapters)
+        if self.rank is not None and (self.rank < 1 or not METHODS[self.method].truncates):
             raise UsageProblem(
                 f"`--rank {self.rank}` does not suit `--combine {self.method}`",
                 hint="only `--combine svd` has a rank, of at least 1",
+            )
+
+    def _check_densities(self, adapters: int) -> None:
+        pruning = ", ".join(name for name, method in METHODS.items() if method.prunes)
+        if self.densities and not METHODS[self.method].prunes:
+            raise UsageProblem(
+                f"`--density` means nothing to `--combine {self.method}`", hint=f"it is for `--combine` {pruning}"
+            )
+        if METHODS[self.method].prunes and len(self.densities) not in (1, adapters):
+            raise UsageProblem(
+                f"`--combine {self.method}` of {adapters} adapter(s) has {len(self.densities)} `--density`",
+                hint="give it once, or once per adapter",
+            )
+        if odd := next((density for density in self.densities if not 0 < density <= 1), None):
+            raise UsageProblem(
+                f"the density {odd} is not above 0 and at most 1", hint="give the share to keep: `--density 0.5`"
             )
 
     def density(self, number: int) -> float:
@@ -142,20 +154,36 @@ def combine(
     return LazyTensor(dtype, base.shape, load, lambda other: combine(base, name, vectors, combination, other))
 
 
+@dataclass(frozen=True)
+class Method:
+    """One way to combine.
+
+    Attributes:
+        kept: what of one adapter's change is used, for the tensor of a name, with a seed.
+        prunes: that is a share of it, the density.
+        elects: signs are elected, and what agrees is averaged; otherwise changes are added.
+        truncates: the sum becomes one of a rank.
+    """
+
+    kept: Callable[[TaskVector, str, int], Rows]
+    prunes: bool = False
+    elects: bool = False
+    truncates: bool = False
+
+
 def _change(name: str, vectors: Sequence[TaskVector], combination: Combination) -> Rows:
-    method = combination.method
-    if method == "svd":
+    method = METHODS[combination.method]
+    if method.truncates:
         return _truncated(vectors, combination.rank or 1)
-    if method in ("magnitude_prune", "ties"):
-        kept = [_largest(vector) for vector in vectors]
-    elif method in ("dare_linear", "dare_ties"):
-        kept = [_drawn(vector, name, combination.seed) for vector in vectors]
-    else:
-        kept = [_rows(vector) for vector in vectors]
+    kept = [method.kept(vector, name, combination.seed) for vector in vectors]
     weights = np.array([vector.weight for vector in vectors])[:, None, None]
-    if method not in ("ties", "dare_ties"):
+    if not method.elects:
         return lambda start, stop: _sum(kept, weights, start, stop)
     return lambda start, stop: _elect([rows(start, stop) for rows in kept], weights, combination.majority_sign)
+
+
+def _whole(vector: TaskVector, name: str = "", seed: int = 0) -> Rows:
+    return lambda start, stop: vector.delta.rows(start, stop).reshape(stop - start, -1)
 
 
 def _sum(kept: Sequence[Rows], weights: Array, start: int, stop: int) -> Array:
@@ -163,10 +191,6 @@ def _sum(kept: Sequence[Rows], weights: Array, start: int, stop: int) -> Array:
     for weight, rows in zip(weights[1:], kept[1:], strict=True):
         total += weight * rows(start, stop)
     return total
-
-
-def _rows(vector: TaskVector) -> Rows:
-    return lambda start, stop: vector.delta.rows(start, stop).reshape(stop - start, -1)
 
 
 def _elect(kept: Sequence[Array], weights: Array, method: str) -> Array:
@@ -179,10 +203,10 @@ def _elect(kept: Sequence[Array], weights: Array, method: str) -> Array:
     return mean
 
 
-def _largest(vector: TaskVector) -> Rows:
+def _largest(vector: TaskVector, name: str, seed: int) -> Rows:
     """The change without its smallest elements; those that are as large as the last one kept are all kept."""
     if vector.density == 1:
-        return _rows(vector)
+        return _whole(vector)
     threshold, count = Once(1 << 62), int(vector.density * prod(vector.delta.shape))
 
     def rows(start: int, stop: int) -> Array:
@@ -210,7 +234,7 @@ def _drawn(vector: TaskVector, name: str, seed: int) -> Rows:
 def _truncated(vectors: Sequence[TaskVector], rank: int) -> Rows:
     """The sum of the changes, of at most `rank`; a tensor of one dimension stays whole."""
     delta = vectors[0].delta
-    rows = [_rows(vector) for vector in vectors]
+    rows = [_whole(vector) for vector in vectors]
     weights = np.array([vector.weight for vector in vectors])[:, None, None]
     if len(delta.shape) < 2:
         return lambda start, stop: _sum(rows, weights, start, stop)
@@ -249,3 +273,15 @@ def _truncated_matrix(whole: Array, rank: int) -> Array:
     u, s, v = np.linalg.svd(matrix, full_matrices=False)
     made: Array = (u[..., :rank] * s[..., None, :rank]) @ v[..., :rank, :]
     return made
+
+
+METHODS: dict[str, Method] = {
+    "linear": Method(_whole),
+    "cat": Method(_whole),
+    "svd": Method(_whole, truncates=True),
+    "magnitude_prune": Method(_largest, prunes=True),
+    "ties": Method(_largest, prunes=True, elects=True),
+    "dare_linear": Method(_drawn, prunes=True),
+    "dare_ties": Method(_drawn, prunes=True, elects=True),
+}
+"""By the names that PEFT has for them."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmconv.convert.adapters.combining.methods import SUMS, Combination, TaskVector, combine
+from llmconv.convert.adapters.combining.methods import Combination, TaskVector, combine
 from llmconv.convert.adapters.low_rank import LowRank
 from llmconv.convert.adapters.placement import Edits
 from llmconv.convert.adapters.reading import Adapter
@@ -39,7 +39,7 @@ class TaskVectors:
         Raises:
             MalformedInput, UnsupportedInput: see `Edits.place`.
         """
-        self.summed = combination.method in SUMS
+        self.summed = combination.is_sum
         self._combination, self._weights = combination, weights
         alone = len(adapters) == 1 and self.summed
         self._keys = [""] if alone else [_digest(adapter) for adapter in adapters]

@@ -156,7 +156,7 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
     if alpha is not None and own is not None and alpha != own:
         raise UsageProblem(
             f"`--alpha {alpha:g}` contradicts the adapter, which says `lora_alpha` {own}",
-            hint="leave `--alpha` away; to merge more or less of an adapter give `--weight`",
+            hint="leave out `--alpha`; to merge more or less of an adapter give `--weight`",
         )
     warnings = [f"the adapter config sets `{name}`, which is not known and not used" for name in _unknown(fields)]
     if own is None and alpha is None:

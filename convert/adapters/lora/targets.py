@@ -53,12 +53,10 @@ class Targets:
 
         Raises:
             MalformedInput: a name that matches nothing.
-            UnsupportedInput: a layer of packed projections.
+            UnsupportedInput: a layer of packed projections, or a bias for a layer that has none.
         """
-        pairs = self.adapter.pairs.items()
         modules = (*self.adapter.tokens, *self.adapter.learned)
         wanted = {*others, *self.wanted.values(), *(f"{module}.weight" for module in modules)}
-        wanted |= {f"{module}.bias" for module, pair in pairs if pair.bias}
         for name in wanted - self.tensors.keys():
             if f"{name.removesuffix('.weight')}.in_proj_weight" in self.tensors:
                 raise UnsupportedInput(
@@ -67,7 +65,20 @@ class Targets:
                 )
         known = {**self.tensors, **self.stacks, **self.parts}
         self._homes = match_names(wanted, known.keys(), self.adapter.name)
-        return self._homes
+        return self._homes | {
+            f"{module}.bias": self._bias(module) for module, own in self.adapter.pairs.items() if own.bias
+        }
+
+    def _bias(self, module: str) -> str:
+        """Where the trained bias of B is added; PEFT merges none that has no place, either."""
+        weight = self._homes[self.wanted[module]]
+        name = f"{weight.removesuffix('.weight')}.bias"
+        if name not in self.tensors:
+            raise UnsupportedInput(
+                f"`{self.adapter.name}` has a bias for `{module}` (`lora_bias`), whose layer in the base has none",
+                hint="no weight can hold it; serve the adapter with PEFT, or train it without `lora_bias`",
+            )
+        return name
 
     def changes(self, module: str, pair: Pair, weight: float) -> Changes:
         """What a module's factors do, once `homes` is known.

@@ -59,7 +59,7 @@ def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
     if alpha is not None:
         raise UsageProblem(
             f"`--alpha` is for LoRA, the adapter is of `peft_type` {tuner.peft_type!r}",
-            hint="leave `--alpha` away; to merge more or less of an adapter give `--weight`",
+            hint="leave out `--alpha`; to merge more or less of an adapter give `--weight`",
         )
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if weights is None:

@@ -122,7 +122,11 @@ def pair_of(left: Array, right: Array) -> tuple[Array, Array]:
 
 
 @settings(deadline=None, max_examples=30)
-@given(method=st.sampled_from(METHODS), order=st.permutations(range(3)), cuts=st.sets(st.integers(1, 39), max_size=3))
+@given(
+    method=st.sampled_from(sorted(METHODS)),
+    order=st.permutations(range(3)),
+    cuts=st.sets(st.integers(1, 39), max_size=3),
+)
 def test_neither_order_nor_the_division_into_rows_counts(method: str, order: list[int], cuts: set[int]) -> None:
     base = np.random.default_rng(1).standard_normal(SHAPE).astype(np.float32)
     vectors, options = random_vectors(0.4), Combination(method, rank=4 if method == "svd" else None)
@@ -220,9 +224,9 @@ def test_the_manifest_says_how_adapters_were_combined(adapted: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"combine": "ties"}, "0 densities"),
-        ({"combine": "ties", "densities": [0.5, 0.5]}, "2 densities"),
-        ({"densities": [0.5]}, "1 densities"),
+        ({"combine": "ties"}, "has 0 `--density`"),
+        ({"combine": "ties", "densities": [0.5, 0.5]}, "has 2 `--density`"),
+        ({"densities": [0.5]}, "means nothing"),
         ({"combine": "ties", "densities": [0.0]}, "density"),
         ({"combine": "ties", "densities": [1.5]}, "density"),
         ({"combine": "ties", "densities": [float("nan")]}, "density"),

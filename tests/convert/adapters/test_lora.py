@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -262,3 +263,29 @@ def test_the_manifest_continues_the_bases(trained: Judged, tmp_path: Path) -> No
     assert [step["command"] for step in steps] == ["merge-lora", "merge-lora"]
     assert steps[1]["options"]["weights"] == [0.5]
     assert steps[1]["options"]["adapters"][0]["name"] == "adapter"
+
+
+def test_an_option_that_is_none_is_a_type_error(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="no option density, weight"):
+        merge_lora(tiny("llama"), [tmp_path], tmp_path / "out", weight=[0.1], density=[0.3])  # type: ignore[call-arg]
+
+
+def test_a_base_that_is_not_whole_is_told(trained: Judged, tmp_path: Path) -> None:
+    base, adapter, _ = trained("llama", target_modules=["q_proj"])
+    holed = shutil.copytree(base, tmp_path / "holed")
+    tensors = load_file(holed / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, holed / "model.safetensors", {"format": "pt"})
+    merge = merge_lora(holed, adapter, tmp_path / "out")
+    assert "model.norm.weight" in merge.warnings[-1]
+
+
+def test_another_alpha_is_another_step_of_the_manifest(trained: Judged, tmp_path: Path) -> None:
+    base, adapter, _ = trained("llama", target_modules=["q_proj"])
+    louder = shutil.copytree(adapter, tmp_path / "louder" / adapter.name)
+    config = json.loads((louder / "adapter_config.json").read_text())
+    (louder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 80}))
+    for name, lora in (("one", adapter), ("two", louder)):
+        merge_lora(base, lora, tmp_path / name)
+    steps = [json.loads((tmp_path / name / "llmconv.json").read_text())["steps"] for name in ("one", "two")]
+    assert steps[0] != steps[1]

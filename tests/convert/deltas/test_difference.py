@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from llmconv.checkpoint import open_checkpoint
@@ -160,19 +161,25 @@ def test_a_delta_of_another_model_is_refused(tmp_path: Path) -> None:
         apply_delta(base, save_tiny(tmp_path / "z", "qwen2"), tmp_path / "out")
 
 
-def test_a_whole_model_in_place_of_a_delta_is_remarked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_model_in_place_of_a_delta_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = save_tiny(tmp_path / "base", "llama", "float16")
     tuned = moved(base, tmp_path / "tuned", torch.float16)
-    apply_delta(base, tuned, tmp_path / "out", dry_run=True)
-    assert "is it a whole model, no delta?" in capsys.readouterr().err
+    with pytest.raises(MalformedInput, match="it is a whole model, no delta"):
+        apply_delta(base, tuned, tmp_path / "out")
     apply_delta(base, make_delta(base, tuned, tmp_path / "delta"), tmp_path / "out", dry_run=True)
     assert capsys.readouterr().err == ""
+
+
+def as_delta(folder: Path) -> Path:
+    """A model whose last norm is as small as that of a delta."""
+    save_file(state_of(folder) | {"model.norm.weight": torch.full((32,), 0.01)}, folder / "model.safetensors")
+    return folder
 
 
 @pytest.mark.parametrize("tied_base", [True, False])
 def test_a_head_that_one_of_them_does_not_store_is_the_embedding(tied_base: bool, tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama", tie_word_embeddings=tied_base)
-    delta = save_tiny(tmp_path / "delta", "llama", tie_word_embeddings=not tied_base)
+    delta = as_delta(save_tiny(tmp_path / "delta", "llama", tie_word_embeddings=not tied_base))
     apply_delta(base, delta, tmp_path / "out")
     below, above, found = state_of(base), state_of(delta), state_of(tmp_path / "out")
     embedding = "model.embed_tokens.weight"
@@ -183,20 +190,21 @@ def test_a_head_that_one_of_them_does_not_store_is_the_embedding(tied_base: bool
 
 def test_a_wider_delta_keeps_its_bits(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama", "float16")
-    delta = save_tiny(tmp_path / "delta", "llama", "float32")
+    delta = as_delta(save_tiny(tmp_path / "delta", "llama", "float32"))
     apply_delta(base, delta, tmp_path / "out")
     assert open_checkpoint(tmp_path / "out").config["dtype"] == "float32"
 
 
 def test_a_sum_too_large_for_its_type_is_refused(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", "llama", "float16")
-    model = AutoModelForCausalLM.from_pretrained(base)
-    with torch.no_grad():
-        model.model.norm.weight.fill_(65504)
-    model.save_pretrained(tmp_path / "large")
+    delta = as_delta(save_tiny(tmp_path / "delta", "llama", "float16"))
+    for folder, size in ((base, 65504), (delta, 20000)):
+        save_file(
+            state_of(folder) | {"model.norm.weight": torch.full((32,), size).half()}, folder / "model.safetensors"
+        )
     with pytest.raises(UnsupportedInput, match="too large for float16"):
-        apply_delta(tmp_path / "large", tmp_path / "large", tmp_path / "out")
-    apply_delta(tmp_path / "large", tmp_path / "large", tmp_path / "out", dtype="bfloat16")
+        apply_delta(base, delta, tmp_path / "out")
+    apply_delta(base, delta, tmp_path / "out", dtype="bfloat16")
 
 
 def test_the_base_may_be_in_metas_shards(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = N
         )
     factors, others = _placed(whole, family, base, path.name)
     if alpha is not None and not factors:
-        raise InputRefused(f"`{path.name}` holds no LoRA pair", hint="leave `--alpha` away")
+        raise InputRefused(f"`{path.name}` holds no LoRA pair", hint="leave out `--alpha`")
     others, fields = _with_biases(others, base, path.name)
     ranks = {"r": rank, "lora_alpha": rank} if (rank := next((own.rank for own in factors.values()), 0)) else {}
     new = sorted(name.removesuffix(".bias") for name in others if name.endswith(".bias") and name not in base)
