@@ -22,8 +22,9 @@ KEPT = 8
 
 CHUNK = 4096
 
-DENSE, SPARSE = 512, 8
-"""Sizes up to which, and shares of which from on, all singular vectors are computed at once."""
+DENSE, THIN, SPARSE = 1 << 20, 512, 8
+"""Elements, and length of the smaller side, up to which all singular vectors are computed at once, and so exactly; and
+the share of that side which `rank` may be at most for less."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ class Factors:
 def factored(name: str, change: Change, rank: int) -> tuple[Array, Array, Share]:
     """left, right and the share that their product holds; see `Factors.of`."""
     rows, columns = change.shape
-    if min(rows, columns) > DENSE and SPARSE * rank <= min(rows, columns):
-        basis = largest_vectors(name, change, rank)
-        left, right, total = _projected(change, basis)
+    if rows * columns > DENSE and min(rows, columns) > THIN and SPARSE * rank <= min(rows, columns):
+        found = largest_vectors(name, change, rank)
+        pair = (found.images, found.vectors.T) if rows >= columns else (found.vectors, found.images.T)
+        left, right, total = *pair, found.total
     else:
         left, right, total = _dense(name, change, rank)
     # One side is orthonormal, the other as long as the singular values; √σ for each.
@@ -90,24 +92,10 @@ def factored(name: str, change: Change, rank: int) -> tuple[Array, Array, Share]
     return (left * upper).astype(np.float32), (right * lower[:, None]).astype(np.float32), share
 
 
-def _projected(change: Change, basis: Array) -> tuple[Array, Array, float]:
-    """The two halves of D·Q·Qᵀ, or of Q·Qᵀ·D where D is wider than high, in float64, and the squared norm of D."""
-    total, parts = 0.0, []
-    right = np.zeros((basis.shape[1], change.shape[1]))
-    high = change.shape[0] >= change.shape[1]
-    for start, stop in change.tuned.blocks():
-        rows = change.rows(start, stop)
-        total += float(np.square(rows).sum())
-        if high:
-            parts.append(rows @ basis)
-        else:
-            right += basis[start:stop].T @ rows
-    return (np.concatenate(parts), basis.T, total) if high else (basis, right, total)
-
-
 def _dense(name: str, change: Change, rank: int) -> tuple[Array, Array, float]:
-    """As `_projected`, from all eigenvectors of the smaller of D·Dᵀ and Dᵀ·D.
+    """The two halves of D·Q·Qᵀ, or of Q·Qᵀ·D where D is wider than high, in float64, and the squared norm of D.
 
+    Q is from all eigenvectors of the smaller of D·Dᵀ and Dᵀ·D.
     Memory follows the matrix: its smaller side squared, and where it is wider than high also the whole of it.
     """
     rows, columns = change.shape
