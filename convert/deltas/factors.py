@@ -14,6 +14,7 @@ from threading import Lock
 
 import numpy as np
 
+from llmconv.convert.deltas.blas import single_threaded
 from llmconv.convert.deltas.singular import Change, largest_vectors, not_finite
 from llmconv.tensors import Array
 
@@ -62,7 +63,8 @@ class Factors:
         """
         with self._lock:
             if name not in self._recent:
-                left, right, self._shares[name] = factored(name, self._changes[name], self._ranks[name])
+                with single_threaded():
+                    left, right, self._shares[name] = factored(name, self._changes[name], self._ranks[name])
                 self._recent[name] = left, right
                 if len(self._recent) > KEPT:
                     self._recent.popitem(last=False)

@@ -8,12 +8,13 @@ after two blocks, and of white noise, the slowest case, 99.9 % of the optimum (E
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from llmconv.convert.adapters.rounding import widen
+from llmconv.convert.deltas.products import product, turned_product
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 
@@ -51,8 +52,7 @@ class Change:
     def narrow_rows(self, start: int, stop: int) -> Array:
         """Rows of tuned − base in float32, or in float64 where either is; the difference is rounded once."""
         before, after = (widen(side.rows(start, stop)) for side in (self.base, self.tuned))
-        with np.errstate(all="ignore"):
-            return np.asarray(after - before)
+        return np.asarray(after - before)
 
 
 @dataclass(frozen=True)
@@ -88,42 +88,44 @@ def largest_vectors(name: str, change: Change, rank: int) -> Largest:
     both: tuple[Product, Product] = matrix.times, matrix.turned_times
     ahead, back = both if change.shape[0] >= change.shape[1] else both[::-1]
     start = np.random.default_rng(0).standard_normal((min(change.shape), rank + SPARE)).astype(np.float32)
-    known, images, gram = _krylov(_orthonormal(start), ahead, back, rank)
-    best = np.linalg.eigh(gram)[1][:, ::-1][:, :rank]
-    return Largest(known @ best, images @ best * matrix.scale, matrix.total)
+    known, gram = _krylov(_orthonormal(start), ahead, back, rank)
+    best = product(known, np.linalg.eigh(gram)[1][:, ::-1][:, :rank])
+    # One more step in float64 gives back what float32 lost of a change that is of low rank.
+    basis = np.linalg.qr(ahead(best))[0]
+    left, values, right = np.linalg.svd(back(basis), full_matrices=False)
+    return Largest(left, product(basis, right.T * values * matrix.scale), matrix.total)
 
 
-def _krylov(block: Array, ahead: Product, back: Product, rank: int) -> tuple[Array, Array, Array]:
-    """An orthonormal basis of the span of `block`, (DᵀD)·`block`, …; its image under D; the image's inner products."""
-    known = np.empty((len(block), 0), np.float32)
-    images, gram, before = list[Array](), np.empty((0, 0)), 0.0
+def _krylov(block: Array, ahead: Product, back: Product, rank: int) -> tuple[Array, Array]:
+    """An orthonormal basis of the span of `block`, (DᵀD)·`block`, …; the inner products of its images under D."""
+    known, images, gram, before = np.empty((len(block), 0), np.float32), None, np.empty((0, 0)), 0.0
     for _ in range(DEPTH):
-        known = np.hstack([known, block])
-        images.append(ahead(block))
+        known, image = np.hstack([known, block]), ahead(block)
+        images = image if images is None else np.hstack([images, image])
         gram = _with_products(gram, images)
         held = float(np.sqrt(np.linalg.eigvalsh(gram)[::-1][:rank].clip(0).sum()))
         if held - before <= GAIN * held:
             break
         before = held
-        block = _orthogonal(back(_orthonormal(images[-1])), known)
+        block = _orthogonal(back(_orthonormal(image)), known)
         if not block.size:
             break
-    return known, np.hstack(images), gram
+    return known, gram
 
 
-def _with_products(gram: Array, images: list[Array]) -> Array:
-    """The inner products of all columns, those of all blocks but the last being there; in float64."""
-    last = images[-1].astype(np.float64)
-    beside = np.vstack([image.T @ last for image in images[:-1]] + [np.empty((0, last.shape[1]))])
-    return np.block([[gram, beside], [beside.T, last.T @ last]])
+def _with_products(gram: Array, images: Array) -> Array:
+    """The inner products of all columns in float64, those of the first being there."""
+    there = len(gram)
+    more = turned_product(images, images[:, there:].astype(np.float64))
+    return np.hstack([np.vstack([gram, more[:there].T]), more])
 
 
 def _orthogonal(block: Array, known: Array) -> Array:
     """An orthonormal basis of what `block` has beyond the span of `known`; no columns where that is rounding alone."""
     least = TINY * np.linalg.norm(block, axis=0).max(initial=0)
-    rest = block - known @ (known.T @ block)
+    rest = block - product(known, turned_product(known, block))
     basis = _orthonormal(rest, least)
-    return _orthonormal(basis - known @ (known.T @ basis), 0.5)
+    return _orthonormal(basis - product(known, turned_product(known, basis)), 0.5)
 
 
 def _orthonormal(block: Array, least: float = 0.0) -> Array:
@@ -134,9 +136,9 @@ def _orthonormal(block: Array, least: float = 0.0) -> Array:
     """
     wide = block.astype(np.float64)
     for _ in range(2):
-        values, vectors = np.linalg.eigh(wide.T @ wide)
+        values, vectors = np.linalg.eigh(turned_product(wide, wide))
         long = values > max(least * least, 1e-12 * values.max(initial=0))
-        wide = wide @ (vectors[:, long] / np.sqrt(values[long]))
+        wide = product(wide, vectors[:, long] / np.sqrt(values[long]))
         least = 0.0
     return wide.astype(np.float32)
 
@@ -153,7 +155,7 @@ class _Matrix:
         rows, columns = change.shape
         self._change, self.scale, self.total = change, 1.0, 0.0
         self._kept: list[Array] | None = [] if 4 * rows * columns <= MEMORY else None
-        for part in self._parts():
+        for part in self._computed():
             self.total += float(np.square(part, dtype=np.float64).sum())
             if self._kept is not None:
                 self._kept.append(part)
@@ -162,27 +164,28 @@ class _Matrix:
         exponent = int(np.frexp(np.sqrt(self.total))[1])
         if abs(exponent) > SAFE:
             self.scale = 2.0**exponent
-            self._kept = [part / np.float32(self.scale) for part in self._kept] if self._kept is not None else None
+            self._kept = [self._scaled(part) for part in self._kept] if self._kept is not None else None
 
-    def _parts(self) -> Iterator[Array]:
-        if self._kept:
-            yield from self._kept
-            return
+    def _computed(self) -> Iterator[Array]:
         for start, stop in self._change.tuned.blocks():
-            part = self._change.narrow_rows(start, stop)
-            if self.scale != 1:
-                part = part / self.scale
-            yield part.astype(np.float32, copy=False)
+            with np.errstate(all="ignore"):  # what is too large for float32 is refused as not finite
+                yield self._change.narrow_rows(start, stop).astype(np.float32, copy=False)
+
+    def _scaled(self, part: Array) -> Array:
+        return part if self.scale == 1 else (part / self.scale).astype(np.float32, copy=False)
+
+    def _parts(self) -> Iterable[Array]:
+        return self._kept if self._kept is not None else map(self._scaled, self._computed())
 
     def times(self, right: Array) -> Array:
-        """D · `right`, over the scale."""
-        return np.concatenate([part @ right for part in self._parts()])
+        """D · `right`, over the scale, in the dtype of `right`."""
+        return np.concatenate([product(part, right) for part in self._parts()])
 
     def turned_times(self, left: Array) -> Array:
-        """Dᵀ · `left`, over the scale."""
-        total = np.zeros((self._change.shape[1], left.shape[1]), np.float32)
+        """Dᵀ · `left`, over the scale, in the dtype of `left`."""
+        total = np.zeros((self._change.shape[1], left.shape[1]), left.dtype)
         start = 0
         for part in self._parts():
-            total += part.T @ left[start : start + len(part)]
+            total += turned_product(part, left[start : start + len(part)])
             start += len(part)
         return total
