@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MAPS = Path("/proc/self/maps")
@@ -18,25 +18,32 @@ NAMES = ("scipy_openblas_{}_num_threads64_", "openblas_{}_num_threads64_", "open
 Counter = tuple[Callable[[], int], Callable[[int], None]]
 
 
-def thread_counters() -> list[Counter]:
+def _thread_counters() -> list[Counter]:
     """What reads and what sets the number of threads of each OpenBLAS in this process; none where it cannot be told."""
     if not MAPS.is_file():
         return []
+    paths = {Path(line.split(maxsplit=5)[-1]) for line in MAPS.read_text().splitlines()}
+    libraries = sorted(path for path in paths if "openblas" in path.name and ".so" in path.name)
     found = []
-    lines = [line for line in MAPS.read_text().splitlines() if "openblas" in line]
-    for path in sorted({line.split(maxsplit=5)[-1] for line in lines}):
-        library = ctypes.CDLL(path) if Path(path).is_file() else None
-        for name in NAMES:
-            if hasattr(library, name.format("set")):
-                found.append((getattr(library, name.format("get")), getattr(library, name.format("set"))))
-                break
+    for library in libraries:
+        with suppress(OSError):  # a file that only has such a name
+            found += _counters_of(ctypes.CDLL(str(library)))
     return found
+
+
+def _counters_of(library: ctypes.CDLL) -> list[Counter]:
+    names = [name for name in NAMES if hasattr(library, name.format("set"))]
+    return [(getattr(library, name.format("get")), getattr(library, name.format("set"))) for name in names[:1]]
+
+
+COUNTERS = _thread_counters()
+"""Looked up once, before any input is there: while one is read nothing else is opened."""
 
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
     """Inside, OpenBLAS makes every product with the calling thread alone; for all threads of the process."""
-    before = [(put, get()) for get, put in thread_counters()]
+    before = [(put, get()) for get, put in COUNTERS]
     try:
         for put, _ in before:
             put(1)

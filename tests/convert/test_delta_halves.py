@@ -23,7 +23,7 @@ def test_every_half_is_widened_to_its_very_value(values: np.ndarray) -> None:
 def test_halves_the_ties_between_them_and_what_is_beside_are_rounded_as_numpy_does(towards: float) -> None:
     ordered = np.sort(FINITE.astype(np.float32))
     ties = ((ordered[1:].astype(np.float64) + ordered[:-1]) / 2).astype(np.float32)
-    values = np.concatenate([ordered, ties, np.float32([0.0, -0.0, 1e-45, -1e-30, 65519.99])])
+    values = np.concatenate([ordered, ties, np.array([0.0, -0.0, 1e-45, -1e-30, 65519.99], np.float32)])
     values = np.nextafter(values, np.float32(towards)) if towards else values
     found = np.empty(len(values), np.float16)
     assert round_to_halves(found, values)

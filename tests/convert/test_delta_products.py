@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmconv.convert.deltas.blas import single_threaded, thread_counters
+from llmconv.convert.deltas.blas import COUNTERS, single_threaded
 from llmconv.convert.deltas.products import product, turned_product
 
 
@@ -31,10 +31,10 @@ def test_an_empty_side_gives_zeros_or_nothing() -> None:
 
 
 def test_inside_openblas_has_one_thread_and_afterwards_as_many_as_before() -> None:
-    before = [get() for get, _ in thread_counters()]
+    before = [get() for get, _ in COUNTERS]
     if not before:
         pytest.skip("numpy of this machine brings no OpenBLAS")
     with pytest.raises(ValueError, match="inside"), single_threaded():
-        assert [get() for get, _ in thread_counters()] == [1] * len(before)
+        assert [get() for get, _ in COUNTERS] == [1] * len(before)
         raise ValueError("inside")
-    assert [get() for get, _ in thread_counters()] == before
+    assert [get() for get, _ in COUNTERS] == before
