@@ -3,7 +3,8 @@
 Block Krylov iteration (Musco and Musco 2015, algorithm 2) with reorthogonalized blocks: products with D and Dᵀ in
 float32, never Dᵀ·D itself, which would lose the small singular values; the small matrices in float64. It ends when one
 more block of vectors adds less than `GAIN` to the norm that is captured: a change of exactly low rank has nothing left
-after two blocks, and of white noise, the slowest case, 99.9 % of the optimum (Eckart and Young) is reached.
+after two blocks, and of white noise, the slowest case, 99.9 % of the optimum (Eckart and Young) is reached. One step of
+subspace iteration in float64 comes last.
 """
 
 from __future__ import annotations
