@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 
 MAPS = Path("/proc/self/maps")
 NAMES = ("scipy_openblas_{}_num_threads64_", "openblas_{}_num_threads64_", "openblas_{}_num_threads")
@@ -40,14 +41,26 @@ COUNTERS = _thread_counters()
 """Looked up once, before any input is there: while one is read nothing else is opened."""
 
 
+_lock = Lock()
+_before: list[list[int]] = []
+"""One entry for each `single_threaded` that is open; the first has the numbers from before."""
+
+
 @contextmanager
 def single_threaded() -> Iterator[None]:
     """Inside, OpenBLAS makes every product with the calling thread alone; for all threads of the process."""
-    before = [(put, get()) for get, put in COUNTERS]
+    with _lock:
+        _before.append([get() for get, _ in COUNTERS] if not _before else _before[0])
+        _set([1] * len(COUNTERS))
     try:
-        for put, _ in before:
-            put(1)
         yield
     finally:
-        for put, count in before:
-            put(count)
+        with _lock:
+            counts = _before.pop()
+            if not _before:
+                _set(counts)
+
+
+def _set(counts: list[int]) -> None:
+    for (_, put), count in zip(COUNTERS, counts, strict=True):
+        put(count)
