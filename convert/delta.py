@@ -136,7 +136,8 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
     Args:
         base, tuned: Hugging Face folders, or training checkpoints that `to-hf` reads; paths, URIs or hub ids.
         output: the folder to make.
-        rank: of the adapter; None for an exact delta.
+        rank: of the adapter, whose products are the best of that rank up to a thousandth or so of their norm (exact up
+            to a million elements); None for an exact delta.
         dtype: `keep` or the float type that the tuned weights are rounded to first, or that the adapter gets
             (whose factors are float32 with `keep`).
         max_shard_size: bytes of tuned weights that one file of an exact delta tells of.
