@@ -113,8 +113,8 @@ def _weights(weights: Sequence[float], adapters: Sequence[Adapter]) -> tuple[flo
         raise UsageProblem(
             f"{len(weights)} weight(s) for {len(adapters)} adapter(s)", hint="give `--weight` once per adapter"
         )
-    if odd := next((weight for weight in weights if not math.isfinite(weight)), None):
-        raise UsageProblem(f"the weight {odd} is not finite", hint="give numbers such as `--weight 0.5`")
+    if odd := [weight for weight in weights if not math.isfinite(weight)]:
+        raise UsageProblem(f"the weight {odd[0]} is not finite", hint="give numbers such as `--weight 0.5`")
     return tuple(weights) or (1.0,) * len(adapters)
 
 

@@ -92,9 +92,9 @@ class Combination:
                 f"`--combine {self.method}` of {adapters} adapter(s) has {len(self.densities)} `--density`",
                 hint="give it once, or once per adapter",
             )
-        if odd := next((density for density in self.densities if not 0 < density <= 1), None):
+        if odd := [density for density in self.densities if not 0 < density <= 1]:
             raise UsageProblem(
-                f"the density {odd} is not above 0 and at most 1", hint="give the share to keep: `--density 0.5`"
+                f"the density {odd[0]} is not above 0 and at most 1", hint="give the share to keep: `--density 0.5`"
             )
 
     def density(self, number: int) -> float:
