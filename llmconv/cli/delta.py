@@ -58,8 +58,8 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
     tensors.
 
     With --rank, OUT is a LoRA adapter for PEFT or merge-lora: for each linear weight that changed the best product of
-    that rank (of large weights nearly the best), and norms, biases, embeddings and routers whole. What PEFT has no place
-    for, such as experts, is refused by name. How much of each change the adapter holds is printed.
+    that rank (of large weights nearly the best), and norms, biases, embeddings and routers whole. What PEFT has no
+    place for, such as experts, is refused by name. How much of each change the adapter holds is printed.
 
     \b
     llmconv delta extract llama-2-7b tuned -o tuned-delta
