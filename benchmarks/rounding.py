@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
 
 def share(base: Path, adapter: Path, merged: Path) -> float:
     """The share of elements of the adapted weights that equal round(W + s·B·A), all in float64 and rounded by torch.
@@ -18,6 +15,8 @@ def share(base: Path, adapter: Path, merged: Path) -> float:
         adapter: plain LoRA of one scale, as PEFT saves it.
         merged: folder of one or more safetensors files.
     """
+    import torch  # only now: what runs in this process counts in the peak memory of what it starts
+
     config = json.loads((adapter / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]
     files = [_open(file) for file in sorted(merged.glob("*.safetensors"))]
@@ -36,4 +35,6 @@ def share(base: Path, adapter: Path, merged: Path) -> float:
 
 def _open(path: Path) -> Any:
     """Untyped by its makers."""
+    from safetensors import safe_open
+
     return safe_open(path, framework="pt")
