@@ -15,7 +15,7 @@ def share(base: Path, adapter: Path, merged: Path) -> float:
         adapter: plain LoRA of one scale, as PEFT saves it.
         merged: folder of one or more safetensors files.
     """
-    import torch  # only now: what runs in this process counts in the peak memory of what it starts
+    import torch  # noqa: PLC0415 - what runs in this process counts in the peak memory of what it starts
 
     config = json.loads((adapter / "adapter_config.json").read_text())
     scale = config["lora_alpha"] / config["r"]
@@ -35,6 +35,6 @@ def share(base: Path, adapter: Path, merged: Path) -> float:
 
 def _open(path: Path) -> Any:
     """Untyped by its makers."""
-    from safetensors import safe_open
+    from safetensors import safe_open  # noqa: PLC0415
 
     return safe_open(path, framework="pt")
