@@ -16,6 +16,9 @@ FOLDER = Path("build/bench")
 """Where generated models and outputs live; ignored by git."""
 
 
+INSTALLED = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+"""What runs keeps its bytecode, as an installed package has it; otherwise a checkout is compiled in every run."""
+
 SETTLE = 4
 """Seconds between the removal of an output and the next run. A virtual machine hands freed memory back to its host
 after two; writing into memory that is still warm takes half as long, which would favour whatever runs next."""
@@ -43,7 +46,7 @@ def run(command: Sequence[str]) -> Measurement:
         SystemExit: the command failed; a benchmark of something that fails is worth nothing.
     """
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=INSTALLED)
     assert process.stderr
     talk = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
