@@ -18,6 +18,7 @@ from peft.utils import merge_utils
 from safetensors.torch import load_file
 
 from llmconv.cli import main
+from llmconv.cli.merge_lora import COMBINATIONS
 from llmconv.convert import merge_lora
 from llmconv.convert.adapters.combining.methods import METHODS, Combination, TaskVector, combine
 from llmconv.convert.adapters.combining.selection import kth_largest
@@ -175,6 +176,10 @@ def test_the_sum_of_adapters_of_several_kinds_is_exact(method: str, adapted: Any
     for weight, change in zip(WEIGHTS, changes, strict=True):
         exact = {name: value + weight * change[name] for name, value in exact.items()}
     assert not wrong(tmp_path / "out", exact)
+
+
+def test_the_command_offers_every_method() -> None:
+    assert list(METHODS) == COMBINATIONS
 
 
 @pytest.mark.parametrize("method", METHODS)
