@@ -18,14 +18,12 @@ class Method:
 
     Attributes:
         name: the `quant_method` of a `quantization_config`, equal to the file's name but for `-`.
-        title: one line for people.
         open: the quantized weights of a checkpoint by the names they have once they are plain, checked against each
             other from the headers, and what else is small; refuses what it does not know.
         dropped: ends of names of tensors that mean nothing once the weights are plain, such as scales of activations.
     """
 
     name: str
-    title: str
     open: Callable[[Checkpoint], Mapping[str, PackedWeight]]
     dropped: tuple[str, ...] = ()
 

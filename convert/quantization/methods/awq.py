@@ -89,4 +89,4 @@ def pack_outputs(codes: Array) -> Array:
     return words.view(np.int32)
 
 
-METHOD = Method("awq", "4 bits, layout `gemm`", open_awq)
+METHOD = Method("awq", open_awq)

@@ -34,4 +34,4 @@ def open_bitsandbytes(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     return weights
 
 
-METHOD = Method("bitsandbytes", "nf4, fp4 and int8", open_bitsandbytes)
+METHOD = Method("bitsandbytes", open_bitsandbytes)

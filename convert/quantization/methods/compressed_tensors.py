@@ -136,7 +136,6 @@ def _zero_points(zeros: LazyTensor | None, bits: int, shape: tuple[int, ...]) ->
 
 METHOD = Method(
     "compressed-tensors",
-    "float8 and int8 with scales, packed integers of 2, 3, 4 and 8 bits",
     open_compressed,
     ACTIVATIONS,
 )

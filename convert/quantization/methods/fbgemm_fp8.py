@@ -8,4 +8,4 @@ from __future__ import annotations
 from llmconv.convert.quantization.methods import Method
 from llmconv.convert.quantization.methods.fp8 import open_fp8
 
-METHOD = Method("fbgemm_fp8", "float8 with a scale per row", open_fp8, ("input_scale_ub",))
+METHOD = Method("fbgemm_fp8", open_fp8, ("input_scale_ub",))

@@ -55,4 +55,4 @@ def block_size(given: Any) -> tuple[int, int] | None:
     return given[0], given[1]
 
 
-METHOD = Method("fp8", "float8 with a scale per block or tensor (DeepSeek, Qwen)", open_fp8, ACTIVATIONS)
+METHOD = Method("fp8", open_fp8, ACTIVATIONS)

@@ -113,4 +113,4 @@ def zero_points(words: Array, bits: int, less_one: bool) -> Array:
     return (unpack(words, bits) + np.uint8(1)) & np.uint8((1 << bits) - 1)
 
 
-METHOD = Method("gptq", "2, 3, 4 and 8 bits, act-order, v1 and v2", open_gptq)
+METHOD = Method("gptq", open_gptq)

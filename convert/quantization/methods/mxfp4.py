@@ -102,4 +102,4 @@ def open_mxfp4(checkpoint: Checkpoint) -> Mapping[str, Experts]:
     return weights
 
 
-METHOD = Method("mxfp4", "4-bit floats with an exponent per 32 inputs (gpt-oss)", open_mxfp4)
+METHOD = Method("mxfp4", open_mxfp4)

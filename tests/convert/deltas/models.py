@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert import apply_delta, extract_delta
@@ -88,3 +89,8 @@ def retell(**changes: Any) -> Callable[[Path], None]:
         (folder / "delta.json").write_text(json.dumps(content))
 
     return damage
+
+
+def relative(one: torch.Tensor, other: torch.Tensor) -> float:
+    """‖one − other‖ / ‖other‖."""
+    return float((one - other).norm() / other.norm())
