@@ -20,7 +20,7 @@ help:
 setup: $(READY) ## create .venv from constraints.txt; quick when there is nothing to do
 	@:
 
-$(READY): pyproject.toml constraints.txt tools/install_torch.py
+$(READY): pyproject.toml constraints.txt tools/install_torch.py convert/adapters/low_rank.c
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(if $(TORCH),$(PIP) $(TORCH),$(BIN)/python tools/install_torch.py)
 	$(PIP) setuptools

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from llmconv.errors import printable
 
@@ -47,13 +45,6 @@ def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     if _level["quiet"] or sys.stderr is None or not sys.stderr.isatty():  # None: the caller closed it
         yield lambda count: None
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda count: progress.advance(task, count)
+    # by name: most runs have no terminal, and loading rich takes longer than planning a merge
+    with importlib.import_module("llmconv.bar").bar(title, total) as advance:
+        yield advance

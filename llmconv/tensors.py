@@ -125,3 +125,8 @@ def cast(tensor: LazyTensor, dtype: DType) -> LazyTensor:
     if tensor.recast:
         return tensor.recast(dtype)
     return LazyTensor(dtype, tensor.shape, lambda start, stop: tensor.load(start, stop).astype(dtype.numpy))
+
+
+def as_bytes(array: Array) -> memoryview:
+    """The array's memory, row-major, as bytes."""
+    return array.reshape(-1).view("u1").data

@@ -1,7 +1,6 @@
 """Writing a Checkpoint as a folder, Hugging Face's unless the plan says otherwise: each file a stream of pieces.
 
-Reading, arithmetic, hashing and writing overlap: a bounded queue of row blocks, so memory follows the block size and
-not the model. Nothing is read before every name, shape and dtype is known and the disk is known to be large enough.
+Nothing is read before every name, shape and dtype is known and the disk is known to be large enough.
 """
 
 from __future__ import annotations
@@ -9,14 +8,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import os
 import shutil
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +21,7 @@ from llmconv.plan import Plan, Shard
 from llmconv.progress import bytes_bar, warn_all
 from llmconv.safetensors_io import holds
 from llmconv.staging import StagedFolder, failing_safely, require_free
-from llmconv.tensors import Array, LazyTensor, Piece
-
-LOOK_AHEAD = 8
-"""Row blocks in flight: enough for the cores, few enough to stay small."""
-
-FLUSH_BYTES = 32 << 20
-"""The disk starts on what is written after so many bytes, so that the last fsync has little left to wait for."""
-
-WRITE_BYTES = 256 << 10
-"""Bytes per system call: with 4 MB the kernel makes huge pages for the cache, which takes three times as long."""
+from llmconv.streaming import stream_shard
 
 UNCHECKED = "`{}` was saved without checksums, so damage to it would not be noticed"
 
@@ -130,25 +114,11 @@ def _reuse_freed_blocks() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
 
 
-@dataclass
-class _Sums:
-    """The sha256 of all bytes that passed, and the CRC-32 of each tensor's, unless `crcs` is empty."""
-
-    crcs: list[int]
-    sha256: Any = field(default_factory=hashlib.sha256)
-
-    def add(self, number: int | None, block: memoryview) -> None:
-        """Takes the next bytes, which belong to tensor `number` if to any."""
-        self.sha256.update(block)
-        if number is not None and self.crcs:
-            self.crcs[number] = zlib.crc32(block, self.crcs[number])
-
-
 def _make_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
     """Copies or streams one file and returns its manifest entry."""
     part = path.with_name(path.name + ".part")
     with failing_safely():
-        entry = (_copy_shard if shard.copy_of else _write_shard)(part, shard, advance)
+        entry = (_copy_shard if shard.copy_of else stream_shard)(part, shard, advance)
         part.replace(path)
     return entry
 
@@ -159,90 +129,6 @@ def _copy_shard(part: Path, shard: Shard, advance: Callable[[int], None]) -> dic
     if not holds(part, shard.tensors):
         raise MalformedInput(f"`{shard.copy_of.name}` changed while it was copied", hint="let nobody write to it")
     return entry
-
-
-def _write_shard(part: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    pieces = list(shard.container(shard.tensors))
-    sums = _Sums([0] * len(shard.tensors) if any(callable(piece) for piece in pieces) else [])
-    size = flushed = 0
-    with open(part, "wb", buffering=0) as file, ThreadPoolExecutor(2) as helpers:
-        hashing: Future[None] = helpers.submit(lambda: None)
-        flushing = hashing
-        for number, content in _contents(pieces):
-            hashing.result()
-            block = memoryview(content(sums.crcs)) if callable(content) else content
-            hashing = helpers.submit(sums.add, number, block)
-            write_fully(file.fileno(), block)
-            advance(len(block))
-            size += len(block)
-            if size - flushed > FLUSH_BYTES and flushing.done():
-                flushing.result()
-                flushing, flushed = helpers.submit(os.fdatasync, file.fileno()), size
-        hashing.result()
-        flushing.result()
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": sums.sha256.hexdigest()}
-
-
-Content = tuple[int | None, memoryview | Callable[[Sequence[int]], bytes]]
-"""The number of the tensor that the bytes belong to, and the bytes, or what gives them."""
-
-
-def _contents(pieces: Sequence[Piece]) -> Iterator[Content]:
-    """The bytes of a file in order; those of tensors computed ahead of the writer."""
-    with ThreadPoolExecutor(os.cpu_count()) as readers:
-        pending: deque[tuple[int | None, Future[Array] | Piece]] = deque()
-        try:
-            for number, piece, start, stop in _blocks(pieces):
-                if isinstance(piece, LazyTensor):
-                    read = readers.submit(copy_context().run, _checked_rows, piece, start, stop)
-                    pending.append((number, read))
-                else:
-                    pending.append((number, piece))
-                if len(pending) > LOOK_AHEAD:
-                    yield _arrived(*pending.popleft())
-            while pending:
-                yield _arrived(*pending.popleft())
-        finally:
-            for _, waiting in pending:
-                if isinstance(waiting, Future):
-                    waiting.cancel()
-
-
-def _blocks(pieces: Sequence[Piece]) -> Iterator[tuple[int | None, Piece, int, int]]:
-    """The tensors by blocks of rows, numbered; the other pieces as they are."""
-    number = -1
-    for piece in pieces:
-        if not isinstance(piece, LazyTensor):
-            yield None, piece, 0, 0
-            continue
-        number += 1
-        for start, stop in piece.blocks() if piece.nbytes else ():
-            yield number, piece, start, stop
-
-
-def _arrived(number: int | None, later: Future[Array] | Piece) -> Content:
-    if isinstance(later, Future):
-        return number, as_bytes(later.result())
-    assert not isinstance(later, LazyTensor)
-    return number, later if callable(later) else memoryview(later)
-
-
-def _checked_rows(tensor: LazyTensor, start: int, stop: int) -> Array:
-    rows = tensor.rows(start, stop)
-    assert rows.dtype == tensor.dtype.numpy and rows.nbytes * tensor.num_rows == tensor.nbytes * (stop - start)
-    return rows
-
-
-def as_bytes(array: Array) -> memoryview:
-    """The array's memory, row-major, as bytes."""
-    return array.reshape(-1).view("u1").data
-
-
-def write_fully(fd: int, block: memoryview) -> None:
-    """Writes all of `block`, whatever the short writes."""
-    while block:
-        block = block[os.write(fd, block[:WRITE_BYTES]) :]
 
 
 def _require_space(output: Path, needed: int) -> None:

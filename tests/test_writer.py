@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmconv import tensors as tensors_module
-from llmconv import writer
+from llmconv import streaming
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.plan import parse_size, plan_checkpoint
@@ -127,8 +127,8 @@ def blocks_of(size: int) -> Iterator[None]:
 
 def test_the_bytes_do_not_depend_on_blocks_or_look_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = write(sample((100, 50)), tmp_path / "usual", 500)
-    monkeypatch.setattr(writer, "LOOK_AHEAD", 1)
-    monkeypatch.setattr(writer, "FLUSH_BYTES", 16)
+    monkeypatch.setattr(streaming, "LOOK_AHEAD", 1)
+    monkeypatch.setattr(streaming, "FLUSH_BYTES", 16)
     with blocks_of(24):
         assert write(sample((100, 50)), tmp_path / "other", 500) == usual
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from types import ModuleType
 
 import numpy as np
 
-from llmconv.convert.adapters.rounding import round_into, widen
+from llmconv.convert.adapters.rounding import BFLOAT16, round_into, widen
 from llmconv.tensors import Array, DType, LazyTensor
+
+compiled: ModuleType | None
+try:
+    from llmconv.convert.adapters import _low_rank as compiled
+except ImportError:  # llmconv was installed without a C compiler
+    compiled = None
 
 TILE_ELEMENTS = 1 << 18
 """Elements whose sum is made at once: two megabytes in float64, so its passes stay near the core."""
@@ -93,13 +100,31 @@ def sum_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) ->
     result = np.empty(rows.shape, dtype.numpy)
     columns = prod(rows.shape[1:])
     source, target = rows.reshape(-1, columns), result.reshape(-1, columns)
-    height = max(1, TILE_ELEMENTS // columns // ROWS) * ROWS
+    if not add_in_one_pass(target, source, left, right):
+        add_by_tiles(target, source, left, right)
+    return result
+
+
+def add_in_one_pass(target: Array, source: Array, left: Array, right: Array) -> bool:
+    """target = source + left @ right where that is compiled; for the arguments see `_low_rank.pyi`.
+
+    Returns:
+        Whether it was done: bfloat16 on both sides and ordinary sums, where a compiler was there.
+    """
+    if not compiled or not source.size or not (source.dtype == target.dtype == BFLOAT16):
+        return False
+    bits, left, right = (np.ascontiguousarray(each) for each in (source.view(np.uint16), left, right))
+    return bool(compiled.add(target.view(np.uint16), bits, left, right, left.shape[1]))
+
+
+def add_by_tiles(target: Array, source: Array, left: Array, right: Array) -> None:
+    """target = source + left @ right in numpy, for all types."""
+    height = max(1, TILE_ELEMENTS // source.shape[1] // ROWS) * ROWS
     for first in range(0, len(source), height):
         tile = slice(first, min(first + height, len(source)))
         total = thin_product(left[tile], right)
         total += widen(source[tile])
         round_into(target[tile], total)
-    return result
 
 
 def thin_product(left: Array, right: Array) -> Array:

@@ -6,13 +6,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from llmconv.checkpoint import Checkpoint
+from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.foreign import foreign_kind
 from llmconv.convert.adapters.lora.initial import with_initial
-from llmconv.convert.adapters.reading import Adapter, open_adapter
+from llmconv.convert.adapters.reading import CONFIG, WEIGHTS, Adapter, open_adapter, read_tensors
 from llmconv.convert.adapters.tuners.reading import is_tuned, open_tuned
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.storage import local_path, reading_safely
+
+PREFIX = "base_model.model."
+SMALL = (".json", ".md", ".txt", ".jinja", ".model")
+"""How the files beside the weights of an adapter end."""
 
 
 def open_adapters(
@@ -64,9 +68,23 @@ def _open_trained(adapter: str | Path, initial: str | Path | None, base: Checkpo
 def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter:
     with reading_safely(adapter):
         path = local_path(adapter)
-        if kind := foreign_kind(path):
+        if not is_plainly_peft(path) and (kind := foreign_kind(path)):
             return kind.open(path, base, alpha)
         return open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
+
+
+def is_plainly_peft(path: Path) -> bool:
+    """Whether the path is a folder that only PEFT writes: asking all foreign kinds takes as long as planning a merge.
+
+    Nothing but PEFT's own files, safetensors in PEFT's names, and a config with its `peft_type`.
+    """
+    weights = path / WEIGHTS[0]
+    if not weights.is_file() or not (path / CONFIG).is_file() or not read_json(path / CONFIG).get("peft_type"):
+        return False
+    others = (file for file in path.iterdir() if file != weights)
+    return all(file.suffix in SMALL for file in others) and all(
+        name.startswith(PREFIX) for name in read_tensors(weights)
+    )
 
 
 def _open_initial(adapter: str | Path, alpha: float | None) -> Adapter:

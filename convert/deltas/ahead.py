@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TypeVar
 
-from llmconv.writer import LOOK_AHEAD
+from llmconv.streaming import LOOK_AHEAD
 
 T = TypeVar("T")
 

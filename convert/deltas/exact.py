@@ -27,8 +27,7 @@ from llmconv.convert.deltas.stored import Source, Stored, open_frames
 from llmconv.convert.mapping import listing
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.plan import Plan, Shard, json_bytes, plan_checkpoint
-from llmconv.tensors import LazyTensor
-from llmconv.writer import as_bytes
+from llmconv.tensors import LazyTensor, as_bytes
 
 VERSION = 1
 

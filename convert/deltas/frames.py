@@ -25,8 +25,7 @@ import zstandard
 from llmconv.convert.deltas.ahead import ahead
 from llmconv.convert.deltas.bits import guess_rows, known_rows, moves, planes
 from llmconv.crc import crc32
-from llmconv.tensors import Array, LazyTensor, Piece
-from llmconv.writer import as_bytes
+from llmconv.tensors import Array, LazyTensor, Piece, as_bytes
 
 LEVEL = 1
 """What small moves leave to pack is noise: level 3 looks for repeats in it, takes four times as long and packs less."""

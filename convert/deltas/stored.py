@@ -20,8 +20,7 @@ from llmconv.convert.deltas.frames import END, INDEX_LIMIT, MAGIC, NEW_ROW_LIMIT
 from llmconv.crc import crc32
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.safetensors_io import NAME_LIMIT, RANK_LIMIT, read_exactly
-from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
-from llmconv.writer import as_bytes
+from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor, as_bytes
 
 BLOCK_LIMIT, BLOCK_LEAST = 16 * BLOCK_BYTES, BLOCK_BYTES // 4
 """A block is held in memory; no writer makes larger ones, except of one row, or smaller ones, except of all rows."""

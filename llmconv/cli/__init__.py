@@ -44,6 +44,7 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; an error becomes message, blank line, hint and its exit code."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # by default its threads spin before they sleep
         signal.signal(signal.SIGTERM, _terminated)
         try:
             result = super().invoke(ctx)

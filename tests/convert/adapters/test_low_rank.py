@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from llmconv.convert.adapters.low_rank import LowRank, add_low_rank
+from llmconv.convert.adapters.low_rank import LowRank, add_by_tiles, add_in_one_pass, add_low_rank, compiled
 from llmconv.convert.adapters.rounding import round_into
 from llmconv.tensors import BY_NAME, Array, in_memory
 
 F32 = BY_NAME["float32"]
+needs_compiler = pytest.mark.skipif(not compiled, reason="llmconv was installed without a C compiler")
+
 BITS = arrays.arrays(np.uint32, arrays.array_shapes(max_dims=2, max_side=9))
 
 
@@ -123,3 +125,82 @@ def test_a_nan_of_the_base_stays_one_nan() -> None:
     found = add_low_rank(in_memory(base, BY_NAME["bfloat16"]), [change], BY_NAME["bfloat16"]).read()
     assert np.isnan(found[3, 5])
     assert (found != plain).sum() == 1
+
+
+def both_sums(base: Array, change: LowRank) -> tuple[bool, Array, Array]:
+    """Whether the compiled sum took the case, its result, and that of numpy."""
+    one, other = np.empty_like(base), np.empty_like(base)
+    left, right = change.factors(0, len(base))
+    done = add_in_one_pass(one, base, left, right)
+    add_by_tiles(other, base, left, right)
+    return done, one, other
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=100)
+@given(rows=st.integers(1, 70), columns=st.integers(1, 300), rank=st.integers(1, 40), transposed=st.booleans())
+def test_the_compiled_sum_is_that_of_numpy(rows: int, columns: int, rank: int, transposed: bool) -> None:
+    base, change, _ = random_case(rows, columns, rank)
+    if transposed:
+        base, change = base.T.copy(), LowRank(change.a, change.b, change.scale, transposed=True)
+    done, one, other = both_sums(base, change)
+    assert done
+    assert one.tobytes() == other.tobytes()
+
+
+@needs_compiler
+@settings(deadline=None, max_examples=60)
+@given(scale=st.integers(-150, 60), spread=st.integers(0, 25), rank=st.integers(1, 70), seed=st.integers(0, 99))
+def test_the_compiled_sum_is_that_of_numpy_for_any_sizes_of_numbers(
+    scale: int, spread: int, rank: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    powers = [generator.integers(-spread, spread + 1, shape) for shape in ((9, rank), (rank, 40), (9, 40))]
+    left, right, rows = (np.ldexp(generator.standard_normal(power.shape), power) for power in powers)
+    base = np.ldexp(rows, scale // 2).astype(ml_dtypes.bfloat16)
+    one, other = np.empty_like(base), np.empty_like(base)
+    assert add_in_one_pass(one, base, np.ldexp(left, scale), right)
+    add_by_tiles(other, base, np.ldexp(left, scale), right)
+    assert one.tobytes() == other.tobytes()
+
+
+@needs_compiler
+def test_the_compiled_sum_settles_what_lies_in_the_middle() -> None:
+    generator = np.random.default_rng(5)
+    left, right = generator.standard_normal((64, 8)), generator.standard_normal((8, 256))
+    product = left @ right
+    middle = np.ldexp(1 + 2.0**-8, generator.integers(-9, 3, product.shape))
+    base = (middle - product).astype(ml_dtypes.bfloat16)
+    one, other = np.empty_like(base), np.empty_like(base)
+    assert add_in_one_pass(one, base, left, right)
+    add_by_tiles(other, base, left, right)
+    assert one.tobytes() == other.tobytes()
+
+
+@needs_compiler
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 3.39e38])
+def test_the_compiled_sum_leaves_odd_numbers_to_numpy(odd: float) -> None:
+    base, change, _ = random_case(16, 24, 4)
+    base = base.copy()
+    base[7, 23] = odd
+    scale = np.copysign(2e36, change.update(in_memory(base, BY_NAME["bfloat16"]), 0, 16)[7, 23])
+    left, right = LowRank(change.a, change.b, scale).factors(0, len(base))
+    assert not add_in_one_pass(np.empty_like(base), base, left, right)
+
+
+@needs_compiler
+@pytest.mark.parametrize("sizes", [(5, 6, 6, 6), (6, 5, 6, 6), (6, 6, 5, 6), (6, 6, 6, 5), (0, 0, 0, 6), (6, 6, 6, 0)])
+def test_the_compiled_sum_refuses_arrays_that_do_not_fit(sizes: tuple[int, int, int, int]) -> None:
+    target, source = (np.zeros(size * 6, np.uint16) for size in sizes[:2])
+    left, right = (np.zeros(size * 2) for size in sizes[2:])
+    assert compiled
+    with pytest.raises(ValueError, match="do not fit"):
+        compiled.add(target, source, left, right, 2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("rank", [0, -1, 1 << 62])
+def test_the_compiled_sum_refuses_a_senseless_rank(rank: int) -> None:
+    assert compiled
+    with pytest.raises(ValueError, match="do not fit"):
+        compiled.add(np.zeros(4, np.uint16), np.zeros(4, np.uint16), np.zeros(4), np.zeros(4), rank)
