@@ -19,8 +19,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmconv import tensors as tensors_module
 from llmconv import streaming
+from llmconv import tensors as tensors_module
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.plan import parse_size, plan_checkpoint
