@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmconv import page_cache
 from llmconv.crc import checked_reading
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.file_copy import can_clone, copy_file
@@ -59,14 +60,18 @@ def write_checkpoint(
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
         done = sum(entry["bytes"] for entry in folder.finished.values())
         _require_space(output, space_needed(plan, output) - done)
+        crowded = not page_cache.fits(plan.nbytes)
         with bytes_bar(f"writing {output.name}", plan.nbytes) as advance, checked_reading() as checks:
             for shard in plan.shards:
                 if shard.name in folder.finished:
                     advance(shard.nbytes)
-                else:
-                    entry = _make_shard(folder.place(shard.name), shard, advance)
-                    checks.finish()
-                    folder.record(shard.name, entry)
+                    continue
+                path = folder.place(shard.name)
+                entry = _make_shard(path, shard, advance)
+                checks.finish()
+                folder.record(shard.name, entry)
+                if crowded:
+                    page_cache.forget([path, *sources])
         warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))
         for name, content in plan.small_files.items():
             folder.write_file(name, content)
