@@ -59,6 +59,15 @@ class LargeModel:
             result |= {f"{prefix}{module}.weight": shape for module, shape in linear.items()}
         return result | {"model.norm.weight": (hidden,), "lm_head.weight": (vocabulary, hidden)}
 
+    def config(self) -> dict[str, object]:
+        """Its `config.json`."""
+        hidden, intermediate, vocabulary = (width // self.divisor for width in (4096, 14336, 128256))
+        return {
+            **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False},
+            **{"hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": vocabulary},
+            **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS},
+        }
+
     @property
     def base(self) -> Path:
         """The folder of the model, in shards of 5 GB, or as many smaller ones."""
@@ -90,7 +99,7 @@ def make(folder: str, divisor: str) -> None:
     model = LargeModel(Path(folder), int(divisor))
     if not model.base.exists():
         tensors = {name: _random(name, shape) for name, shape in model.shapes().items()}
-        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False}
+        config = model.config()
         plan = plan_checkpoint(Checkpoint(model.base, "random", tensors, config), 5 * 10**9 // model.divisor**2)
         write_checkpoint(plan, model.base, steps=[], sources=[])
     for layers in ((), MIDDLE):
