@@ -63,9 +63,15 @@ class LargeModel:
         """Its `config.json`."""
         hidden, intermediate, vocabulary = (width // self.divisor for width in (4096, 14336, 128256))
         return {
-            **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False},
-            **{"hidden_size": hidden, "intermediate_size": intermediate, "vocab_size": vocabulary},
-            **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS},
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "tie_word_embeddings": False,
+            "hidden_size": hidden,
+            "intermediate_size": intermediate,
+            "vocab_size": vocabulary,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
         }
 
     @property
