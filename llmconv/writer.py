@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from llmconv.file_copy import can_clone, copy_file
 from llmconv.manifest import Manifest
 from llmconv.plan import Plan, Shard
 from llmconv.progress import bytes_bar, warn_all
-from llmconv.safetensors_io import holds
+from llmconv.safetensors_io import FileTensor, holds
 from llmconv.staging import StagedFolder, failing_safely, require_free
 from llmconv.tensors import Array, LazyTensor, Piece
 
@@ -150,7 +150,16 @@ def _make_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> dic
     with failing_safely():
         entry = (_copy_shard if shard.copy_of else _write_shard)(part, shard, advance)
         part.replace(path)
+    if shard.copy_of:
+        _check_copy(path, shard)
     return entry
+
+
+def _check_copy(path: Path, shard: Shard) -> None:
+    """Has the checksums of a copied file's tensors compared with what the copy holds, a clone's too."""
+    for tensor in shard.tensors.values():
+        if isinstance(tensor, FileTensor) and tensor.record:
+            replace(tensor.record, path=path).was_touched()
 
 
 def _copy_shard(part: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
