@@ -103,7 +103,7 @@ def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Pat
         inputs: what the run reads.
 
     Raises:
-        InputRefused: `output` is there and may not be replaced, or the disk is too small.
+        InputRefused: `output` is there and may not be replaced, lies in an input, or the disk is too small.
     """
     require_free(output, overwrite, inputs)
     _require_space(output, space_needed(plan, output))
