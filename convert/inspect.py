@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import Format, detect
 from llmconv.convert.mapping import comparing_samples
-from llmconv.convert.quantization.base import method_name
+from llmconv.convert.quantization.base import method_name, quantized_base
 from llmconv.convert.raw import raw_tensors, torch_tensors
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import InputRefused
@@ -43,6 +43,7 @@ class Inspection:
         shards: files that the weights lie in; 0 where that is not known.
         dropped: what is in the files and would not be converted, one phrase each.
         kind: the model's type, and what its writer calls it where that differs, such as `chatglm_v2 as glm`.
+        plain: of quantized weights, the tensors of the model that they stand for; empty where there are none.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class Inspection:
     shards: int = 1
     dropped: tuple[str, ...] = ()
     kind: str = ""
+    plain: Mapping[str, LazyTensor] = field(default_factory=dict)
 
     @property
     def quantization(self) -> str | None:
@@ -63,8 +65,8 @@ class Inspection:
 
     @property
     def parameters(self) -> int:
-        """Elements of all tensors."""
-        return sum(prod(tensor.shape) for tensor in self.tensors.values())
+        """Elements of all tensors; where they are quantized, of the plain model's."""
+        return sum(prod(tensor.shape) for tensor in (self.plain or self.tensors).values())
 
     @property
     def nbytes(self) -> int:
@@ -122,7 +124,7 @@ def _inspect(place: Path) -> Inspection:
     if place.is_dir() and (place / ADAPTER_CONFIG).is_file():
         return _inspect_adapter(place)
     if place.is_dir() and (place / "config.json").is_file() and any(place.glob("*.safetensors")):
-        return _opened(open_checkpoint(place))
+        return _inspect_model(open_checkpoint(place))
     if place.is_file() and ".safetensors" in place.suffixes:
         return Inspection(place, "safetensors", {}, read_header(place).tensors)
     if is_torch_file(place):
@@ -170,6 +172,17 @@ def _opened(opened: Checkpoint) -> Inspection:
         opened.dropped,
         opened.kind,
     )
+
+
+def _inspect_model(opened: Checkpoint) -> Inspection:
+    """A Hugging Face folder, whose weights may be quantized."""
+    found = _opened(opened)
+    try:
+        base = quantized_base(opened)
+    except InputRefused as problem:
+        warning = f"parameters are counted as they are packed: {problem}"
+        return replace(found, warnings=(*found.warnings, warning))
+    return replace(found, plain=base.plain.tensors) if base else found
 
 
 def _inspect_delta(folder: Path) -> Inspection:

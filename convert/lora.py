@@ -98,7 +98,8 @@ def merge_lora(
     recipe = recipe_of(options, opened)
     merge = plan_merge(checkpoint, opened, recipe)
     warn_all(merge.warnings)
-    check_output(merge.plan, Path(output), overwrite, [checkpoint.path, *(item.path for item in opened)])
+    inputs = [checkpoint.path, *map(Path, paths), *(file for item in opened for file in item.weights)]
+    check_output(merge.plan, Path(output), overwrite, inputs)
     if not dry_run:
         steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, recipe, options["alpha"])]
         sources = _sources(checkpoint, opened)

@@ -103,8 +103,8 @@ class NewFolder:
     resume: bool
 
     def check(self, checkpoint: Checkpoint, roles: Sequence[str]) -> None:
-        """Refuses an existing folder without `overwrite`."""
-        require_free(self.folder, self.overwrite)
+        """Refuses an existing folder without `overwrite`, and one inside the model's."""
+        require_free(self.folder, self.overwrite, [checkpoint.path])
 
     def write(self, traced: TracedGraph, checkpoint: Checkpoint, roles: Sequence[str], step: dict[str, Any]) -> Sizes:
         """Weights, side files, graphs and manifest become visible together."""

@@ -1,4 +1,4 @@
-"""CRC-32 of stored records, compared while they are read: in any order, by several threads, each byte once.
+"""CRC-32 of records in files, compared while they are read: in any order, by several threads, each byte once.
 
 Combination of checksums: crc(A + B) = crc(A) · x^(8·len(B)) + crc(B) over GF(2), modulo the polynomial of CRC-32
 (zlib `crc32.c`, `crc32_combine`).
@@ -7,7 +7,7 @@ Combination of checksums: crc(A + B) = crc(A) · x^(8·len(B)) + crc(B) over GF(
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 
-from llmconv.errors import MalformedInput
+from llmconv.errors import InputRefused, MalformedInput
 
 try:
     from isal.isal_zlib import crc32 as crc32  # five times as fast, which is what makes checking cheap
@@ -38,6 +38,7 @@ class Record:
         start: position of the first byte.
         size: bytes.
         crc: CRC-32 of all of them; None where the writer left it out.
+        refusal: what is raised where it differs; None: that the file is damaged.
     """
 
     path: Path
@@ -45,12 +46,13 @@ class Record:
     start: int
     size: int
     crc: int | None
+    refusal: Callable[[], InputRefused] | None = field(default=None, compare=False, repr=False)
 
     def was_read(self, begin: int, data: memoryview) -> None:
         """Counts `data`, read from position `begin` of the record, towards its checksum, inside `checked_reading`.
 
         Raises:
-            MalformedInput: it completes the record, and the checksum differs.
+            InputRefused: it completes the record, and the checksum differs; see `refusal`.
         """
         checks = _current.get()
         if checks and self.crc is None:
@@ -105,10 +107,7 @@ class _Coverage:
 
     def _compare(self, crc: int) -> None:
         if crc != self.record.crc:
-            raise MalformedInput(
-                f"`{self.record.path.name}` is damaged: `{self.record.name}` does not have the CRC-32 that it says",
-                hint="copy it again from where it was saved",
-            )
+            raise self.record.refusal() if self.record.refusal else _damaged(self.record)
         self.complete = True
         self.pieces.clear()
 
@@ -127,6 +126,13 @@ class _Coverage:
                 f"`{self.record.path.name}` ends inside `{self.record.name}`",
                 hint="the file was changed while it was read; copy it again",
             )
+
+
+def _damaged(record: Record) -> MalformedInput:
+    return MalformedInput(
+        f"`{record.path.name}` is damaged: `{record.name}` does not have the CRC-32 that it says",
+        hint="copy it again from where it was saved",
+    )
 
 
 class Checks:
@@ -148,7 +154,7 @@ class Checks:
         """Compares the records of which only a part was read, too; what is left of them is read for that.
 
         Raises:
-            MalformedInput: a checksum differs.
+            InputRefused: a checksum differs.
         """
         for coverage in self._coverages.values():
             coverage.finish()

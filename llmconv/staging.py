@@ -48,7 +48,7 @@ class StagedFolder:
     def __init__(self, output: Path, *, key: str, overwrite: bool, resume: bool) -> None:
         require_free(output, overwrite)
         self.output = output
-        self.path = output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
+        self.path = _partial(output)
         self.finished: dict[str, dict[str, Any]] = {}
         self._key, self._overwrite = key, overwrite
         self._resume = resume
@@ -185,13 +185,23 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> 
     Args:
         output: the folder to make.
         overwrite: it may be replaced.
-        inputs: what the run reads, which must not lie in it.
+        inputs: what the run reads; must not lie in it, nor it in one of them.
 
     Raises:
-        InputRefused: it is there, and may not be replaced.
+        InputRefused: it is there, and may not be replaced, or it would lie in an input.
     """
+    around = [path for path in inputs if path.resolve() in output.resolve().parents]
+    if around:
+        raise InputRefused(
+            f"`{output}` lies in `{around[0]}`, which is to be read", hint="choose an `-o` that is not inside an input"
+        )
     if not os.path.lexists(output):
         return
+    if not overwrite and _is_complete(output):
+        raise InputRefused(
+            f"`{output}` already exists and is complete",
+            hint="there is nothing to resume; choose another `-o`, or give `--overwrite` to make it again",
+        )
     if not overwrite:
         raise InputRefused(f"`{output}` already exists", hint="choose another `-o`, or give `--overwrite`")
     problem = _why_kept(output, [path.resolve() for path in inputs])
@@ -199,6 +209,22 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> 
         raise InputRefused(
             f"`{output}` {problem}, so it is not overwritten", hint="choose another `-o`, or remove it yourself"
         )
+
+
+def _is_complete(output: Path) -> bool:
+    """Whether llmconv made the folder, every file has the size that it had then, and no other run was to replace it."""
+    try:
+        files = read_manifest(output).files
+        sizes = {name: (output / name).stat().st_size for name in files}
+    except (OSError, InputRefused):
+        return False
+    same = all(isinstance(entry, dict) and entry.get("bytes") == sizes[name] for name, entry in files.items())
+    return bool(files) and same and not _partial(output).exists()
+
+
+def _partial(output: Path) -> Path:
+    """Where `output` is made before it is one."""
+    return output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
 
 
 def _why_kept(output: Path, inputs: Sequence[Path]) -> str:

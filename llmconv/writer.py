@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from llmconv.file_copy import can_clone, copy_file
 from llmconv.manifest import Manifest
 from llmconv.plan import Plan, Shard
 from llmconv.progress import bytes_bar, warn_all
-from llmconv.safetensors_io import holds
+from llmconv.safetensors_io import FileTensor, holds
 from llmconv.staging import StagedFolder, failing_safely, require_free
 from llmconv.streaming import stream_shard
 
@@ -92,7 +93,7 @@ def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Pat
         inputs: what the run reads.
 
     Raises:
-        InputRefused: `output` is there and may not be replaced, or the disk is too small.
+        InputRefused: `output` is there and may not be replaced, lies in an input, or the disk is too small.
     """
     require_free(output, overwrite, inputs)
     _require_space(output, space_needed(plan, output))
@@ -125,7 +126,16 @@ def _make_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> dic
     with failing_safely():
         entry = (_copy_shard if shard.copy_of else stream_shard)(part, shard, advance)
         part.replace(path)
+    if shard.copy_of:
+        _check_copy(path, shard)
     return entry
+
+
+def _check_copy(path: Path, shard: Shard) -> None:
+    """Has the checksums of a copied file's tensors compared with what the copy holds, a clone's too."""
+    for tensor in shard.tensors.values():
+        if isinstance(tensor, FileTensor) and tensor.record:
+            replace(tensor.record, path=path).was_touched()
 
 
 def _copy_shard(part: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:

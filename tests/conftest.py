@@ -51,11 +51,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def save_tiny(model_type: str, folder: Path, **changes: Any) -> Path:
-    """Saves a seeded float32 model, every weight random; `changes` are fields of its config."""
+    """Saves a seeded float32 model, every weight random; `changes` are fields beside those in `CONFIGS`."""
     import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
-    config = transformers.AutoConfig.for_model(model_type, **(CONFIGS[model_type] | changes))
+    config = transformers.AutoConfig.for_model(model_type, **(CONFIGS.get(model_type, {}) | changes))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -163,7 +163,32 @@ def test_the_registries_are_listed_in_json() -> None:
 def test_an_unknown_command_is_a_usage_error() -> None:
     done = CliRunner().invoke(llmconv.cli.main, ["convert"])
     assert done.exit_code == 2
-    assert "No such command" in done.stderr
+    assert done.stderr.startswith("error: no such command `convert`\n\nhint: see `")
+
+
+USAGE = {
+    "--nope": "no such option `--nope`",
+    "inspect": "missing argument `PATH`",
+    "inspect a --jsn": "no such option `--jsn`",
+    "delta": "",
+    "delta aply": "no such command `aply`",
+    "delta apply a": "missing argument `DELTA`",
+    "to-hf a": "missing option `-o`",
+    "to-hf a -o b --dtype int8": "invalid value for `--dtype`: `int8` is not one of `keep`",
+}
+
+
+@pytest.mark.parametrize("line", USAGE)
+def test_wrong_arguments_are_one_line_a_blank_one_and_the_help_to_read(line: str) -> None:
+    done = CliRunner().invoke(llmconv.cli.main, line.split(), prog_name="llmconv")
+    assert done.exit_code == 2 and not done.stdout
+    if not USAGE[line]:  # no arguments at all: the help itself
+        assert done.stderr.startswith("Usage: llmconv delta")
+        return
+    message, blank, hint = done.stderr.splitlines()
+    assert message.startswith(f"error: {USAGE[line]}") and not message.endswith(".") and not blank
+    path = " ".join(["llmconv", *(word for word in line.split()[:2] if word in {*LEAVES, "delta", "apply"})])
+    assert hint == f"hint: see `{path} --help`"
 
 
 def test_the_version_is_told() -> None:

@@ -252,6 +252,47 @@ def test_an_output_that_exists_is_refused_and_untouched(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == before
 
 
+def test_a_complete_output_is_told_as_such_and_nothing_is_done(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    with pytest.raises(InputRefused, match="`.*out` already exists and is complete") as caught:
+        write(tmp_path / "out", resume=True)
+    assert "nothing to resume" in caught.value.hint
+
+
+@pytest.mark.parametrize("damage", ["a lost file", "a cut file", "no manifest", "a strange manifest", "an open run"])
+def test_what_is_not_complete_is_not_told_to_be(damage: str, tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    shard, manifest = tmp_path / "out/model-00001-of-00003.safetensors", tmp_path / "out/llmconv.json"
+    if damage == "a lost file":
+        shard.unlink()
+    elif damage == "a cut file":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif damage == "no manifest":
+        manifest.unlink()
+    elif damage == "a strange manifest":
+        manifest.write_text('{"files": {"config.json": 3}}')
+    else:
+        staged(tmp_path / "out").mkdir()
+    with pytest.raises(InputRefused, match="already exists$"):
+        write(tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("place", ["out", "deep/er/out", "link/out"])
+def test_an_output_in_an_input_is_refused(place: str, overwrite: bool, tmp_path: Path) -> None:
+    (tmp_path / "in" / "link").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "in" / "link")
+    output = tmp_path / place if place.startswith("link") else tmp_path / "in" / place
+    with pytest.raises(InputRefused, match="lies in `.*in`, which is to be read") as caught:
+        staging.require_free(output, overwrite, [tmp_path / "other", tmp_path / "in"])
+    assert "`-o`" in caught.value.hint
+
+
+def test_an_output_beside_an_input_file_is_free(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").touch()
+    staging.require_free(tmp_path / "out", False, [tmp_path / "x.pt", tmp_path / "outer"])
+
+
 def test_overwrite_leaves_nothing_of_the_old_folder(tmp_path: Path) -> None:
     write(tmp_path / "out", sample(count=9))
     assert write(tmp_path / "out", overwrite=True) == write(tmp_path / "reference")

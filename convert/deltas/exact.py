@@ -1,7 +1,8 @@
 """Exact deltas: what is told from what, the plan of the files, and the way back over the same base.
 
 A folder with `delta.json` (`{"delta": "exact", "version": 1, "files": […], "tensors": n, "removed": […]}`), files of
-frames, and the tuned model's `config.json` and side files. Order and dtype of the tensors are the tuned model's.
+frames, and the tuned model's `config.json` and side files. Order and dtype of the tensors are the tuned model's. A
+file of the base in which nothing changes is copied as it is, and the copy is checked.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class ExactDelta:
     side_files: Mapping[str, bytes]
 
     def over(self, base: Checkpoint) -> Checkpoint:
-        """The tuned model; each block of the base is checked when it is read, which is once.
+        """The tuned model; each row of the base is checked when it is read, which is once, or copied.
 
         Raises:
             InputRefused: the base cannot be the one that the delta was made from; names what differs.

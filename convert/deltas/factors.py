@@ -15,7 +15,7 @@ from threading import Lock
 
 import numpy as np
 
-from llmconv.convert.deltas.blas import single_threaded
+from llmconv.convert.blas import single_threaded
 from llmconv.convert.deltas.singular import Change, largest_vectors, not_finite
 from llmconv.tensors import Array
 

@@ -6,7 +6,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -17,9 +17,9 @@ import zstandard
 
 from llmconv.convert.deltas.bits import from_planes, guess_rows, known_rows, moved, tells_of
 from llmconv.convert.deltas.frames import END, INDEX_LIMIT, MAGIC, NEW_ROW_LIMIT, TAIL
-from llmconv.crc import crc32
+from llmconv.crc import Record, combine, crc32
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.safetensors_io import NAME_LIMIT, RANK_LIMIT, read_exactly
+from llmconv.safetensors_io import NAME_LIMIT, RANK_LIMIT, FileTensor, read_exactly
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor, as_bytes
 
 BLOCK_LIMIT, BLOCK_LEAST = 16 * BLOCK_BYTES, BLOCK_BYTES // 4
@@ -36,6 +36,10 @@ def _other_base(problem: str) -> InputRefused:
         f"the base is not the one that the delta was made from: {problem}",
         hint="give the model that it was extracted from",
     )
+
+
+def _has_other_values(name: str) -> str:
+    return f"`{name}` has other values"
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Stored:
     base: Source | None
 
     def over(self, base: LazyTensor | None, other_base: OtherBase | None = None) -> LazyTensor:
-        """The tuned tensor.
+        """The tuned tensor: the base's own, with the checksum that it must have, where all of its rows are the base's.
 
         Args:
             base: the base's tensor of the name `self.base.name`.
@@ -88,7 +92,24 @@ class Stored:
             InputRefused: as `other_base` says.
             MalformedInput: a frame is damaged, or the rows are not those that were tuned.
         """
-        return LazyTensor(self.dtype, self.shape, partial(self._load, base, other_base or _other_base))
+        refuse = other_base or _other_base
+        if self.base and isinstance(base, FileTensor) and not base.record and self._keeps(base):
+            refusal = partial(refuse, _has_other_values(self.base.name))
+            record = Record(base.path, self.base.name, base.offset, base.nbytes, self._base_crc(), refusal)
+            return FileTensor(base.path, base.offset, base.dtype, base.shape, record)
+        return LazyTensor(self.dtype, self.shape, partial(self._load, base, refuse))
+
+    def _keeps(self, base: LazyTensor) -> bool:
+        """Whether there are rows, and every one is as in the base."""
+        moved = any(block.size or block.crc != block.base_crc for block in self.blocks)
+        return bool(base.nbytes) and (self.dtype, self.shape) == (base.dtype, base.shape) and not moved
+
+    def _base_crc(self) -> int:
+        """CRC-32 of all rows of a base that has as many."""
+        row, height = prod(self.shape[1:]) * self.dtype.itemsize, self.shape[0] if self.shape else 1
+        sizes = [min(self.rows, height - first) * row for first in range(0, height, self.rows)]
+        blocks = zip((block.base_crc for block in self.blocks), sizes, strict=True)
+        return reduce(lambda crc, block: combine(crc, *block), blocks, 0)
 
     def _load(self, base: LazyTensor | None, other_base: OtherBase, start: int, stop: int) -> Array:
         parts = []
@@ -97,7 +118,7 @@ class Stored:
             last = min(first + self.rows, self.shape[0] if self.shape else 1)
             known = known_rows(base, first, last)
             if known is not None and self.base and crc32(as_bytes(known)) != self.blocks[number].base_crc:
-                raise other_base(f"`{self.base.name}` has other values")
+                raise other_base(_has_other_values(self.base.name))
             block = self._restored(self.blocks[number], known, (last - first, *self.shape[1:]))
             parts.append(block[max(0, start - first) : stop - first])
         if not parts:

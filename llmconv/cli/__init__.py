@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import sys
 import traceback
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from llmconv import __version__
 from llmconv.cli.options import VERBOSE
-from llmconv.errors import LlmconvError
+from llmconv.errors import LlmconvError, UsageProblem
 
 COMMANDS = ("inspect", "to-hf", "from-hf", "merge-lora", "delta", "export", "verify", "generate", "formats", "families")
 
@@ -41,6 +42,15 @@ class LazyGroup(click.Group):
         command: click.Command = importlib.import_module(f"llmconv.cli.{cmd_name.replace('-', '_')}").command
         return command
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """As click's; options of the group itself are refused as those of its commands are."""
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except click.UsageError as error:
+            self._fail_usage(error)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; an error becomes message, blank line, hint and its exit code."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -58,6 +68,8 @@ class LazyGroup(click.Group):
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at exit
             ctx.exit(141)
+        except click.UsageError as error:
+            self._fail_usage(error)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except OSError as error:
@@ -67,7 +79,15 @@ class LazyGroup(click.Group):
             problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
             self._fail(ctx, problem, "this should have been a clear message; `-v` shows where it comes from", 3)
 
-    def _fail(self, ctx: click.Context, message: str, hint: str, exit_code: int) -> None:
+    def _fail_usage(self, error: click.UsageError) -> NoReturn:
+        """What click says of arguments, in the form of every other error; where none are given it shows the help."""
+        if error.ctx is None or isinstance(error, click.exceptions.NoArgsIsHelpError):
+            raise error
+        message = re.sub(r"'([^']+)'", r"`\1`", " ".join(error.format_message().split()).replace(". (", " ("))
+        problem = UsageProblem(message[:1].lower() + message[1:], hint=f"see `{error.ctx.command_path} --help`")
+        self._fail(error.ctx, problem.message, problem.hint, problem.exit_code)
+
+    def _fail(self, ctx: click.Context, message: str, hint: str, exit_code: int) -> NoReturn:
         if ctx.meta.get(VERBOSE):
             traceback.print_exc()
         click.echo(f"error: {message}\n\nhint: {hint}", err=True)

@@ -105,6 +105,11 @@ def test_a_new_folder_is_complete_and_not_replaced_silently(llama: Path, tmp_pat
         export(llama, tmp_path / "new")
 
 
+def test_a_new_folder_in_the_models_is_refused(llama: Path) -> None:
+    with pytest.raises(InputRefused, match=r"new` lies in"):
+        export(llama, llama / "new")
+
+
 def test_names_without_the_inner_model_are_found(deep: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(deep("gpt2"), tmp_path / "gpt2"))
     tensors = load_file(folder / "model.safetensors")

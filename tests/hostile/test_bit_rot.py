@@ -16,7 +16,8 @@ FLIPS = 80
 
 @pytest.mark.parametrize("kind", ["composer", "meta"])
 def test_a_changed_bit_is_refused_or_changes_nothing(tmp_path: Path, kind: str) -> None:
-    source = save(tmp_path, composer()) if kind == "composer" else meta(tmp_path)
+    (tmp_path / "in").mkdir()
+    source = save(tmp_path / "in", composer()) if kind == "composer" else meta(tmp_path / "in")
     file = source if source.is_file() else source / "consolidated.00.pth"
     honest = file.read_bytes()
     to_hf(source, tmp_path / "honest")

@@ -30,6 +30,7 @@ import numpy as np
 from llmconv.convert.adapters.combining.selection import kth_largest
 from llmconv.convert.adapters.rounding import round_into
 from llmconv.convert.adapters.tuners.changes import Once
+from llmconv.convert.blas import single_threaded
 from llmconv.errors import UsageProblem
 from llmconv.tensors import Array, DType, LazyTensor
 
@@ -262,16 +263,18 @@ def _truncated_factors(vectors: Sequence[TaskVector], rank: int) -> tuple[Array,
     pairs = [vector.factors() for vector in vectors if vector.factors]
     left = np.hstack([vector.weight * pair[0] for vector, pair in zip(vectors, pairs, strict=True)])
     right = np.vstack([pair[1] for pair in pairs])
-    (left, upper), (down, lower) = np.linalg.qr(left), np.linalg.qr(right.T)
-    u, s, v = np.linalg.svd(upper @ lower.T)
-    return left @ (u[:, : min(rank, len(s))] * s[:rank]), v[: min(rank, len(s))] @ down.T
+    with single_threaded():  # the last bits depend on how many threads divide the work
+        (left, upper), (down, lower) = np.linalg.qr(left), np.linalg.qr(right.T)
+        u, s, v = np.linalg.svd(upper @ lower.T)
+        return left @ (u[:, : min(rank, len(s))] * s[:rank]), v[: min(rank, len(s))] @ down.T
 
 
 def _truncated_matrix(whole: Array, rank: int) -> Array:
     """Of a matrix, of each of a stack of them, or of a convolution as a matrix of its outputs."""
     matrix = whole.reshape(len(whole), -1) if whole.ndim > 3 else whole
-    u, s, v = np.linalg.svd(matrix, full_matrices=False)
-    made: Array = (u[..., :rank] * s[..., None, :rank]) @ v[..., :rank, :]
+    with single_threaded():
+        u, s, v = np.linalg.svd(matrix, full_matrices=False)
+        made: Array = (u[..., :rank] * s[..., None, :rank]) @ v[..., :rank, :]
     return made
 
 

@@ -7,6 +7,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NoReturn
 
 from llmconv.convert.adapters.tuners.learned import Delta, Learned
 from llmconv.convert.adapters.tuners.settings import Settings
@@ -18,13 +19,18 @@ Fit = tuple[int | None, int | None]
 """out and in of the weight that an adapter's tensors are for; None where any size fits."""
 
 
+def no_formula(*learned: object) -> NoReturn:
+    """What a tuner has that only brings whole tensors."""
+    raise NotImplementedError("a tuner with parts needs `fit` and `delta`")
+
+
 @dataclass(frozen=True)
 class Tuner:
     """One kind of adapter; each file of `kinds/` has one as its constant `TUNER`.
 
     Attributes:
         peft_type: as in `adapter_config.json`.
-        parts: the names of its tensors, after the module's path.
+        parts: the names of its tensors, after the module's path; none where whole tensors are all it brings.
         fields: of its config: those that are read, and those that say only how it was trained.
         fit: the size of the weight that a module's tensors are for, from their shapes alone; refuses tensors that do
             not belong together.
@@ -40,8 +46,8 @@ class Tuner:
     peft_type: str
     parts: tuple[str, ...]
     fields: tuple[str, ...]
-    fit: Callable[[Learned], Fit]
-    delta: Callable[[Learned, Shape], Delta]
+    fit: Callable[[Learned], Fit] = no_formula
+    delta: Callable[[Learned, Shape], Delta] = no_formula
     require: Callable[[Learned, Shape], None] = lambda learned, shape: None
     shared: tuple[str, ...] = ()
     drawn: Callable[[Settings, Sequence[Shape]], Mapping[str, LazyTensor]] = lambda settings, shapes: {}

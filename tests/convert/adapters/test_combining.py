@@ -1,4 +1,4 @@
-"""Several adapters in one: each method against PEFT's arithmetic on whole changes, and what must not count."""
+"""Several adapters in one: what must not count, what is refused, and what the methods are by themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import HRAConfig, LoHaConfig, LoraConfig
-from peft.utils import merge_utils
 from safetensors.torch import load_file
 
 from llmconv.cli import main
@@ -47,37 +46,12 @@ def combined(vectors: list[TaskVector], method: str, **options: Any) -> Array:
     return combine(zero, "a.weight", vectors, Combination(method, **options), F64).read()
 
 
-@pytest.mark.parametrize("sign", ["total", "frequency"])
-@pytest.mark.parametrize("density", [0.1, 0.45, 0.7, 1.0])
-def test_ties_is_pefts_on_whole_changes(density: float, sign: Any) -> None:
-    vectors = random_vectors(density)
-    deltas = [torch.from_numpy(vector.delta.read()) for vector in vectors]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merge_utils.warnings, "warn", lambda *_: None)
-        expected = merge_utils.ties(deltas, torch.tensor(WEIGHTS, dtype=torch.float64), density, sign)
-    assert np.allclose(combined(vectors, "ties", majority_sign=sign), expected.numpy(), rtol=1e-14, atol=1e-15)
-
-
-def test_magnitude_prune_is_pefts_on_whole_changes() -> None:
-    vectors = random_vectors(0.3)
-    deltas = [torch.from_numpy(vector.delta.read()) for vector in vectors]
-    expected = merge_utils.magnitude_prune(deltas, torch.tensor(WEIGHTS, dtype=torch.float64), 0.3)
-    assert np.allclose(combined(vectors, "magnitude_prune"), expected.numpy(), rtol=1e-14, atol=1e-15)
-
-
 @pytest.mark.parametrize("method", ["dare_linear", "dare_ties"])
 def test_dare_keeps_a_share_and_divides_by_it(method: str) -> None:
     vector = TaskVector(in_memory(np.ones((300, 300)), F64), 2.0, 0.25, "key")
     found = combined([vector], method)
     assert set(np.unique(found)) == {0.0, 8.0}
     assert abs((found > 0).mean() - 0.25) < 0.01
-
-
-def test_dare_ties_elects_among_what_was_drawn() -> None:
-    vectors = random_vectors(0.5)
-    drawn = [torch.from_numpy(combined([vector], "dare_linear") / vector.weight) for vector in vectors]
-    expected = merge_utils.ties(drawn, torch.tensor(WEIGHTS, dtype=torch.float64), 0.999999)
-    assert np.allclose(combined(vectors, "dare_ties"), expected.numpy(), rtol=1e-14, atol=1e-15)
 
 
 @pytest.mark.parametrize("what", ["seed", "name", "key"])
@@ -199,15 +173,6 @@ def test_one_adapter_kept_whole_is_merged_as_without(method: str, adapted: Any, 
     merge_lora(base, adapters[:1], tmp_path / "out", combine=method, densities=[1.0])
     exact = {name: value.double() for name, value in load_file(tmp_path / "plain" / "model.safetensors").items()}
     assert not wrong(tmp_path / "out", exact)
-
-
-def test_ties_of_adapters_is_pefts_of_their_changes(adapted: Any, tmp_path: Path) -> None:
-    base, adapters, plain, changes = adapted
-    merge_lora(base, adapters, tmp_path / "out", weights=WEIGHTS, combine="ties", densities=[0.4])
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    mine = [(changes[number]["linear.weight"], WEIGHTS[number]) for number in (0, 1)]
-    expected = merge_utils.ties([change for change, _ in mine], torch.tensor([w for _, w in mine]).double(), 0.4)
-    assert torch.allclose(found["linear.weight"].double(), plain["linear.weight"] + expected, rtol=0, atol=1e-7)
 
 
 def test_the_default_rank_of_svd_is_the_largest(adapted: Any, tmp_path: Path) -> None:

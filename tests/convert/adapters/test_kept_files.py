@@ -20,7 +20,7 @@ from llmconv.checkpoint import INDEX, open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import merge_lora
 from llmconv.convert.delta import apply_delta, extract_delta
-from llmconv.errors import MalformedInput
+from llmconv.errors import InputRefused, MalformedInput
 from llmconv.file_copy import copy_file
 from llmconv.safetensors_io import read_header
 
@@ -171,3 +171,16 @@ def test_a_file_that_changes_while_it_is_copied_is_refused(
     with pytest.raises(MalformedInput, match="changed while it was copied"):
         merge_lora(base, [adapter()], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_output_in_the_base_or_an_adapter_is_refused(base: Path, adapter: Adapter, tmp_path: Path) -> None:
+    lora = adapter()
+    for folder in (base, lora):
+        with pytest.raises(InputRefused, match=rf"out` lies in `.*{folder.name}`"):
+            merge_lora(base, [lora], folder / "out")
+        assert not list(folder.glob("*out*"))
+
+
+def test_an_output_beside_the_file_of_an_adapter_is_free(base: Path, adapter: Adapter) -> None:
+    lora = adapter()
+    assert merge_lora(base, [lora / "adapter_model.safetensors"], lora / "out").merged

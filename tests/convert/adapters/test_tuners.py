@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from llmconv.convert import merge_lora
 from llmconv.convert.adapters.tuners.torch_random import LONG, Draws, first_of_permutation
 from llmconv.errors import UnsupportedInput
-from tests.convert.adapters.tuned_models import save_opt, train_causal, train_layers, wrong
+from tests.conftest import save_tiny
+from tests.convert.adapters.tuned_models import OPT, train_causal, train_layers, wrong
 
 LINEAR = ["linear", "square"]
 CONV = [*LINEAR, "conv"]
@@ -90,7 +91,7 @@ def test_conv1d_weights_are_stored_the_other_way_round(kind: str, tiny: Any, tmp
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_model_with_biases_equals_peft(kind: str, tmp_path: Path) -> None:
     config = CONFIGS[kind](target_modules=["q_proj", "out_proj", "fc1", "fc2"])
-    base, adapter, exact = train_causal(save_opt(tmp_path / "opt"), tmp_path, config)
+    base, adapter, exact = train_causal(save_tiny("opt", tmp_path / "opt", **OPT), tmp_path, config)
     merge_lora(base, [adapter], tmp_path / "out")
     assert not wrong(tmp_path / "out", exact)
 

@@ -108,18 +108,6 @@ def train_causal(
     return base, adapter, merged_by_peft(exact, adapter)
 
 
-def save_opt(folder: Path) -> Path:
-    """A seeded model of the OPT family: biases everywhere."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model("opt", **OPT)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    return folder
-
-
 def wrong(output: Path, exact: State) -> dict[str, Any]:
     """How many elements of each tensor differ from the exact value rounded once; empty when none does.
 

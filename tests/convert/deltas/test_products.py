@@ -1,11 +1,10 @@
-"""Products in tiles are the products, and OpenBLAS is kept to one thread while singular values are sought."""
+"""Products in tiles are the products."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from llmconv.convert.deltas.blas import COUNTERS, single_threaded
 from llmconv.convert.deltas.products import product, turned_product
 
 
@@ -28,24 +27,3 @@ def test_a_product_has_the_wider_dtype() -> None:
 def test_an_empty_side_gives_zeros_or_nothing() -> None:
     assert product(np.ones((3, 0)), np.ones((0, 2))).tolist() == [[0, 0]] * 3
     assert turned_product(np.ones((3, 2)), np.ones((3, 0))).shape == (2, 0)
-
-
-def test_inside_openblas_has_one_thread_and_afterwards_as_many_as_before() -> None:
-    before = [get() for get, _ in COUNTERS]
-    if not before:
-        pytest.skip("numpy of this machine brings no OpenBLAS")
-    with pytest.raises(ValueError, match="inside"), single_threaded():
-        assert [get() for get, _ in COUNTERS] == [1] * len(before)
-        raise ValueError("inside")
-    assert [get() for get, _ in COUNTERS] == before
-
-
-def test_of_two_that_overlap_the_last_to_end_sets_the_number_back() -> None:
-    before = [get() for get, _ in COUNTERS]
-    one, other = single_threaded(), single_threaded()
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)
-    assert [get() for get, _ in COUNTERS] == [1] * len(before)
-    other.__exit__(None, None, None)
-    assert [get() for get, _ in COUNTERS] == before
