@@ -27,6 +27,7 @@ from llmconv.cli.inspect import shown_rows
 from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_hf
 from llmconv.convert.adapters.tuners import tuners
 from llmconv.convert.inspect import inspect
+from llmconv.convert.quantization.methods import methods
 from llmconv.errors import LlmconvError
 
 MEMORY = 1536 << 20
@@ -50,10 +51,10 @@ HARMLESS = {
     *("glob.glob", "pathlib.Path.glob", "pathlib.Path.rglob", "signal.setitimer"),
 }
 CHANGING = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
-FOREIGN = {"mallopt", "renameat2"}
+FOREIGN = {"fallocate", "mallopt", "renameat2"}
 """The only C functions that the writer calls."""
 
-tuners()  # llmconv's own modules, imported when the first adapter asks for them
+tuners(), methods()  # llmconv's own modules, imported when the first adapter or quantized model asks for them
 
 COMMANDS: dict[str, Callable[..., object]] = {
     "to-hf": to_hf,
@@ -79,7 +80,7 @@ class Watch:
 
     def begin(self, source: Path, output: Path) -> None:
         """From now on only the folder of `source` may be read, and only beside `output` or in TMPDIR be written."""
-        self.readable = (str(source.parent), str(output.parent), self.temporary, *LIBRARIES)
+        self.readable = (str(source.parent), str(output.parent), self.temporary, "/proc/meminfo", *LIBRARIES)
         self.writable = str(output.parent)
         self.seen, self.active = [], True
 
@@ -92,6 +93,8 @@ class Watch:
         if event == "open":
             path, _, flags = args
             return isinstance(path, int) or self._inside(path, self._changeable() if flags & WRITING else self.readable)
+        if event == "os.truncate":
+            return isinstance(args[0], int)  # a file that was opened before
         if event in CHANGING:
             return all(self._inside(path, self._changeable()) for path in self._named(args))
         if event in ("tempfile.mkdtemp", "tempfile.mkstemp"):
