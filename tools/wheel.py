@@ -35,7 +35,7 @@ def names(wheel: Path) -> set[str]:
 def modules() -> set[str]:
     """What the wheel should hold: every module, under the name that it is imported by, compiled ones where they are."""
     front = {str(path) for path in Path("llmconv").rglob("*.py")} | {"llmconv/py.typed"}
-    paths = (path for room in ROOMS for suffix in ("py", "so") for path in Path(room).rglob(f"*.{suffix}"))
+    paths = (path for room in ROOMS for suffix in ("py", "pyi", "so") for path in Path(room).rglob(f"*.{suffix}"))
     return front | {f"llmconv/{path}" for path in paths}
 
 
