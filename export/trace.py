@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
@@ -46,6 +47,8 @@ class TracedGraph:
         num_layers: how many layers were traced.
         tied: parameter name -> name of the parameter it shares its memory with.
         base_prefix: name of the inner model (`transformer`), which some checkpoints leave out of their tensor names.
+        transforms: how a checkpoint's tensors become parameters, see `llmconv.export.stored`.
+        unused: shapes of parameters and buffers that no node reads, by name.
     """
 
     model: ir.Model
@@ -54,6 +57,8 @@ class TracedGraph:
     num_layers: int
     tied: dict[str, str]
     base_prefix: str
+    transforms: list[Any]
+    unused: dict[str, tuple[int, ...]]
 
 
 class PastLayer(DynamicLayer):  # type: ignore[misc]
@@ -177,6 +182,8 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
         config.num_hidden_layers,
         dict(model._tied_weights_keys or {}) if config.tie_word_embeddings else {},
         model.base_model_prefix,
+        get_model_conversion_mapping(model),
+        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in weights},
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +22,9 @@ from tempfile import TemporaryDirectory
 RESULTS = Path("build/families.jsonl")
 TIME_LIMIT = 400
 """Seconds for one type."""
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Threads that wait for each other over a tiny model take several times as long."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,9 @@ def run(model_type: str, options: argparse.Namespace) -> Result:
     if options.guess:
         command.append("--guess")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False, env={**os.environ, **ONE_THREAD}
+        )
         result = Result(**json.loads(done.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         result = Result(model_type, "error", reason=f"not done after {TIME_LIMIT} s")
