@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.exporters.exporter_onnx import _ONNX_TRANSLATION_TABLE
+from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
 from llmconv.export.fake_model import build
-from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap
+from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap, Port
+from llmconv.export.probe import cache_of, probe, with_shapes
 
 ATTENTION = "llmconv"
 OPSET = 23
@@ -61,24 +63,6 @@ class TracedGraph:
     unused: dict[str, tuple[int, ...]]
 
 
-class PastLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's cache over given past tensors; `update` concatenates."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self.is_initialized = keys, values, True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends along the sequence axis; inputs and results are `[batch, kv_heads, length, head_dim]`."""
-        self.keys = torch.cat([self.keys, key_states], dim=-2)
-        self.values = torch.cat([self.values, value_states], dim=-2)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Length of the cache."""
-        return self.keys.shape[-2]
-
-
 class CacheAsTensors(nn.Module):
     """The model with its cache spelled out as flat tensors, key before value, layers in order."""
 
@@ -90,7 +74,7 @@ class CacheAsTensors(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, past: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits `[batch, sequence, vocab]` and the grown cache."""
-        cache = Cache(layers=[PastLayer(*pair) for pair in zip(past[::2], past[1::2], strict=True)])
+        cache = cache_of(past)
         positions = {} if position_ids is None else {"position_ids": position_ids}
         result = self.model(
             input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **positions
@@ -106,6 +90,7 @@ def onnx_attention(
     attention_mask: Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """One ONNX `Attention` node; grouped-query attention needs no repeated keys there.
@@ -115,7 +100,10 @@ def onnx_attention(
         query: `[batch, heads, sequence, head_dim]`.
         key: `[batch, kv_heads, total, head_dim]`, past included; `value` likewise.
         attention_mask: additive, `[batch, 1, sequence, total]`.
+        s_aux: attention sinks, one logit per head `[heads]`: what a query may attend to instead of any key.
     """
+    if s_aux is not None:
+        key, value, attention_mask = _with_sink(query, key, value, attention_mask, s_aux)
     attributes: dict[str, Any] = {"scale": float(query.shape[-1] ** -0.5 if scaling is None else scaling)}
     if softcap:
         attributes["softcap"] = float(softcap)
@@ -128,6 +116,17 @@ def onnx_attention(
         version=OPSET,
     )
     return output.transpose(1, 2), None
+
+
+def _with_sink(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, s_aux: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One more key of zeros whose mask is the sink's logit: its score is that logit, and its value adds nothing."""
+    key = torch.cat([key, torch.zeros_like(key[:, :, :1])], dim=-2)
+    value = torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=-2)
+    batch, heads, length, _ = query.shape
+    sink = s_aux.reshape(1, -1, 1, 1).expand(batch, -1, length, 1)
+    return key, value, torch.cat([attention_mask.expand(batch, heads, length, -1), sink], dim=-1)
 
 
 def additive_mask(
@@ -165,16 +164,27 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
     """Traces all layers of `config` (shorten it first) for any batch, sequence and past length."""
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
-        model.config._attn_implementation = ATTENTION
-        program = torch.export.export(
-            CacheAsTensors(model), _example(config, input_map), dynamic_shapes=_dynamic(config, input_map), strict=False
-        )
-        onnx_program = torch.onnx.export(program, optimize=False, opset_version=OPSET, verbose=False)
+        shapes = probe(model)
+        inputs = with_shapes(input_map.inputs(config), shapes)
+        outputs = with_shapes(input_map.outputs(config), shapes)
+        model.set_attn_implementation(ATTENTION)
+        with apply_patches("onnx"):
+            program = torch.export.export(
+                CacheAsTensors(model), _example(inputs), dynamic_shapes=_dynamic(inputs), strict=False
+            )
+            apply_fx_node_fixes("onnx", program.graph_module)
+            onnx_program = torch.onnx.export(
+                program,
+                optimize=False,
+                opset_version=OPSET,
+                verbose=False,
+                custom_translation_table=_ONNX_TRANSLATION_TABLE,
+            )
     assert onnx_program is not None
     graph_model = onnx_program.model
     weights = _weights_to_inputs(graph_model, model)
     onnxscript.optimizer.optimize(graph_model)
-    _name_ports(graph_model, config, input_map)
+    _name_ports(graph_model, inputs, outputs)
     return TracedGraph(
         graph_model,
         weights,
@@ -194,10 +204,10 @@ def scopes(node: ir.Node) -> list[str]:
     return [name.removeprefix("model").removeprefix(".") for name in names]
 
 
-def _example(config: Any, input_map: InputMap) -> tuple[Any, ...]:
+def _example(inputs: Sequence[Port]) -> tuple[Any, ...]:
     batch, new, past = EXAMPLE[BATCH], EXAMPLE[SEQUENCE], EXAMPLE[PAST]
-    cache = [port for port in input_map.inputs(config) if port.name.startswith("past_key_values")]
-    positions = torch.arange(past, past + new).repeat(batch, 1) if input_map.position_ids else None
+    cache = [port for port in inputs if port.name.startswith("past_key_values")]
+    positions = torch.arange(past, past + new).repeat(batch, 1) if _takes_positions(inputs) else None
     return (
         torch.ones(batch, new, dtype=torch.int64),
         torch.ones(batch, past + new, dtype=torch.int64),
@@ -206,10 +216,14 @@ def _example(config: Any, input_map: InputMap) -> tuple[Any, ...]:
     )
 
 
-def _dynamic(config: Any, input_map: InputMap) -> tuple[Any, ...]:
+def _dynamic(inputs: Sequence[Port]) -> tuple[Any, ...]:
     tokens = {0: Dim.AUTO, 1: Dim.AUTO}
-    cache = [{0: Dim.AUTO, 2: Dim.AUTO}] * (2 * config.num_hidden_layers)
-    return (tokens, tokens, tokens if input_map.position_ids else None, cache)
+    cache = [{0: Dim.AUTO, 2: Dim.AUTO} for port in inputs if port.name.startswith("past_key_values")]
+    return (tokens, tokens, tokens if _takes_positions(inputs) else None, cache)
+
+
+def _takes_positions(inputs: Sequence[Port]) -> bool:
+    return any(port.name == "position_ids" for port in inputs)
 
 
 def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
@@ -227,11 +241,11 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
     return weights
 
 
-def _name_ports(model: ir.Model, config: Any, input_map: InputMap) -> None:
-    for value, port in zip(model.graph.inputs, input_map.inputs(config), strict=False):
+def _name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
+    for value, port in zip(model.graph.inputs, inputs, strict=False):
         value.name = port.name
         value.shape = ir.Shape(port.axes)
-    for value, port in zip(model.graph.outputs, input_map.outputs(config), strict=True):
+    for value, port in zip(model.graph.outputs, outputs, strict=True):
         value.name = port.name
         value.shape = ir.Shape(port.axes)
 
