@@ -18,6 +18,7 @@ import onnx_ir as ir
 import onnxscript.optimizer
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -26,7 +27,8 @@ from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
-from llmconv.export.fake_model import build
+from llmconv.export.complex_pairs import complex_as_pairs
+from llmconv.export.fake_model import build, depth
 from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap, Port
 from llmconv.export.probe import cache_of, probe, with_shapes
 
@@ -51,6 +53,7 @@ class TracedGraph:
         base_prefix: name of the inner model (`transformer`), which some checkpoints leave out of their tensor names.
         transforms: how a checkpoint's tensors become parameters, see `llmconv.export.stored`.
         unused: shapes of parameters and buffers that no node reads, by name.
+        token_axes: the trace's symbols of batch size and sequence length.
     """
 
     model: ir.Model
@@ -61,6 +64,7 @@ class TracedGraph:
     base_prefix: str
     transforms: list[Any]
     unused: dict[str, tuple[int, ...]]
+    token_axes: tuple[str, ...]
 
 
 class CacheAsTensors(nn.Module):
@@ -164,11 +168,12 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
     """Traces all layers of `config` (shorten it first) for any batch, sequence and past length."""
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
-        shapes = probe(model)
+        with complex_as_pairs():
+            shapes = probe(model)
         inputs = with_shapes(input_map.inputs(config), shapes)
         outputs = with_shapes(input_map.outputs(config), shapes)
         model.set_attn_implementation(ATTENTION)
-        with apply_patches("onnx"):
+        with apply_patches("onnx"), complex_as_pairs():
             program = torch.export.export(
                 CacheAsTensors(model), _example(inputs), dynamic_shapes=_dynamic(inputs), strict=False
             )
@@ -184,16 +189,18 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
     graph_model = onnx_program.model
     weights = _weights_to_inputs(graph_model, model)
     onnxscript.optimizer.optimize(graph_model)
+    token_axes = tuple(str(axis) for axis in graph_model.graph.inputs[0].shape or ())
     _name_ports(graph_model, inputs, outputs)
     return TracedGraph(
         graph_model,
         weights,
-        _layers_name(model, config.num_hidden_layers),
-        config.num_hidden_layers,
+        _layers_name(model, depth(config)),
+        depth(config),
         dict(model._tied_weights_keys or {}) if config.tie_word_embeddings else {},
         model.base_model_prefix,
         get_model_conversion_mapping(model),
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in weights},
+        token_axes,
     )
 
 
@@ -229,7 +236,8 @@ def _takes_positions(inputs: Sequence[Port]) -> bool:
 def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
     """Fake initializers become graph inputs: the optimizer must not look into them."""
     weights = {}
-    for name, _ in module.named_parameters(remove_duplicate=False):
+    buffers = [name for name, buffer in module.named_buffers() if isinstance(buffer, FakeTensor)]
+    for name in [*(name for name, _ in module.named_parameters(remove_duplicate=False)), *buffers]:
         value = model.graph.initializers.get(f"model.{name}")
         if value is None:
             continue

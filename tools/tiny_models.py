@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmconv.export.fake_model import period
+from llmconv.export.fake_model import period, stored_buffers
 
 FIELDS: dict[str, Any] = {
     "vocab_size": 131,
@@ -51,11 +51,13 @@ FIELDS: dict[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
+    "rotary_dim": 8,
     "max_position_embeddings": 256,
     "n_positions": 256,
     "n_ctx": 256,
     "sliding_window": 9,
     "attention_window_size": 9,
+    "is_decoder": True,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -79,6 +81,9 @@ def tiny_config(model_type: str, num_layers: int) -> Any:
     alias = type(default).attribute_map
     fields = {name: value for name, value in FIELDS.items() if name in known and name not in alias}
     fields |= {name: num_layers for name in DEPTH if name in known and name not in alias}
+    if "kv_lora_rank" in fields:  # latent attention: its keys have a head each, and `head_dim` is what rotates
+        latent = {"num_key_value_heads": 4, "head_dim": FIELDS["qk_rope_head_dim"]}
+        fields |= {name: value for name, value in latent.items() if name in fields}
     fields |= ODDITIES.get(model_type, {})
     return AutoConfig.for_model(model_type, **fields)
 
@@ -89,8 +94,9 @@ def save_tiny(model_type: str, folder: Path, num_layers: int) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
+        stored = [module._buffers[name] for module, name in stored_buffers(model)]
+        for tensor in [*model.parameters(), *stored]:
+            tensor.add_(torch.randn_like(tensor) * 0.05)
     model.save_pretrained(folder)
     return config
 
