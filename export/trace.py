@@ -22,14 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.exporters.exporter_onnx import _ONNX_TRANSLATION_TABLE
-from transformers.exporters.utils import apply_fx_node_fixes, apply_patches
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
 from llmconv.export.complex_pairs import complex_as_pairs
 from llmconv.export.fake_model import build, depth
 from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap, Port
+from llmconv.export.library_fixes import TRANSLATIONS, fix_program, library_fixes
 from llmconv.export.probe import cache_of, probe, with_shapes
 
 ATTENTION = "llmconv"
@@ -173,17 +172,17 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
         inputs = with_shapes(input_map.inputs(config), shapes)
         outputs = with_shapes(input_map.outputs(config), shapes)
         model.set_attn_implementation(ATTENTION)
-        with apply_patches("onnx"), complex_as_pairs():
+        with library_fixes(), complex_as_pairs():
             program = torch.export.export(
                 CacheAsTensors(model), _example(inputs), dynamic_shapes=_dynamic(inputs), strict=False
             )
-            apply_fx_node_fixes("onnx", program.graph_module)
+            fix_program(program.graph_module)
             onnx_program = torch.onnx.export(
                 program,
                 optimize=False,
                 opset_version=OPSET,
                 verbose=False,
-                custom_translation_table=_ONNX_TRANSLATION_TABLE,
+                custom_translation_table=TRANSLATIONS,
             )
     assert onnx_program is not None
     graph_model = onnx_program.model

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -61,15 +62,19 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--again", action="store_true", help="also types that have a result but did not pass")
     parser.add_argument("--guess", action="store_true", help="types without a row too, as plain decoders")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="the page of all results so far")
+    parser.add_argument("--page-only", action="store_true", help="run nothing")
     parser.add_argument("--worker", metavar="TYPE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         print(json.dumps(asdict(examine(options.worker, options.suite, options.guess))))
         return 0
-    for model_type in chosen(options):
+    for model_type in [] if options.page_only else chosen(options):
         result = run(model_type, options)
         print(f"{result.verdict:12} {model_type:28} {result.seconds:6.1f} s  {result.reason[:150]}", flush=True)
-        write(options.results, result)
+        append(options.results, result)
+    if options.write:
+        options.write.write_text(page(list(read(options.results).values())))
     return 0
 
 
@@ -165,11 +170,58 @@ def read(path: Path) -> dict[str, Result]:
     return {line["model_type"]: Result(**line) for line in map(json.loads, lines)}
 
 
-def write(path: Path, result: Result) -> None:
+def append(path: Path, result: Result) -> None:
     """Appends one line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
         file.write(json.dumps(asdict(result)) + "\n")
+
+
+def page(results: list[Result]) -> str:
+    """The results as Markdown: what passed, and what was tried and did not."""
+    passed = sorted((r for r in results if r.verdict == "pass" and r.suite == "full"), key=lambda r: r.model_type)
+    others = sorted((r for r in results if r not in passed and r.verdict != "pass"), key=lambda r: r.model_type)
+    whole = sum(result.traced == result.layers for result in passed)
+    return "\n".join(
+        [
+            "# Model families",
+            "",
+            "Written by `make families`; every line is a run of `tools/families.py` with the versions of",
+            "`constraints.txt`: a tiny seeded model of the type (odd vocabulary, two key/value heads and heads of an odd",
+            "size where the type allows it, windows shorter than the prompts, two periods of layers more than are traced),",
+            "`llmconv export --prefill --incremental`, `llmconv verify --suite full`.",
+            "",
+            f"{len(passed)} types of transformers' causal-LM table pass. In {len(passed) - whole} of them the layers after",
+            f"the first few are replicated; {whole} are traced whole, so their export takes longer the deeper they are.",
+            "",
+            "| `model_type` | traced of layers | outputs compared | largest sigma | odd about it |",
+            "| --- | --- | --- | --- | --- |",
+            *(_passed(result) for result in passed),
+            "",
+            "Sigma counts the eager model's own rounding noise; see [verification.md](verification.md).",
+            "",
+            "## Tried, and not supported",
+            "",
+            "| `model_type` | what the run said |",
+            "| --- | --- |",
+            *(f"| `{result.model_type}` | {_cell(result.reason)} |" for result in others),
+            "",
+        ]
+    )
+
+
+def _passed(result: Result) -> str:
+    from llmconv.export import INPUT_MAPS  # noqa: PLC0415
+
+    note = INPUT_MAPS[result.model_type].note if result.model_type in INPUT_MAPS else ""
+    traced = f"{result.traced} of {result.layers}" + (" (whole)" if result.traced == result.layers else "")
+    return f"| `{result.model_type}` | {traced} | {result.checks} | {result.sigma:.2f} | {note} |"
+
+
+def _cell(text: str) -> str:
+    """One line of plain text for a table."""
+    plain = re.sub(r"\x1b\[[0-9;]*m|\\x1b\[\d+m|/\S+/", "", text).replace("|", "/")
+    return " ".join(plain.split())[:160]
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ FIELDS: dict[str, Any] = {
     "v_head_dim": 12,
     "rotary_dim": 8,
     "max_position_embeddings": 256,
+    "max_seq_len": 256,
     "n_positions": 256,
     "n_ctx": 256,
     "sliding_window": 9,
@@ -64,7 +65,10 @@ FIELDS: dict[str, Any] = {
 }
 """Applied to every config that has the field."""
 
-ODDITIES: dict[str, dict[str, Any]] = {}
+ODDITIES: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16},
+    "gemma4_text": {"vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16, "global_head_dim": 32},
+}
 """Fields of one `model_type`, over those above."""
 
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
