@@ -12,7 +12,7 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check fix bench docs wheel size
+.PHONY: help setup demo test test-slow check fix bench families docs wheel size
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -54,6 +54,9 @@ bench: $(READY) ## time and peak memory of every job, kept in docs/benchmarks.md
 	@status=0; for module in $$(grep -l '__main__' benchmarks/*.py | tr / . | sed 's/\.py$$//'); do \
 		echo "python -m $$module"; $(BIN)/python -m $$module --write docs/benchmarks.md || status=1; \
 	done; exit $$status
+
+families: $(READY) ## export and verify a tiny model of every family, an hour; kept in docs/families.md
+	$(BIN)/python -m tools.families --suite full --write docs/families.md
 
 docs: $(READY) ## write the generated pages again
 	$(BIN)/python -m tools.cli_page

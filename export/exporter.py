@@ -9,7 +9,7 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.errors import MalformedInput
 from llmconv.export.bind import match_weights
 from llmconv.export.destination import GRAPH_FILES, Destination, InPlace, NewFolder, Sizes
-from llmconv.export.fake_model import load_config
+from llmconv.export.fake_model import depth, load_config
 from llmconv.export.graph import build_graph
 from llmconv.export.input_maps import find_input_map
 from llmconv.manifest import step
@@ -86,7 +86,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         options = {"graphs": roles, "dtype": dtype, "layers_traced": traced_layers}
         sizes = destination.write(traced, checkpoint, roles, step("export", Path(model), **options))
     files = {role: GRAPH_FILES[role] for role in roles}
-    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, config.num_hidden_layers)
+    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, depth(config))
 
 
 def model_type_of(checkpoint: Checkpoint) -> str:

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.export.experts import EXPERTS
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
 """Config fields that name code or kernels to load; a checkpoint is data, so they are not passed on."""
-
 
 def load_config(fields: dict[str, Any]) -> Any:
     """The transformers config of a `config.json`, without anything that would load code.
@@ -34,8 +34,8 @@ def load_config(fields: dict[str, Any]) -> Any:
     known = {name: value for name, value in fields.items() if name not in (*CODE_FIELDS, "model_type")}
     with refusing("read this config"):
         config = AutoConfig.for_model(fields["model_type"], **known)
-        if config.num_hidden_layers < 1:
-            raise ValueError(f"it has {config.num_hidden_layers} layers")
+        if depth(config) < 1:
+            raise ValueError(f"it has {depth(config)} layers")
         return config
 
 
@@ -58,17 +58,24 @@ def refusing(what: str) -> Iterator[None]:
         ) from error
 
 
+def depth(config: Any) -> int:
+    """How many layers the decoder has; a config of an encoder and a decoder counts them apart."""
+    return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
+
+
 def period(config: Any) -> int:
     """Length of the repeating pattern of layer kinds (1 when all are alike)."""
-    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or [""] * depth(config)
     return next(p for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[:-p])
 
 
 def shortened(config: Any, num_layers: int) -> Any:
     """The same config with `num_layers` layers; per-layer lists are cut to match."""
-    total = config.num_hidden_layers
+    total = depth(config)
     fields = config.to_dict()
     fields[type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")] = num_layers
+    if "decoder_layers" in fields:
+        fields["decoder_layers"] = num_layers
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == total:
             fields[name] = value[:num_layers]
@@ -77,9 +84,23 @@ def shortened(config: Any, num_layers: int) -> Any:
 
 def build(config: Any) -> PreTrainedModel:
     """The eager float32 model of `config`, in eval mode, with fake parameters."""
-    with _fake_parameters():
+    with _fake_parameters() as mode:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(EXPERTS)
+    for module, name in stored_buffers(model):
+        with mode:
+            module._buffers[name] = torch.empty_like(module._buffers[name])
     return model.eval()
+
+
+def stored_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Buffers that are weights in all but name: a checkpoint stores them, and training changes them."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            is_stored = name not in module._non_persistent_buffers_set
+            if buffer is not None and is_stored and buffer.is_floating_point():
+                yield module, name
 
 
 class _FakeEmpty(TorchFunctionMode):
@@ -97,7 +118,7 @@ class _FakeEmpty(TorchFunctionMode):
 
 
 @contextmanager
-def _fake_parameters() -> Iterator[None]:
+def _fake_parameters() -> Iterator[FakeTensorMode]:
     """Every parameter registered meanwhile is replaced by a fake one, so no initialisation touches memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     empty = _FakeEmpty(mode)
@@ -112,6 +133,6 @@ def _fake_parameters() -> Iterator[None]:
     nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
     try:
         with empty:
-            yield
+            yield mode
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]

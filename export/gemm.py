@@ -32,6 +32,7 @@ class _Rewriter:
     def __init__(self, traced: TracedGraph) -> None:
         self._graph = traced.model.graph
         self._weights = set(traced.weights.values())
+        self._token_axes = traced.token_axes
         self._flattened: dict[ir.Value, ir.Value] = {}
         self._shapes: dict[int, ir.Value] = {}
 
@@ -45,14 +46,17 @@ class _Rewriter:
     def rewrite(self, matmul: ir.Node, weight: ir.Value) -> None:
         """Puts Reshape, Gemm, Reshape in the place of a MatMul and of the Add of a bias after it."""
         out_features, in_features = static_shape(weight)
-        operands = [self._flat(matmul, in_features), weight]
+        is_matrix = self._axes(matmul) == 2
+        operands = [matmul.inputs[0] if is_matrix else self._flat(matmul, in_features), weight]
         replaced = matmul.outputs[0]
         add, bias = self._bias(matmul)
         if add is not None and bias is not None:
             operands.append(bias)
             replaced = add.outputs[0]
         product = self._insert(matmul, "Gemm", operands, {"transB": 1})
-        result = self._insert(matmul, "Reshape", [product, self._full_shape(out_features)])
+        result = product
+        if not is_matrix:
+            result = self._insert(matmul, "Reshape", [product, self._full_shape(matmul, out_features)])
         result.name, result.shape, result.type = replaced.name, replaced.shape, replaced.type
         replaced.name = None
         replaced.replace_all_uses_with(result, replace_graph_outputs=True)
@@ -66,8 +70,18 @@ class _Rewriter:
             self._flattened[source] = self._insert(matmul, "Reshape", [source, shape])
         return self._flattened[source]
 
-    def _full_shape(self, features: int) -> ir.Value:
-        """`[batch_size, sequence_length, features]`, computed once for all layers of that width."""
+    def _axes(self, matmul: ir.Node) -> int:
+        """Rank of what is multiplied; 0 where the trace does not tell."""
+        source = matmul.inputs[0]
+        return 0 if source is None or source.shape is None else len(source.shape)
+
+    def _full_shape(self, matmul: ir.Node, features: int) -> ir.Value:
+        """The product's shape; `[batch_size, sequence_length, features]` is computed once for all of that width."""
+        source = matmul.inputs[0]
+        assert source is not None
+        if source.shape is None or tuple(str(axis) for axis in source.shape[:-1]) != self._token_axes:
+            start = self._insert(matmul, "Shape", [source], {"start": 0, "end": -1})
+            return self._insert(matmul, "Concat", [start, self._constant(f"width_{features}", [features])], {"axis": 0})
         if features not in self._shapes:
             first = self._graph[0]
             tokens = self._insert(first, "Shape", [self._graph.inputs[0]], of_module=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmconv.export.fake_model import period, refusing, shortened
+from llmconv.export.fake_model import depth, period, refusing, shortened
 from llmconv.export.gemm import bind_linear_layers
 from llmconv.export.input_maps import InputMap
 from llmconv.export.naming import name_everything
@@ -30,7 +30,7 @@ def build_graph(config: Any, input_map: InputMap) -> tuple[TracedGraph, int]:
 
 
 def _build(config: Any, input_map: InputMap) -> tuple[TracedGraph, int]:
-    total = config.num_hidden_layers
+    total = depth(config)
     traced = _replicated(config, input_map)
     if traced is not None:
         return traced, warm_up(total, period(config)) + 2 * period(config)
@@ -42,7 +42,7 @@ def _build(config: Any, input_map: InputMap) -> tuple[TracedGraph, int]:
 
 def _replicated(config: Any, input_map: InputMap) -> TracedGraph | None:
     """None where the model is too shallow to save anything, or its layers are not alike."""
-    total, repeat = config.num_hidden_layers, period(config)
+    total, repeat = depth(config), period(config)
     few = warm_up(total, repeat) + 2 * repeat
     if few >= total:
         return None

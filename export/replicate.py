@@ -52,6 +52,7 @@ def replicate(traced: TracedGraph, num_layers: int, period: int) -> None:
     latest = {value: value for value in periods.counterpart.values()}
     for first_layer in range(traced.num_layers, num_layers, period):
         latest = _clone(traced, periods, latest, first_layer - start - period)
+        _number_unused(traced, period, first_layer - start - period)
     _rewire_epilogue(layer_of, latest)
     _order_ports(traced.model.graph)
     traced.model.graph.sort()
@@ -221,6 +222,14 @@ def _numbered_input(traced: TracedGraph, like: ir.Value, name: str) -> ir.Value:
 
 def _shift_scopes(text: str, layers_name: str, by: int) -> str:
     return re.sub(rf"({re.escape(layers_name)}\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + by}", text)
+
+
+def _number_unused(traced: TracedGraph, period: int, by: int) -> None:
+    """The parameters of one more period that no node reads, like those of the last one traced."""
+    last = range(traced.num_layers - period, traced.num_layers)
+    for name, shape in list(traced.unused.items()):
+        if any(name.startswith(f"{traced.layers_name}.{layer}.") for layer in last):
+            traced.unused[shift(name, traced.layers_name, by) or name] = shape
 
 
 def _rewire_epilogue(layer_of: dict[ir.Node, int], latest: dict[ir.Value, ir.Value]) -> None:

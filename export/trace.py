@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +18,18 @@ import onnx_ir as ir
 import onnxscript.optimizer
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
-from llmconv.export.fake_model import build
-from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap
+from llmconv.export.complex_pairs import complex_as_pairs
+from llmconv.export.fake_model import build, depth
+from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap, Port
+from llmconv.export.library_fixes import TRANSLATIONS, fix_program, library_fixes
+from llmconv.export.probe import cache_of, probe, with_shapes
 
 ATTENTION = "llmconv"
 OPSET = 23
@@ -46,6 +50,9 @@ class TracedGraph:
         num_layers: how many layers were traced.
         tied: parameter name -> name of the parameter it shares its memory with.
         base_prefix: name of the inner model (`transformer`), which some checkpoints leave out of their tensor names.
+        transforms: how a checkpoint's tensors become parameters, see `llmconv.export.stored`.
+        unused: shapes of parameters and buffers that no node reads, by name.
+        token_axes: the trace's symbols of batch size and sequence length.
     """
 
     model: ir.Model
@@ -54,24 +61,9 @@ class TracedGraph:
     num_layers: int
     tied: dict[str, str]
     base_prefix: str
-
-
-class PastLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's cache over given past tensors; `update` concatenates."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self.is_initialized = keys, values, True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends along the sequence axis; inputs and results are `[batch, kv_heads, length, head_dim]`."""
-        self.keys = torch.cat([self.keys, key_states], dim=-2)
-        self.values = torch.cat([self.values, value_states], dim=-2)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Length of the cache."""
-        return self.keys.shape[-2]
+    transforms: list[Any]
+    unused: dict[str, tuple[int, ...]]
+    token_axes: tuple[str, ...]
 
 
 class CacheAsTensors(nn.Module):
@@ -85,7 +77,7 @@ class CacheAsTensors(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, past: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits `[batch, sequence, vocab]` and the grown cache."""
-        cache = Cache(layers=[PastLayer(*pair) for pair in zip(past[::2], past[1::2], strict=True)])
+        cache = cache_of(past)
         positions = {} if position_ids is None else {"position_ids": position_ids}
         result = self.model(
             input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **positions
@@ -101,6 +93,7 @@ def onnx_attention(
     attention_mask: Tensor,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """One ONNX `Attention` node; grouped-query attention needs no repeated keys there.
@@ -110,7 +103,10 @@ def onnx_attention(
         query: `[batch, heads, sequence, head_dim]`.
         key: `[batch, kv_heads, total, head_dim]`, past included; `value` likewise.
         attention_mask: additive, `[batch, 1, sequence, total]`.
+        s_aux: attention sinks, one logit per head `[heads]`: what a query may attend to instead of any key.
     """
+    if s_aux is not None:
+        key, value, attention_mask = _with_sink(query, key, value, attention_mask, s_aux)
     attributes: dict[str, Any] = {"scale": float(query.shape[-1] ** -0.5 if scaling is None else scaling)}
     if softcap:
         attributes["softcap"] = float(softcap)
@@ -123,6 +119,17 @@ def onnx_attention(
         version=OPSET,
     )
     return output.transpose(1, 2), None
+
+
+def _with_sink(
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, s_aux: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One more key of zeros whose mask is the sink's logit: its score is that logit, and its value adds nothing."""
+    key = torch.cat([key, torch.zeros_like(key[:, :, :1])], dim=-2)
+    value = torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=-2)
+    batch, heads, length, _ = query.shape
+    sink = s_aux.reshape(1, -1, 1, 1).expand(batch, -1, length, 1)
+    return key, value, torch.cat([attention_mask.expand(batch, heads, length, -1), sink], dim=-1)
 
 
 def additive_mask(
@@ -160,23 +167,39 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
     """Traces all layers of `config` (shorten it first) for any batch, sequence and past length."""
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
-        model.config._attn_implementation = ATTENTION
-        program = torch.export.export(
-            CacheAsTensors(model), _example(config, input_map), dynamic_shapes=_dynamic(config, input_map), strict=False
-        )
-        onnx_program = torch.onnx.export(program, optimize=False, opset_version=OPSET, verbose=False)
+        with complex_as_pairs():
+            shapes = probe(model)
+        inputs = with_shapes(input_map.inputs(config), shapes)
+        outputs = with_shapes(input_map.outputs(config), shapes)
+        model.set_attn_implementation(ATTENTION)
+        with library_fixes(), complex_as_pairs():
+            program = torch.export.export(
+                CacheAsTensors(model), _example(inputs), dynamic_shapes=_dynamic(inputs), strict=False
+            )
+            fix_program(program.graph_module)
+            onnx_program = torch.onnx.export(
+                program,
+                optimize=False,
+                opset_version=OPSET,
+                verbose=False,
+                custom_translation_table=TRANSLATIONS,
+            )
     assert onnx_program is not None
     graph_model = onnx_program.model
     weights = _weights_to_inputs(graph_model, model)
     onnxscript.optimizer.optimize(graph_model)
-    _name_ports(graph_model, config, input_map)
+    token_axes = tuple(str(axis) for axis in graph_model.graph.inputs[0].shape or ())
+    _name_ports(graph_model, inputs, outputs)
     return TracedGraph(
         graph_model,
         weights,
-        _layers_name(model, config.num_hidden_layers),
-        config.num_hidden_layers,
+        _layers_name(model, depth(config)),
+        depth(config),
         dict(model._tied_weights_keys or {}) if config.tie_word_embeddings else {},
         model.base_model_prefix,
+        get_model_conversion_mapping(model),
+        {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in weights},
+        token_axes,
     )
 
 
@@ -187,10 +210,10 @@ def scopes(node: ir.Node) -> list[str]:
     return [name.removeprefix("model").removeprefix(".") for name in names]
 
 
-def _example(config: Any, input_map: InputMap) -> tuple[Any, ...]:
+def _example(inputs: Sequence[Port]) -> tuple[Any, ...]:
     batch, new, past = EXAMPLE[BATCH], EXAMPLE[SEQUENCE], EXAMPLE[PAST]
-    cache = [port for port in input_map.inputs(config) if port.name.startswith("past_key_values")]
-    positions = torch.arange(past, past + new).repeat(batch, 1) if input_map.position_ids else None
+    cache = [port for port in inputs if port.name.startswith("past_key_values")]
+    positions = torch.arange(past, past + new).repeat(batch, 1) if _takes_positions(inputs) else None
     return (
         torch.ones(batch, new, dtype=torch.int64),
         torch.ones(batch, past + new, dtype=torch.int64),
@@ -199,16 +222,21 @@ def _example(config: Any, input_map: InputMap) -> tuple[Any, ...]:
     )
 
 
-def _dynamic(config: Any, input_map: InputMap) -> tuple[Any, ...]:
+def _dynamic(inputs: Sequence[Port]) -> tuple[Any, ...]:
     tokens = {0: Dim.AUTO, 1: Dim.AUTO}
-    cache = [{0: Dim.AUTO, 2: Dim.AUTO}] * (2 * config.num_hidden_layers)
-    return (tokens, tokens, tokens if input_map.position_ids else None, cache)
+    cache = [{0: Dim.AUTO, 2: Dim.AUTO} for port in inputs if port.name.startswith("past_key_values")]
+    return (tokens, tokens, tokens if _takes_positions(inputs) else None, cache)
+
+
+def _takes_positions(inputs: Sequence[Port]) -> bool:
+    return any(port.name == "position_ids" for port in inputs)
 
 
 def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
     """Fake initializers become graph inputs: the optimizer must not look into them."""
     weights = {}
-    for name, _ in module.named_parameters(remove_duplicate=False):
+    buffers = [name for name, buffer in module.named_buffers() if isinstance(buffer, FakeTensor)]
+    for name in [*(name for name, _ in module.named_parameters(remove_duplicate=False)), *buffers]:
         value = model.graph.initializers.get(f"model.{name}")
         if value is None:
             continue
@@ -220,11 +248,11 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
     return weights
 
 
-def _name_ports(model: ir.Model, config: Any, input_map: InputMap) -> None:
-    for value, port in zip(model.graph.inputs, input_map.inputs(config), strict=False):
+def _name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
+    for value, port in zip(model.graph.inputs, inputs, strict=False):
         value.name = port.name
         value.shape = ir.Shape(port.axes)
-    for value, port in zip(model.graph.outputs, input_map.outputs(config), strict=True):
+    for value, port in zip(model.graph.outputs, outputs, strict=True):
         value.name = port.name
         value.shape = ir.Shape(port.axes)
 

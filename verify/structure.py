@@ -25,11 +25,11 @@ def check_structure(
     Args:
         graph: the graph, opened.
         model: the same without weights.
-        cache_shapes: (kv_heads, head_dim) of every layer, as the eager model has them.
+        cache_shapes: (kv_heads, head_dim) of the key and the value of every layer, as the eager model has them.
         static: axes may be numbers.
     """
     problems = [
-        *name_problems(graph, len(cache_shapes)),
+        *name_problems(graph, len(cache_shapes) // 2),
         *_axis_problems(graph, cache_shapes, static),
         *_type_problems(graph),
         *_dead_inputs(model),
@@ -74,9 +74,9 @@ def _axis_fits(found: str | int, wanted: str | int | None, static: bool, is_outp
 
 def _axes(name: str, cache_shapes: list[tuple[int, int]]) -> list[str | int | None]:
     prefix, _, rest = name.partition(".")
-    layer = rest.partition(".")[0]
-    if prefix in CACHE_LENGTH and layer.isdigit() and int(layer) < len(cache_shapes):
-        heads, size = cache_shapes[int(layer)]
+    layer, _, part = rest.partition(".")
+    if prefix in CACHE_LENGTH and layer.isdigit() and 2 * int(layer) < len(cache_shapes):
+        heads, size = cache_shapes[2 * int(layer) + (part == "value")]
         return ["batch_size", heads, CACHE_LENGTH[prefix], size]
     return AXES.get(name, [])
 

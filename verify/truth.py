@@ -43,10 +43,10 @@ class Eager:
         return Facts(self._exact.vocab_size, limit, window, self._exact.takes_positions)
 
     def cache_shapes(self) -> list[tuple[int, int]]:
-        """(kv_heads, head_dim) of every layer."""
+        """(kv_heads, head_dim) of the key and of the value of every layer, in the order of the graph's outputs."""
         one = np.zeros((1, 1), dtype=np.int64)
         present = self._exact.prefill(one, one + 1, one).present
-        return [(key.shape[1], key.shape[3]) for key, _ in present.arrays()]
+        return [(array.shape[1], array.shape[3]) for pair in present.arrays() for array in pair]
 
     def twin(self, change: Change) -> Eager:
         """The same model with scaled weights."""

@@ -108,6 +108,8 @@ def _audit(tensor: onnx.TensorProto, source: Source) -> tuple[str, str]:
     if not fields.get("location", "").endswith(".safetensors"):
         return named, _compare(tensor, named, source) if named else ""
     span = (fields["location"], int(fields.get("offset", 0)), int(fields.get("length", 0)))
+    if tensor.name.endswith("]"):
+        return _audit_rows(tensor.name, span, source)
     bound = source.spans.get(span)
     if bound is None:
         return named, f"`{tensor.name}` maps bytes {span[1]}+{span[2]} of `{span[0]}`, which are no tensor"
@@ -118,6 +120,22 @@ def _audit(tensor: onnx.TensorProto, source: Source) -> tuple[str, str]:
     if named and not source.in_place:
         return named, _compare(tensor, named, source)
     return named or bound, ""
+
+
+def _audit_rows(label: str, span: Span, source: Source) -> tuple[str, str]:
+    """The same for an initializer `name[row]` or `name[first:stop]`: these rows of one tensor, by their bytes."""
+    name, _, rest = label.removesuffix("]").rpartition("[")
+    first, _, stop = rest.partition(":")
+    named = reference_name(name, source.reference)
+    whole = next((place for place, bound in source.spans.items() if bound == name), None)
+    tensor = open_weights(source.folder).get(name) if whole else None
+    if not named or whole is None or tensor is None or not first.isdigit() or (stop and not stop.isdigit()):
+        return named, f"`{label}` is no part of a tensor"
+    begin, end = int(first), int(stop or int(first) + 1)
+    row = tensor.nbytes // max(1, tensor.shape[0])
+    if end > tensor.shape[0] or span != (whole[0], whole[1] + row * begin, row * (end - begin)):
+        return named, f"`{label}` maps bytes {span[1]}+{span[2]} of `{span[0]}`, which are not these rows"
+    return named, f"`{name}` differs from the reference's values" if _differ(source, named, name) else ""
 
 
 def reference_name(name: str, reference: Mapping[str, LazyTensor]) -> str:

@@ -87,6 +87,8 @@ class EagerRunner:
                 f"transformers cannot load `{folder}`: {str(error).strip().splitlines()[0][:300]}",
                 hint="the folder needs config.json and safetensors weights of a causal language model",
             ) from error
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")  # the fused ones know no float64
         self.model = (model.double() if dtype == "float64" else model).eval()
         self.dtype = dtype
         self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters

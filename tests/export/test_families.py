@@ -1,0 +1,57 @@
+"""Families of each kind, end to end; the complete list is docs/families.md, which `make families` writes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import onnx
+import pytest
+
+from llmconv.checkpoint import open_checkpoint
+from llmconv.export import INPUT_MAPS, export
+from llmconv.verify import verify
+from tools.tiny_models import depth, save_tiny
+
+PAGE = Path("docs/families.md")
+
+KINDS = {
+    "cohere2": "windows of a pattern, parallel residual",
+    "codegen": "its own attention code, fused projections in an order of its own",
+    "deepseek_v2": "latent attention, complex rotation, shared experts",
+    "falcon": "one key head for all",
+    "gpt_oss": "stacked experts with biases, attention sinks",
+    "mixtral": "experts stored one by one under other names",
+    "opt": "learned positions with an offset",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_family_of_each_kind_equals_the_eager_model(tmp_path: Path, model_type: str) -> None:
+    save_tiny(model_type, tmp_path / "model", depth(model_type))
+    exported = export(tmp_path / "model")
+    assert exported.traced_layers < exported.num_layers
+    report = verify(tmp_path / "model")
+    assert report, report.summary()
+
+
+def test_every_expert_is_mapped_where_it_lies(tmp_path: Path) -> None:
+    save_tiny("qwen3_moe", tmp_path / "model", 4)
+    export(tmp_path / "model", incremental=True)
+    graph = onnx.load(tmp_path / "model" / "decode.onnx", load_external_data=False).graph
+    external = {tensor.name for tensor in graph.initializer if tensor.external_data}
+    assert external == set(open_checkpoint(tmp_path / "model"))
+
+
+def test_every_row_of_the_registry_has_passed() -> None:
+    listed = set(re.findall(r"^\| `([^`]+)` \| \d", PAGE.read_text(), re.MULTILINE))
+    assert set(INPUT_MAPS) <= listed
+
+
+def test_a_changed_score_of_the_router_is_in_the_graph(tmp_path: Path) -> None:
+    """The correction of a router is a buffer, but trained: it must not become a constant."""
+    save_tiny("deepseek_v3", tmp_path / "model", 4)
+    export(tmp_path / "model", incremental=True)
+    graph = onnx.load(tmp_path / "model" / "decode.onnx", load_external_data=False).graph
+    assert any(tensor.name.endswith("e_score_correction_bias") for tensor in graph.initializer if tensor.external_data)

@@ -1,0 +1,228 @@
+"""Which model types of transformers' causal-LM table export and verify: one tiny model each, one page of results.
+
+    python -m tools.families --suite quick                 every type, one JSON line each, continued where it stopped
+    python -m tools.families --only mixtral --only phi     again, these only
+    python -m tools.families --write docs/families.md      the page, from the lines
+
+Every type runs in a process of its own with a time limit, so that a crash or an endless trace is one line as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+RESULTS = Path("build/families.jsonl")
+TIME_LIMIT = 400
+"""Seconds for one type."""
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Threads that wait for each other over a tiny model take several times as long."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one type.
+
+    Attributes:
+        verdict: `pass`, `fail` or `inconclusive` of `verify`; `refused` where the export was; `error` else.
+        suite: of `verify`; empty where it did not run.
+        layers: of the model.
+        traced: how many of them were traced; the rest was replicated.
+        checks: how many outputs were compared.
+        sigma: the largest, in units of the eager model's own rounding noise.
+        seconds: of everything.
+        reason: what went wrong, one line.
+    """
+
+    model_type: str
+    verdict: str
+    suite: str = ""
+    layers: int = 0
+    traced: int = 0
+    checks: int = 0
+    sigma: float = 0.0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+def main() -> int:
+    """Runs what was asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", action="append", default=[], metavar="TYPE", help="this type, also if it has run")
+    parser.add_argument("--suite", choices=("quick", "full"), default="full")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--again", action="store_true", help="also types that have a result but did not pass")
+    parser.add_argument("--guess", action="store_true", help="types without a row too, as plain decoders")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="the page of all results so far")
+    parser.add_argument("--page-only", action="store_true", help="run nothing")
+    parser.add_argument("--worker", metavar="TYPE", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        print(json.dumps(asdict(examine(options.worker, options.suite, options.guess))))
+        return 0
+    for model_type in [] if options.page_only else chosen(options):
+        result = run(model_type, options)
+        print(f"{result.verdict:12} {model_type:28} {result.seconds:6.1f} s  {result.reason[:150]}", flush=True)
+        append(options.results, result)
+    if options.write:
+        options.write.write_text(page(list(read(options.results).values())))
+    return 0
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """The types to run: those asked for, or all that have no result yet."""
+    if options.only:
+        return list(options.only)
+    done = {
+        name
+        for name, found in read(options.results).items()
+        if found.verdict == "pass" and (found.suite == options.suite or options.suite == "quick")
+        or not options.again and found.verdict != "pass"
+    }
+    return [name for name in all_types(options.guess) if name not in done]
+
+
+def all_types(guess: bool) -> list[str]:
+    """Rows of the registry that transformers knows too; with `guess` its whole table."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
+
+    from llmconv.export import INPUT_MAPS  # noqa: PLC0415
+
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if guess or name in INPUT_MAPS]
+
+
+def run(model_type: str, options: argparse.Namespace) -> Result:
+    """One type in a process of its own."""
+    started = time.perf_counter()
+    command = [sys.executable, "-W", "ignore", "-m", "tools.families", "--worker", model_type, "--suite", options.suite]
+    if options.guess:
+        command.append("--guess")
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False, env={**os.environ, **ONE_THREAD}
+        )
+        result = Result(**json.loads(done.stdout.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        result = Result(model_type, "error", reason=f"not done after {TIME_LIMIT} s")
+    except (ValueError, IndexError):
+        result = Result(model_type, "error", reason=f"exit {done.returncode}: {done.stderr.strip()[-200:]}")
+    return Result(**(asdict(result) | {"seconds": round(time.perf_counter() - started, 1)}))
+
+
+def examine(model_type: str, suite: str, guess: bool) -> Result:
+    """Makes, exports and verifies a tiny model; whatever is raised becomes the reason."""
+    from llmconv.errors import LlmconvError  # noqa: PLC0415 - the parent needs none of this
+    from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map  # noqa: PLC0415
+    from llmconv.verify import verify  # noqa: PLC0415
+    from tools.tiny_models import depth, save_tiny  # noqa: PLC0415
+
+    if guess and model_type not in INPUT_MAPS:
+        register_input_map(model_type, InputMap(position_ids=_takes_positions(model_type)))
+    exported = None
+    try:
+        with TemporaryDirectory(prefix="llmconv-family-") as name:
+            folder = Path(name) / "model"
+            save_tiny(model_type, folder, depth(model_type))
+            exported = export(folder, prefill=True, incremental=True)
+            report = verify(folder, suite=suite)
+    except LlmconvError as error:
+        return Result(model_type, "refused", suite if exported else "", reason=error.message)
+    except Exception as error:  # noqa: BLE001 - transformers and torch promise no class of error
+        lines = str(error).strip().splitlines() or [""]
+        return Result(model_type, "error", suite if exported else "", reason=f"{type(error).__name__}: {lines[0]}")
+    return Result(
+        model_type,
+        report.verdict,
+        suite,
+        exported.num_layers,
+        exported.traced_layers,
+        len(report.checks),
+        report.worst.sigma if report.worst else 0.0,
+        reason=report.where.text if report.where else "; ".join(report.notes if report.verdict != "pass" else []),
+    )
+
+
+def _takes_positions(model_type: str) -> bool:
+    import inspect  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    from tools.tiny_models import tiny_config  # noqa: PLC0415
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type, 2))
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def read(path: Path) -> dict[str, Result]:
+    """The last result of every type."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return {line["model_type"]: Result(**line) for line in map(json.loads, lines)}
+
+
+def append(path: Path, result: Result) -> None:
+    """Appends one line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(json.dumps(asdict(result)) + "\n")
+
+
+def page(results: list[Result]) -> str:
+    """The results as Markdown: what passed, and what was tried and did not."""
+    passed = sorted((r for r in results if r.verdict == "pass" and r.suite == "full"), key=lambda r: r.model_type)
+    others = sorted((r for r in results if r not in passed and r.verdict != "pass"), key=lambda r: r.model_type)
+    whole = sum(result.traced == result.layers for result in passed)
+    return "\n".join(
+        [
+            "# Model families",
+            "",
+            "Written by `make families`; every line is a run of `tools/families.py` with the versions of",
+            "`constraints.txt`: a tiny seeded model of the type (odd vocabulary, two key/value heads and heads of an odd",
+            "size where the type allows it, windows shorter than the prompts, two periods of layers more than are traced),",
+            "`llmconv export --prefill --incremental`, `llmconv verify --suite full`.",
+            "",
+            f"{len(passed)} types of transformers' causal-LM table pass. In {len(passed) - whole} of them the layers after",
+            f"the first few are replicated; {whole} are traced whole, so their export takes longer the deeper they are.",
+            "",
+            "| `model_type` | traced of layers | outputs compared | largest sigma | odd about it |",
+            "| --- | --- | --- | --- | --- |",
+            *(_passed(result) for result in passed),
+            "",
+            "Sigma counts the eager model's own rounding noise; see [verification.md](verification.md).",
+            "",
+            "## Tried, and not supported",
+            "",
+            "| `model_type` | what the run said |",
+            "| --- | --- |",
+            *(f"| `{result.model_type}` | {_cell(result.reason)} |" for result in others),
+            "",
+        ]
+    )
+
+
+def _passed(result: Result) -> str:
+    from llmconv.export import INPUT_MAPS  # noqa: PLC0415
+
+    note = INPUT_MAPS[result.model_type].note if result.model_type in INPUT_MAPS else ""
+    traced = f"{result.traced} of {result.layers}" + (" (whole)" if result.traced == result.layers else "")
+    return f"| `{result.model_type}` | {traced} | {result.checks} | {result.sigma:.2f} | {note} |"
+
+
+def _cell(text: str) -> str:
+    """One line of plain text for a table."""
+    plain = re.sub(r"\x1b\[[0-9;]*m|\\x1b\[\d+m|/\S+/", "", text).replace("|", "/")
+    return " ".join(plain.split())[:160]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
