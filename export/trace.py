@@ -7,9 +7,11 @@ use that interface trace with their own attention code. The cache concatenates, 
 from __future__ import annotations
 
 import ast
+import inspect
 import logging
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
+from llmconv.export.caches.functions import define_functions
+from llmconv.export.caches.layers import TracedCache
 from llmconv.export.fake_model import build
 from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap
 
@@ -56,41 +59,31 @@ class TracedGraph:
     base_prefix: str
 
 
-class PastLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's cache over given past tensors; `update` concatenates."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self.is_initialized = keys, values, True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends along the sequence axis; inputs and results are `[batch, kv_heads, length, head_dim]`."""
-        self.keys = torch.cat([self.keys, key_states], dim=-2)
-        self.values = torch.cat([self.values, value_states], dim=-2)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Length of the cache."""
-        return self.keys.shape[-2]
-
-
 class CacheAsTensors(nn.Module):
-    """The model with its cache spelled out as flat tensors, key before value, layers in order."""
+    """The model with its cache spelled out as flat tensors, in the order of `past`, its names."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, past: Sequence[str]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._past = model, past
+        self._cache_name = cache_argument(model)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, past: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits `[batch, sequence, vocab]` and the grown cache."""
-        cache = Cache(layers=[PastLayer(*pair) for pair in zip(past[::2], past[1::2], strict=True)])
+        cache = TracedCache(self._past, past, self.model.config.num_hidden_layers)
+        if self._cache_name == "cache_params":  # these models take the mask of the new tokens alone
+            attention_mask = attention_mask[:, -input_ids.shape[1] :]
         positions = {} if position_ids is None else {"position_ids": position_ids}
         result = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **positions
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **{self._cache_name: cache}, **positions
         )
-        return result.logits, [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        return result.logits, cache.tensors()
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What the model calls its cache: `cache_params` where no layer has keys and values."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def onnx_attention(
@@ -161,14 +154,20 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
         model.config._attn_implementation = ATTENTION
-        program = torch.export.export(
-            CacheAsTensors(model), _example(config, input_map), dynamic_shapes=_dynamic(config, input_map), strict=False
-        )
+        past = [port.name for port in input_map.past(config)]
+        with input_map.kind.traceable(sys.modules[type(model).__module__]):
+            program = torch.export.export(
+                CacheAsTensors(model, past),
+                _example(config, input_map),
+                dynamic_shapes=_dynamic(config, input_map),
+                strict=False,
+            )
         onnx_program = torch.onnx.export(program, optimize=False, opset_version=OPSET, verbose=False)
     assert onnx_program is not None
     graph_model = onnx_program.model
     weights = _weights_to_inputs(graph_model, model)
     onnxscript.optimizer.optimize(graph_model)
+    define_functions(graph_model)
     _name_ports(graph_model, config, input_map)
     return TracedGraph(
         graph_model,
@@ -189,19 +188,18 @@ def scopes(node: ir.Node) -> list[str]:
 
 def _example(config: Any, input_map: InputMap) -> tuple[Any, ...]:
     batch, new, past = EXAMPLE[BATCH], EXAMPLE[SEQUENCE], EXAMPLE[PAST]
-    cache = [port for port in input_map.inputs(config) if port.name.startswith("past_key_values")]
     positions = torch.arange(past, past + new).repeat(batch, 1) if input_map.position_ids else None
     return (
         torch.ones(batch, new, dtype=torch.int64),
         torch.ones(batch, past + new, dtype=torch.int64),
         positions,
-        [torch.zeros([axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]) for port in cache],
+        [torch.zeros([axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]) for port in input_map.past(config)],
     )
 
 
 def _dynamic(config: Any, input_map: InputMap) -> tuple[Any, ...]:
     tokens = {0: Dim.AUTO, 1: Dim.AUTO}
-    cache = [{0: Dim.AUTO, 2: Dim.AUTO}] * (2 * config.num_hidden_layers)
+    cache = [{at: Dim.AUTO for at, axis in enumerate(port.axes) if axis in EXAMPLE} for port in input_map.past(config)]
     return (tokens, tokens, tokens if input_map.position_ids else None, cache)
 
 

@@ -7,9 +7,14 @@ never more than `L`, so that a step pays for one token only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import onnx
 import onnx_ir as ir
+import torch
 from onnx import parser
+from torch import Tensor
 
 DOMAIN = "llmconv"
 HEADER = '<domain: "llmconv", opset_import: ["" : 23]>'
@@ -285,6 +290,14 @@ DeltaRule (x, q, k, decay, beta, past) => (y, present)
 """
 )
 FUNCTIONS = {"SelectiveScan": SELECTIVE_SCAN, "StateSpace": STATE_SPACE, "DeltaRule": DELTA_RULE}
+
+
+def call(name: str, inputs: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> tuple[Tensor, ...]:
+    """A call of a function in a trace, with results of these shapes and of the first input's dtype."""
+    dtypes = [inputs[0].dtype] * len(shapes)
+    return tuple(
+        torch.onnx.ops.symbolic_multi_out(f"{DOMAIN}::{name}", inputs, dtypes=dtypes, shapes=shapes, version=1)
+    )
 
 
 def define_functions(model: ir.Model) -> None:

@@ -1,0 +1,72 @@
+"""Tiny models whose layers keep states: every kind of layer comes at least three times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.conftest import DECODER
+
+SHORT = {name: DECODER[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+MAMBA = {**SHORT, "num_hidden_layers": 4, "state_size": 8, "time_step_rank": 4}
+MIXED = {**DECODER, "num_hidden_layers": 8}
+
+STATE_CONFIGS: dict[str, dict[str, Any]] = {
+    "mamba": MAMBA,
+    "falcon_mamba": MAMBA,
+    "mamba2": {**SHORT, "num_hidden_layers": 4, "state_size": 8, "num_heads": 8, "head_dim": 16, "n_groups": 2},
+    "lfm2": {
+        **MIXED,
+        "conv_L_cache": 3,
+        "layer_types": ["conv", "full_attention"] * 4,
+        "block_multiple_of": 32,
+    },
+    "lfm2_moe": {
+        **MIXED,
+        "layer_types": ["conv", "full_attention"] * 4,
+        "conv_L_cache": 3,
+        "num_dense_layers": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "jamba": {
+        **MIXED,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "num_experts": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+    },
+    "bamba": {
+        **MIXED,
+        "attn_layer_indices": [1, 3, 5, 7],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 2,
+    },
+    "falcon_h1": {
+        **DECODER,
+        "head_dim": 16,
+        "mamba_d_ssm": 96,
+        "mamba_n_heads": 6,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 2,
+    },
+    "qwen3_next": {
+        **MIXED,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+}
+"""More heads than groups, value heads than key heads, and value sizes that are not key sizes."""
