@@ -20,9 +20,6 @@ from llmconv.errors import LlmconvError, UnsupportedInput
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
 """Config fields that name code or kernels to load; a checkpoint is data, so they are not passed on."""
 
-EXPERTS = "batched_mm"
-"""Mixture of experts as a gather of the chosen experts' weights: no loop over data, so it can be traced."""
-
 
 def load_config(fields: dict[str, Any]) -> Any:
     """The transformers config of a `config.json`, without anything that would load code.
@@ -96,8 +93,6 @@ def build(config: Any) -> PreTrainedModel:
     """The eager float32 model of `config`, in eval mode, with fake parameters."""
     with _fake_parameters():
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation(EXPERTS)
     return model.eval()
 
 
