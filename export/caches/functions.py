@@ -302,7 +302,7 @@ def call(name: str, inputs: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -
 
 def define_functions(model: ir.Model) -> None:
     """Adds the definition of every function of this domain that the graph calls."""
-    called = sorted({node.op_type for node in model.graph if node.domain == DOMAIN})
+    called = sorted({node.op_type for node in model.graph if node.domain == DOMAIN} & FUNCTIONS.keys())
     for name in called:
         function = ir.from_proto(function_proto(name))
         model.functions[function.identifier()] = function
