@@ -1,4 +1,4 @@
-"""Scans as ONNX functions of standard operators: a graph calls `llmconv.StateSpace` once per layer and defines it once.
+"""Scans as ONNX functions of standard operators: a graph calls `llmconv.scan.StateSpace` once per layer and defines it once.
 
 They take any number of tokens and continue a given state, so one graph serves prompts, later turns and single steps.
 A runtime expands them when it loads the graph. `L` is the number of tokens, `c` the tokens of one chunk, at most 64 and
@@ -16,8 +16,8 @@ import torch
 from onnx import parser
 from torch import Tensor
 
-DOMAIN = "llmconv"
-HEADER = '<domain: "llmconv", opset_import: ["" : 23]>'
+DOMAIN = "llmconv.scan"
+HEADER = f'<domain: "{DOMAIN}", opset_import: ["" : 23]>'
 
 SELECTIVE_SCAN = """
 SelectiveScan (x, dt, A, B, C, past) => (y, present)
