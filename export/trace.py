@@ -167,7 +167,7 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
     graph_model = onnx_program.model
     weights = _weights_to_inputs(graph_model, model)
     onnxscript.optimizer.optimize(graph_model)
-    define_functions(graph_model)
+    define_functions(graph_model, input_map.kind.functions)
     _name_ports(graph_model, config, input_map)
     return TracedGraph(
         graph_model,

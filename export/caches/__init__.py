@@ -11,5 +11,6 @@ CACHE_KINDS: dict[str, CacheKind] = {
     "selective_scan": selective_scan.KIND,
     "state_space": state_space.KIND,
     "delta_rule": delta_rule.KIND,
+    "channel_delta_rule": delta_rule.CHANNEL_KIND,
 }
 """By `InputMap.cache`."""

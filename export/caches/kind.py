@@ -37,12 +37,14 @@ class CacheKind:
     Attributes:
         states: config -> what a layer keeps beside keys and values; empty for attention alone.
         replacements: functions of the model's own module, by name, and what is traced in their place: loops over
-            tokens or chunks become one node of `functions`.
+            tokens or chunks become one call.
+        functions: texts of the functions that are called then, see `functions`.
         mixed: layers differ as `config.layer_types` says; without it, every layer has keys and values.
     """
 
     states: Callable[[Any], tuple[State, ...]] = lambda config: ()
     replacements: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    functions: Mapping[str, str] = field(default_factory=dict)
     mixed: bool = True
 
     def names(self, config: Any, past: bool) -> list[tuple[str, Axes | None]]:

@@ -17,6 +17,39 @@ from llmconv.export.caches.layers import TracedCache
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
 
+FUNCTION = """
+SelectiveScan (x, dt, A, B, C, past) => (y, present)
+{
+    last = Constant <value_ints = [-1]> ()
+    one = Constant <value_ints = [1]> ()
+    present, y = Scan <
+        num_scan_inputs = 4, scan_input_axes = [2, 2, 1, 1], scan_output_axes = [2],
+        body = step (float[b, d, n] state, float[b, d] x_t, float[b, d] dt_t, float[b, n] B_t, float[b, n] C_t)
+            => (float[b, d, n] next, float[b, d] y_t)
+        {
+            dt_column = Unsqueeze (dt_t, last)
+            exponent = Mul (dt_column, A)
+            decay = Exp (exponent)
+            kept = Mul (state, decay)
+            dx_t = Mul (dt_t, x_t)
+            dx_column = Unsqueeze (dx_t, last)
+            B_row = Unsqueeze (B_t, one)
+            written = Mul (dx_column, B_row)
+            next = Add (kept, written)
+            C_column = Unsqueeze (C_t, last)
+            read = MatMul (next, C_column)
+            y_t = Squeeze (read, last)
+        }
+    > (past, x, dt, B, C)
+}
+"""
+"""Mamba's selective scan, one token after another: each channel d has n states of its own, so nothing can be chunked.
+
+    state = exp(dt A) state + dt x B      y = state C
+
+x, dt, y [b, d, L]; A [d, n]; B, C [b, L, n]; past, present [b, d, n]. arXiv:2312.00752, equation 2.
+"""
+
 def selective_scan(
     hidden_states: Tensor,
     dt: Tensor,
@@ -55,4 +88,4 @@ def _states(config: Any) -> tuple[State, ...]:
     return (window, State(RECURRENT, (channels, first(config, "mamba_d_state", "state_size"))))
 
 
-KIND = CacheKind(_states, {**CONVOLVE, "mamba_selective_scan": selective_scan})
+KIND = CacheKind(_states, {**CONVOLVE, "mamba_selective_scan": selective_scan}, {"SelectiveScan": FUNCTION})
