@@ -96,21 +96,28 @@ def head_dim(config: Any) -> int:
 DECODER = InputMap()
 
 INPUT_MAPS: dict[str, InputMap] = {
+    "bailing_hybrid": InputMap(cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention"),
     "bamba": InputMap(cache="state_space", note="Mamba-2 and attention layers"),
     "bloom": InputMap(position_ids=False, note="ALiBi from the attention mask; its own attention code"),
     "falcon_h1": InputMap(cache="state_space", note="Mamba-2 and attention side by side in every layer"),
     "falcon_mamba": InputMap(position_ids=False, cache="selective_scan", note="Mamba with norms on its time step"),
     "gemma2": InputMap(note="alternating sliding window, logit soft-capping"),
     "gpt2": InputMap(note="learned positions, Conv1D weights, tied head"),
+    "granitemoehybrid": InputMap(cache="state_space", note="Mamba-2 and attention layers, experts"),
     "jamba": InputMap(position_ids=False, cache="selective_scan", note="Mamba and attention layers, experts"),
+    "kimi_linear": InputMap(cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention"),
     "lfm2": InputMap(cache="convolution", note="short convolutions and attention layers"),
     "lfm2_moe": InputMap(cache="convolution", note="short convolutions and attention layers, experts"),
     "llama": DECODER,
     "mamba": InputMap(position_ids=False, cache="selective_scan", note="no attention"),
     "mamba2": InputMap(position_ids=False, cache="state_space", note="no attention"),
     "mistral": InputMap(note="sliding window where the config has one"),
+    "nemotron_h": InputMap(cache="state_space", note="Mamba-2, attention and MLP layers in a row"),
+    "olmo_hybrid": InputMap(cache="delta_rule", note="gated delta rule and attention layers"),
     "qwen2": InputMap(note="biases on query, key and value"),
     "qwen3": InputMap(note="norms on query and key"),
+    "qwen3_5_moe_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers, experts"),
+    "qwen3_5_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers"),
     "qwen3_next": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers, experts"),
 }
 

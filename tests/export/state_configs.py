@@ -9,6 +9,27 @@ from tests.conftest import DECODER
 SHORT = {name: DECODER[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")}
 MAMBA = {**SHORT, "num_hidden_layers": 4, "state_size": 8, "time_step_rank": 4}
 MIXED = {**DECODER, "num_hidden_layers": 8}
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2}
+DELTA = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "mlp_layer_types": ["dense"] * 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
+"""Multi-head latent attention, and experts in no layer."""
 
 STATE_CONFIGS: dict[str, dict[str, Any]] = {
     "mamba": MAMBA,
@@ -41,10 +62,7 @@ STATE_CONFIGS: dict[str, dict[str, Any]] = {
     "bamba": {
         **MIXED,
         "attn_layer_indices": [1, 3, 5, 7],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_d_state": 8,
-        "mamba_n_groups": 2,
+        **MAMBA2,
     },
     "falcon_h1": {
         **DECODER,
@@ -55,14 +73,52 @@ STATE_CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_n_groups": 2,
     },
+    "granitemoehybrid": {
+        **MIXED,
+        "layer_types": ["linear_attention", "full_attention"] * 4,
+        **MAMBA2,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 32,
+    },
+    "nemotron_h": {
+        **{name: value for name, value in DECODER.items() if name != "num_hidden_layers"},
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"] * 4,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+    },
+    "olmo_hybrid": {**MIXED, "layer_types": ["linear_attention", "full_attention"] * 4, **DELTA},
+    "qwen3_5_text": {**MIXED, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 4, **DELTA},
+    "qwen3_5_moe_text": {
+        **MIXED,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 4,
+        **DELTA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "kimi_linear": {
+        **MIXED,
+        "layer_types": ["linear_attention", "full_attention"] * 4,
+        "linear_head_dim": 12,
+        "linear_num_heads": 4,
+        **LATENT,
+    },
+    "bailing_hybrid": {
+        **MIXED,
+        "layer_types": ["linear_attention", "full_attention"] * 4,
+        "head_dim": 12,
+        **LATENT,
+    },
     "qwen3_next": {
         **MIXED,
         "head_dim": 16,
         "layer_types": ["linear_attention", "full_attention"] * 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        **DELTA,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
