@@ -76,11 +76,15 @@ class InputMap:
         return self._cache_ports(config, TOTAL)
 
     def _cache_ports(self, config: Any, length: str) -> tuple[Port, ...]:
-        names = self.kind.names(config, past=length == PAST)
-        return tuple(
-            Port(name, "float32", (BATCH, kv_heads(config), length, head_dim(config)) if axes is None else (BATCH, *axes))
-            for name, axes in names
-        )
+        usual = kv_heads(config), head_dim(config)
+        keys, values = self.kind.heads(config) if self.kind.heads else (usual, usual)
+        ports = []
+        for name, axes in self.kind.names(config, past=length == PAST):
+            if axes is None:
+                heads, size = values if name.endswith(".value") else keys
+                axes = (heads, length, size)
+            ports.append(Port(name, "float32", (BATCH, *axes)))
+        return tuple(ports)
 
 
 def kv_heads(config: Any) -> int:

@@ -218,9 +218,16 @@ def _channel_states(config: Any) -> tuple[State, ...]:
     return window, State(RECURRENT, (heads, size, size))
 
 
+def _latent_heads(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Multi-head latent attention: keys are wider than values."""
+    heads = config.num_attention_heads
+    return (heads, config.qk_nope_head_dim + config.qk_rope_head_dim), (heads, config.v_head_dim)
+
+
 KIND = CacheKind(_states, {**CONVOLVE, "torch_chunk_gated_delta_rule": delta_rule}, {"DeltaRule": FUNCTION})
 CHANNEL_KIND = CacheKind(
     _channel_states,
     {**CONVOLVE, "chunk_kimi_delta_attention": delta_rule},
     {"ChannelDeltaRule": CHANNEL_FUNCTION},
+    heads=_latent_heads,
 )

@@ -39,6 +39,7 @@ class CacheKind:
         replacements: functions of the model's own module, by name, and what is traced in their place: loops over
             tokens or chunks become one call.
         functions: texts of the functions that are called then, see `functions`.
+        heads: config -> (heads, head size) of keys and of values, where they differ from the config's own fields.
         mixed: layers differ as `config.layer_types` says; without it, every layer has keys and values.
     """
 
@@ -46,6 +47,7 @@ class CacheKind:
     replacements: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     functions: Mapping[str, str] = field(default_factory=dict)
     mixed: bool = True
+    heads: Callable[[Any], tuple[tuple[int, int], tuple[int, int]]] | None = None
 
     def names(self, config: Any, past: bool) -> list[tuple[str, Axes | None]]:
         """The cache's inputs or outputs in order, with the axes after the batch axis; None for keys and values.
