@@ -16,21 +16,22 @@ from llmconv.runtime.cache_names import layer_of
 
 
 class PastLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's cache over given past tensors; `update` concatenates."""
+    """One layer's cache; `update` concatenates, also where the family's own layer would keep a window only."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
         super().__init__()
-        self.keys, self.values, self.is_initialized = keys, values, True
+        self.keys, self.values, self.is_initialized = keys, values, keys is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends along the sequence axis; inputs and results are `[batch, kv_heads, length, head_dim]`."""
-        self.keys = torch.cat([self.keys, key_states], dim=-2)
-        self.values = torch.cat([self.values, value_states], dim=-2)
+        past = self.keys is not None
+        self.keys = torch.cat([self.keys, key_states], dim=-2) if past else key_states
+        self.values = torch.cat([self.values, value_states], dim=-2) if past else value_states
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
         """Length of the cache."""
-        return self.keys.shape[-2]
+        return 0 if self.keys is None else self.keys.shape[-2]
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
