@@ -100,7 +100,9 @@ def head_dim(config: Any) -> int:
 DECODER = InputMap()
 
 INPUT_MAPS: dict[str, InputMap] = {
-    "bailing_hybrid": InputMap(cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention"),
+    "bailing_hybrid": InputMap(
+        cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention"
+    ),
     "bamba": InputMap(cache="state_space", note="Mamba-2 and attention layers"),
     "bloom": InputMap(position_ids=False, note="ALiBi from the attention mask; its own attention code"),
     "falcon_h1": InputMap(cache="state_space", note="Mamba-2 and attention side by side in every layer"),

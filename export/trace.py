@@ -193,7 +193,10 @@ def _example(config: Any, input_map: InputMap) -> tuple[Any, ...]:
         torch.ones(batch, new, dtype=torch.int64),
         torch.ones(batch, past + new, dtype=torch.int64),
         positions,
-        [torch.zeros([axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]) for port in input_map.past(config)],
+        [
+            torch.zeros([axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes])
+            for port in input_map.past(config)
+        ],
     )
 
 

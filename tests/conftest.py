@@ -55,7 +55,7 @@ def save_tiny(model_type: str, folder: Path, **changes: Any) -> Path:
     import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
     import transformers  # noqa: PLC0415
 
-    config = transformers.AutoConfig.for_model(model_type, **(CONFIGS[model_type] | changes))
+    config = transformers.AutoConfig.for_model(model_type, **(CONFIGS.get(model_type, {}) | changes))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

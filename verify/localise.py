@@ -59,4 +59,6 @@ def _state_place(layer: int, outputs: set[str]) -> str:
     if all(name.startswith("present_recurrent.") for name in outputs):
         return f"layer {layer}, recurrent state only: its convolution, its time step or its scan"
     before = "the embedding" if layer == 0 else f"layer {layer - 1} after its scan or attention"
-    return f"layer {layer}, {' and '.join(sorted(outputs))}: {before}, or the first norm or projections of layer {layer}"
+    return (
+        f"layer {layer}, {' and '.join(sorted(outputs))}: {before}, or the first norm or projections of layer {layer}"
+    )

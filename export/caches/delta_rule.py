@@ -134,7 +134,8 @@ RECUR = """
         num_scan_inputs = 6,
         body = chunk_step (
             float[b, h, kd, vd] state, float[b, h, c, vd] values_z, float[b, h, c, kd] reading_z,
-            float[b, h, c, kd] query_z, float[b, h, c, c] weights_z, float[b, h, kd, c] keys_z, float[b, h, u, w] factor_z
+            float[b, h, c, kd] query_z, float[b, h, c, c] weights_z, float[b, h, kd, c] keys_z,
+            float[b, h, u, w] factor_z
         ) => (float[b, h, kd, vd] next, float[b, h, c, vd] y_z)
         {{
             known = MatMul (reading_z, state)

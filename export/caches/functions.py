@@ -49,7 +49,6 @@ CHUNKS = """
 """
 
 
-
 def call(name: str, inputs: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> tuple[Tensor, ...]:
     """A call of a function in a trace, with results of these shapes and of the first input's dtype."""
     dtypes = [inputs[0].dtype] * len(shapes)

@@ -16,7 +16,6 @@ from llmconv.export.caches.kind import CacheKind, State, first
 from llmconv.export.caches.layers import TracedCache
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
-
 FUNCTION = """
 SelectiveScan (x, dt, A, B, C, past) => (y, present)
 {
@@ -50,7 +49,8 @@ SelectiveScan (x, dt, A, B, C, past) => (y, present)
 x, dt, y [b, d, L]; A [d, n]; B, C [b, L, n]; past, present [b, d, n]. arXiv:2312.00752, equation 2.
 """
 
-def selective_scan(
+
+def selective_scan(  # noqa: PLR0913 - transformers calls it
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,

@@ -13,7 +13,6 @@ from llmconv.export.caches.functions import CHUNKS, call
 from llmconv.export.caches.kind import CacheKind, State, first
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
-
 FUNCTION = (
     """
 StateSpace (x, dt, A, B, C, past) => (y, present)
@@ -111,7 +110,7 @@ arXiv:2405.21060, section 6. Decays are summed between their two ends, never sub
 """
 
 
-def chunk_scan(
+def chunk_scan(  # noqa: PLR0913 - transformers calls it
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,

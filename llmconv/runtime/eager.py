@@ -1,8 +1,8 @@
 """EagerRunner: the Hugging Face model itself; in float64 it is the truth that graphs are measured against.
 
-It shares nothing with the exporter: transformers' own eager attention, its own DynamicCache, no patch. Where layers keep
-a recurrent state, several tokens after a past are computed by running all tokens again from the first: some scans of
-transformers (Mamba's) start from zeros whatever the cache holds.
+It shares nothing with the exporter: transformers' own eager attention, its own DynamicCache, no patch. Where layers
+keep a recurrent state, several tokens after a past are computed by running all tokens again from the first: some scans
+of transformers (Mamba's) start from zeros whatever the cache holds.
 """
 
 from __future__ import annotations
