@@ -114,6 +114,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "kimi_linear": InputMap(cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention"),
     "lfm2": InputMap(cache="convolution", note="short convolutions and attention layers"),
     "lfm2_moe": InputMap(cache="convolution", note="short convolutions and attention layers, experts"),
+    "lfm3": InputMap(cache="convolution", note="short convolutions, sliding and full attention layers"),
     "llama": DECODER,
     "mamba": InputMap(position_ids=False, cache="selective_scan", note="no attention"),
     "mamba2": InputMap(position_ids=False, cache="state_space", note="no attention"),

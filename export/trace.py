@@ -207,9 +207,10 @@ def _dynamic(config: Any, input_map: InputMap) -> tuple[Any, ...]:
 
 
 def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
-    """Fake initializers become graph inputs: the optimizer must not look into them."""
+    """What a checkpoint stores becomes graph inputs, buffers too: the optimizer must not look into it."""
     weights = {}
-    for name, _ in module.named_parameters(remove_duplicate=False):
+    buffers = [name for name, tensor in module.state_dict().items() if tensor.is_floating_point()]
+    for name in dict.fromkeys([*(name for name, _ in module.named_parameters(remove_duplicate=False)), *buffers]):
         value = model.graph.initializers.get(f"model.{name}")
         if value is None:
             continue

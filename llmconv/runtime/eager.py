@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -59,6 +60,8 @@ class EagerRunner:
 
     def __init__(self, folder: Path, dtype: str = "float32") -> None:
         transformers_logging.disable_progress_bar()
+        # It tells that compiled scans are missing, which would be no reference.
+        logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
         load = "float32" if dtype == "float64" else dtype
         try:
             model = AutoModelForCausalLM.from_pretrained(

@@ -41,6 +41,14 @@ STATE_CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"] * 4,
         "block_multiple_of": 32,
     },
+    "lfm3": {
+        **MIXED,
+        "num_hidden_layers": 12,
+        "head_dim": 16,
+        "conv_L_cache": 4,
+        "sliding_window": 8,
+        "layer_types": ["conv", "sliding_attention", "full_attention"] * 4,
+    },
     "lfm2_moe": {
         **MIXED,
         "layer_types": ["conv", "full_attention"] * 4,
