@@ -51,7 +51,8 @@ STATE_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {
         **MIXED,
-        "layer_types": ["conv", "full_attention"] * 4,
+        "num_hidden_layers": 12,
+        "layer_types": ["conv", "full_attention"] * 6,
         "conv_L_cache": 3,
         "num_dense_layers": 2,
         "num_experts": 4,
