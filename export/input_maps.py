@@ -48,7 +48,15 @@ class InputMap:
 
     @property
     def kind(self) -> CacheKind:
-        """The row of the table of cache kinds."""
+        """The row of the table of cache kinds.
+
+        Raises:
+            UnsupportedInput: there is none of that name.
+        """
+        if self.cache not in CACHE_KINDS:
+            raise UnsupportedInput(
+                f"cache kind `{self.cache}` is unknown", hint=f"an input map names one of {', '.join(CACHE_KINDS)}"
+            )
         return CACHE_KINDS[self.cache]
 
     def inputs(self, config: Any) -> tuple[Port, ...]:
@@ -99,6 +107,9 @@ def head_dim(config: Any) -> int:
 
 DECODER = InputMap()
 
+CONTINUES = "graphs continue a state by several tokens, transformers by one"
+"""transformers' selective scan of several tokens starts from zeros, whatever the cache holds."""
+
 INPUT_MAPS: dict[str, InputMap] = {
     "bailing_hybrid": InputMap(
         cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention"
@@ -106,17 +117,19 @@ INPUT_MAPS: dict[str, InputMap] = {
     "bamba": InputMap(cache="state_space", note="Mamba-2 and attention layers"),
     "bloom": InputMap(position_ids=False, note="ALiBi from the attention mask; its own attention code"),
     "falcon_h1": InputMap(cache="state_space", note="Mamba-2 and attention side by side in every layer"),
-    "falcon_mamba": InputMap(position_ids=False, cache="selective_scan", note="Mamba with norms on its time step"),
+    "falcon_mamba": InputMap(
+        position_ids=False, cache="selective_scan", note=f"Mamba with norms on its time step; {CONTINUES}"
+    ),
     "gemma2": InputMap(note="alternating sliding window, logit soft-capping"),
     "gpt2": InputMap(note="learned positions, Conv1D weights, tied head"),
     "granitemoehybrid": InputMap(cache="state_space", note="Mamba-2 and attention layers, experts"),
-    "jamba": InputMap(position_ids=False, cache="selective_scan", note="Mamba and attention layers, experts"),
+    "jamba": InputMap(position_ids=False, cache="selective_scan", note=f"Mamba, attention, experts; {CONTINUES}"),
     "kimi_linear": InputMap(cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention"),
     "lfm2": InputMap(cache="convolution", note="short convolutions and attention layers"),
     "lfm2_moe": InputMap(cache="convolution", note="short convolutions and attention layers, experts"),
     "lfm3": InputMap(cache="convolution", note="short convolutions, sliding and full attention layers"),
     "llama": DECODER,
-    "mamba": InputMap(position_ids=False, cache="selective_scan", note="no attention"),
+    "mamba": InputMap(position_ids=False, cache="selective_scan", note=f"no attention; {CONTINUES}"),
     "mamba2": InputMap(position_ids=False, cache="state_space", note="no attention"),
     "mistral": InputMap(note="sliding window where the config has one"),
     "nemotron_h": InputMap(cache="state_space", note="Mamba-2, attention and MLP layers in a row"),

@@ -25,10 +25,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
+from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.functions import define_functions
 from llmconv.export.caches.layers import TracedCache
 from llmconv.export.fake_model import build
-from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap
+from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap, Port
 
 ATTENTION = "llmconv"
 OPSET = 23
@@ -224,11 +225,26 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
 
 def _name_ports(model: ir.Model, config: Any, input_map: InputMap) -> None:
     for value, port in zip(model.graph.inputs, input_map.inputs(config), strict=False):
+        _require_free(value, port)
         value.name = port.name
         value.shape = ir.Shape(port.axes)
     for value, port in zip(model.graph.outputs, input_map.outputs(config), strict=True):
         value.name = port.name
         value.shape = ir.Shape(port.axes)
+
+
+def _require_free(value: ir.Value, port: Port) -> None:
+    """A loop over tokens in the model's code makes a trace hold for one length; such a graph is none.
+
+    Raises:
+        UnsupportedInput: an axis that should be free has become a number.
+    """
+    for found, wanted in zip(value.shape or (), port.axes, strict=False):
+        if isinstance(found, int) and isinstance(wanted, str):
+            raise UnsupportedInput(
+                f"the trace fixes the axis `{wanted}` of `{port.name}` to {found}",
+                hint="the model's code depends on its value; see docs/adding-a-family.md",
+            )
 
 
 def _layers_name(module: PreTrainedModel, num_layers: int) -> str:

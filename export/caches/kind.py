@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from llmconv.errors import UnsupportedInput
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"}
@@ -77,8 +78,18 @@ class CacheKind:
 
     @contextmanager
     def traceable(self, module: ModuleType) -> Iterator[None]:
-        """The functions of `module` are replaced inside."""
-        kept = {name: getattr(module, name) for name in self.replacements if hasattr(module, name)}
+        """The functions of `module` are replaced inside.
+
+        Raises:
+            UnsupportedInput: it lacks one, so its loop would be traced for one length only.
+        """
+        missing = [name for name in self.replacements if not hasattr(module, name)]
+        if missing:
+            raise UnsupportedInput(
+                f"`{module.__name__}` has no function `{missing[0]}`",
+                hint="the family needs another kind of cache, or another version of transformers",
+            )
+        kept = {name: getattr(module, name) for name in self.replacements}
         try:
             for name in kept:
                 setattr(module, name, self.replacements[name])

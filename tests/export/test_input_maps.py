@@ -32,6 +32,12 @@ def test_an_unknown_family_is_answered_with_close_matches() -> None:
     assert "adding-a-family" in refused.value.hint
 
 
+def test_an_unknown_kind_of_cache_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(UnsupportedInput, match="`ring` is unknown") as refused:
+        _ = InputMap(cache="ring").kind
+    assert "state_space" in refused.value.hint
+
+
 def test_ports_follow_the_config() -> None:
     config = load_config({**CONFIGS["qwen3"], "model_type": "qwen3"})
     ports = find_input_map("qwen3").inputs(config)
