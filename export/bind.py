@@ -144,7 +144,10 @@ class _Reader:
         if isinstance(made, Joined):
             parts = [self.value(part) for part in made.parts]
             if made.stack:
-                parts = [self._node("Unsqueeze", [part, self._ints(made.axis)], {}, f"{name}.{i}") for i, part in enumerate(parts)]
+                parts = [
+                    self._node("Unsqueeze", [part, self._ints(made.axis)], {}, f"{name}.{i}")
+                    for i, part in enumerate(parts)
+                ]
             return self._node("Concat", parts, {"axis": made.axis}, name)
         whole = self.value(made.whole)
         if isinstance(made, Sliced):

@@ -21,6 +21,7 @@ from llmconv.export.experts import EXPERTS
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
 """Config fields that name code or kernels to load; a checkpoint is data, so they are not passed on."""
 
+
 def load_config(fields: dict[str, Any]) -> Any:
     """The transformers config of a `config.json`, without anything that would load code.
 
@@ -31,12 +32,19 @@ def load_config(fields: dict[str, Any]) -> Any:
         raise UnsupportedInput(
             "the weights are quantised (`quantization_config`)", hint="export the model it was quantised from"
         )
-    known = {name: value for name, value in fields.items() if name not in (*CODE_FIELDS, "model_type")}
+    known = {name: _number(value) for name, value in fields.items() if name not in (*CODE_FIELDS, "model_type")}
     with refusing("read this config"):
         config = AutoConfig.for_model(fields["model_type"], **known)
         if depth(config) < 1:
             raise ValueError(f"it has {depth(config)} layers")
         return config
+
+
+def _number(value: Any) -> Any:
+    """transformers writes infinity and NaN, which JSON has not, as `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: _number(v) for k, v in value.items()}
+    return [_number(item) for item in value] if isinstance(value, list) else value
 
 
 @contextmanager
@@ -79,7 +87,14 @@ def shortened(config: Any, num_layers: int) -> Any:
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == total:
             fields[name] = value[:num_layers]
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    kept = {name: value for name, value in fields.items() if not _is_computed(config, name)}
+    return AutoConfig.for_model(kept.pop("model_type"), **kept)
+
+
+def _is_computed(config: Any, name: str) -> bool:
+    """A field that the config works out from others and does not take."""
+    stated = getattr(type(config), type(config).attribute_map.get(name, name), None)
+    return isinstance(stated, property) and stated.fset is None
 
 
 def build(config: Any) -> PreTrainedModel:

@@ -31,27 +31,35 @@ def build_graph(config: Any, input_map: InputMap) -> tuple[TracedGraph, int]:
 
 def _build(config: Any, input_map: InputMap) -> tuple[TracedGraph, int]:
     total = depth(config)
-    traced = _replicated(config, input_map)
-    if traced is not None:
-        return traced, warm_up(total, period(config)) + 2 * period(config)
+    replicated = _replicated(config, input_map)
+    if replicated is not None:
+        return replicated
     traced = trace(config, input_map)
     bind_linear_layers(traced)
     name_everything(traced.model)
     return traced, total
 
 
-def _replicated(config: Any, input_map: InputMap) -> TracedGraph | None:
-    """None where the model is too shallow to save anything, or its layers are not alike."""
+def _replicated(config: Any, input_map: InputMap) -> tuple[TracedGraph, int] | None:
+    """The grown graph and how many layers were traced; None where that saves nothing, or layers are not alike.
+
+    The first layers may be others than the rest (dense ones before those with experts): then one more period goes in
+    front of those that are compared.
+    """
     total, repeat = depth(config), period(config)
     few = warm_up(total, repeat) + 2 * repeat
-    if few >= total:
-        return None
-    traced = trace(shortened(config, few), input_map)
-    bind_linear_layers(traced)
-    try:
-        replicate(traced, total, repeat)
-    except NotIsomorphic as difference:
+    difference: NotIsomorphic | None = None
+    for traced_layers in (few, few + repeat):
+        if traced_layers < total:
+            traced = trace(shortened(config, traced_layers), input_map)
+            bind_linear_layers(traced)
+            try:
+                replicate(traced, total, repeat)
+            except NotIsomorphic as found:
+                difference = found
+            else:
+                name_everything(traced.model)
+                return traced, traced_layers
+    if difference is not None:
         say(f"tracing all {total} layers: the layers are not alike ({difference})")
-        return None
-    name_everything(traced.model)
-    return traced
+    return None

@@ -14,6 +14,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from llmconv.errors import UnsupportedInput
+from llmconv.export.caches import CACHE_KINDS
+from llmconv.export.caches.kind import CacheKind
 
 ENTRY_POINTS = "llmconv.input_maps"
 
@@ -36,13 +38,26 @@ class InputMap:
 
     Attributes:
         position_ids: whether the graph has the input `position_ids` (ALiBi families count the mask instead).
-        cache: what a layer keeps: `heads` is one key and one value per key/value head.
+        cache: what a layer keeps, a row of `caches.CACHE_KINDS`: `heads` is one key and one value per key/value head.
         note: what is odd about the family, for the table of families.
     """
 
     position_ids: bool = True
     cache: str = "heads"
     note: str = ""
+
+    @property
+    def kind(self) -> CacheKind:
+        """The row of the table of cache kinds.
+
+        Raises:
+            UnsupportedInput: there is none of that name.
+        """
+        if self.cache not in CACHE_KINDS:
+            raise UnsupportedInput(
+                f"cache kind `{self.cache}` is unknown", hint=f"an input map names one of {', '.join(CACHE_KINDS)}"
+            )
+        return CACHE_KINDS[self.cache]
 
     def inputs(self, config: Any) -> tuple[Port, ...]:
         """Inputs of every graph, in order; `past_sequence_length` may be 0.
@@ -53,17 +68,31 @@ class InputMap:
         ports = [Port("input_ids", "int64", (BATCH, SEQUENCE)), Port("attention_mask", "int64", (BATCH, TOTAL))]
         if self.position_ids:
             ports.append(Port("position_ids", "int64", (BATCH, SEQUENCE)))
-        return (*ports, *self._cache_ports(config, "past_key_values", PAST))
+        return (*ports, *self.past(config))
 
     def outputs(self, config: Any) -> tuple[Port, ...]:
         """Outputs of every graph, in order."""
         logits = Port("logits", "float32", (BATCH, SEQUENCE, config.vocab_size))
-        return (logits, *self._cache_ports(config, "present", TOTAL))
+        return (logits, *self.present(config))
 
-    def _cache_ports(self, config: Any, prefix: str, length: str) -> list[Port]:
-        axes = (BATCH, kv_heads(config), length, head_dim(config))
-        layers = range(config.num_hidden_layers)
-        return [Port(f"{prefix}.{layer}.{part}", "float32", axes) for layer in layers for part in ("key", "value")]
+    def past(self, config: Any) -> tuple[Port, ...]:
+        """The cache's inputs, layers in order."""
+        return self._cache_ports(config, PAST)
+
+    def present(self, config: Any) -> tuple[Port, ...]:
+        """The cache's outputs, in the order of its inputs."""
+        return self._cache_ports(config, TOTAL)
+
+    def _cache_ports(self, config: Any, length: str) -> tuple[Port, ...]:
+        usual = kv_heads(config), head_dim(config)
+        keys, values = self.kind.heads(config) if self.kind.heads else (usual, usual)
+        ports = []
+        for name, axes in self.kind.names(config, past=length == PAST):
+            if axes is None:
+                heads, size = values if name.endswith(".value") else keys
+                axes = (heads, length, size)
+            ports.append(Port(name, "float32", (BATCH, *axes)))
+        return tuple(ports)
 
 
 def kv_heads(config: Any) -> int:
@@ -78,14 +107,38 @@ def head_dim(config: Any) -> int:
 
 DECODER = InputMap()
 
+CONTINUES = "graphs continue a state by several tokens, transformers by one"
+"""transformers' selective scan of several tokens starts from zeros, whatever the cache holds."""
+
 INPUT_MAPS: dict[str, InputMap] = {
+    "bailing_hybrid": InputMap(
+        cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention"
+    ),
+    "bamba": InputMap(cache="state_space", note="Mamba-2 and attention layers"),
     "bloom": InputMap(position_ids=False, note="ALiBi from the attention mask; its own attention code"),
+    "falcon_h1": InputMap(cache="state_space", note="Mamba-2 and attention side by side in every layer"),
+    "falcon_mamba": InputMap(
+        position_ids=False, cache="selective_scan", note=f"Mamba with norms on its time step; {CONTINUES}"
+    ),
     "gemma2": InputMap(note="alternating sliding window, logit soft-capping"),
     "gpt2": InputMap(note="learned positions, Conv1D weights, tied head"),
+    "granitemoehybrid": InputMap(cache="state_space", note="Mamba-2 and attention layers, experts"),
+    "jamba": InputMap(position_ids=False, cache="selective_scan", note=f"Mamba, attention, experts; {CONTINUES}"),
+    "kimi_linear": InputMap(cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention"),
+    "lfm2": InputMap(cache="convolution", note="short convolutions and attention layers"),
+    "lfm2_moe": InputMap(cache="convolution", note="short convolutions and attention layers, experts"),
+    "lfm3": InputMap(cache="convolution", note="short convolutions, sliding and full attention layers"),
     "llama": DECODER,
+    "mamba": InputMap(position_ids=False, cache="selective_scan", note=f"no attention; {CONTINUES}"),
+    "mamba2": InputMap(position_ids=False, cache="state_space", note="no attention"),
     "mistral": InputMap(note="sliding window where the config has one"),
+    "nemotron_h": InputMap(cache="state_space", note="Mamba-2, attention and MLP layers in a row"),
+    "olmo_hybrid": InputMap(cache="delta_rule", note="gated delta rule and attention layers"),
     "qwen2": InputMap(note="biases on query, key and value"),
     "qwen3": InputMap(note="norms on query and key"),
+    "qwen3_5_moe_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers, experts"),
+    "qwen3_5_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers"),
+    "qwen3_next": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers, experts"),
 }
 
 

@@ -8,41 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
-from llmconv.export.input_maps import PAST, TOTAL, Port
+from llmconv.export.caches.layers import PastLayer
+from llmconv.export.input_maps import PAST, TOTAL, InputMap, Port
 
 HeadShape = tuple[int, int]
 """(heads, size of one head)."""
 
 
-class PastLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's cache; `update` concatenates, also where the family's own layer would keep a window only."""
-
-    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
-        super().__init__()
-        self.keys, self.values, self.is_initialized = keys, values, keys is not None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends along the sequence axis; inputs and results are `[batch, kv_heads, length, head_dim]`."""
-        past = self.keys is not None
-        self.keys = torch.cat([self.keys, key_states], dim=-2) if past else key_states
-        self.values = torch.cat([self.values, value_states], dim=-2) if past else value_states
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Length of the cache."""
-        return 0 if self.keys is None else self.keys.shape[-2]
-
-
-def cache_of(past: Sequence[Tensor]) -> Cache:
-    """A cache over flat tensors, key before value, layers in order."""
-    return Cache(layers=[PastLayer(*pair) for pair in zip(past[::2], past[1::2], strict=True)])
+def ports_of(model: PreTrainedModel, input_map: InputMap) -> tuple[list[Port], list[Port]]:
+    """Inputs and outputs of the model's graph; heads of attention as the model has them."""
+    inputs, outputs = list(input_map.inputs(model.config)), list(input_map.outputs(model.config))
+    if input_map.kind.mixed:
+        return inputs, outputs
+    shapes = probe(model)
+    return with_shapes(inputs, shapes), with_shapes(outputs, shapes)
 
 
 def probe(model: PreTrainedModel) -> list[tuple[HeadShape, HeadShape]]:

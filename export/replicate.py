@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmconv.export.trace import TracedGraph, scopes
+from llmconv.runtime.cache_names import CACHE_NAME, cache_order
 
 PROLOGUE, EPILOGUE = -1, 1 << 30
-CACHE_NAME = re.compile(r"(past_key_values|present)\.(\d+)\.")
 
 
 class NotIsomorphic(Exception):
@@ -241,13 +241,8 @@ def _rewire_epilogue(layer_of: dict[ir.Node, int], latest: dict[ir.Value, ir.Val
 
 
 def _order_ports(graph: ir.Graph) -> None:
-    """Cache ports last, layers in order, key before value."""
+    """Cache ports last, layers in order, key before value, states after both."""
     for ports in (graph.inputs, graph.outputs):
-        ordered = sorted(ports, key=_port_rank)
+        ordered = sorted(ports, key=lambda port: cache_order(port.name or ""))
         ports.clear()
         ports.extend(ordered)
-
-
-def _port_rank(port: ir.Value) -> tuple[int, str]:
-    match = CACHE_NAME.match(port.name or "")
-    return (int(match[2]), port.name or "") if match else (-1, "")

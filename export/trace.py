@@ -7,7 +7,9 @@ use that interface trace with their own attention code. The cache concatenates, 
 from __future__ import annotations
 
 import ast
+import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,11 +27,14 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
+from llmconv.errors import UnsupportedInput
+from llmconv.export.caches.functions import define_functions
+from llmconv.export.caches.layers import TracedCache
 from llmconv.export.complex_pairs import complex_as_pairs
 from llmconv.export.fake_model import build, depth
 from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap, Port
 from llmconv.export.library_fixes import TRANSLATIONS, fix_program, library_fixes
-from llmconv.export.probe import cache_of, probe, with_shapes
+from llmconv.export.probe import ports_of
 
 ATTENTION = "llmconv"
 OPSET = 23
@@ -67,22 +72,30 @@ class TracedGraph:
 
 
 class CacheAsTensors(nn.Module):
-    """The model with its cache spelled out as flat tensors, key before value, layers in order."""
+    """The model with its cache spelled out as flat tensors, in the order of `past`, its names."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, past: Sequence[str]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._past = model, past
+        self._cache_name = cache_argument(model)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, past: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits `[batch, sequence, vocab]` and the grown cache."""
-        cache = cache_of(past)
+        cache = TracedCache(self._past, past, depth(self.model.config))
+        if self._cache_name == "cache_params":  # these models take the mask of the new tokens alone
+            attention_mask = attention_mask[:, -input_ids.shape[1] :]
         positions = {} if position_ids is None else {"position_ids": position_ids}
         result = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **positions
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **{self._cache_name: cache}, **positions
         )
-        return result.logits, [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        return result.logits, cache.tensors()
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """What the model calls its cache: `cache_params` where no layer has keys and values."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def onnx_attention(
@@ -168,13 +181,13 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
         with complex_as_pairs():
-            shapes = probe(model)
-        inputs = with_shapes(input_map.inputs(config), shapes)
-        outputs = with_shapes(input_map.outputs(config), shapes)
+            inputs, outputs = ports_of(model, input_map)
+        past = [port.name for port in inputs if _is_cache(port)]
         model.set_attn_implementation(ATTENTION)
-        with library_fixes(), complex_as_pairs():
+        traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
+        with library_fixes(), complex_as_pairs(), traceable:
             program = torch.export.export(
-                CacheAsTensors(model), _example(inputs), dynamic_shapes=_dynamic(inputs), strict=False
+                CacheAsTensors(model, past), _example(inputs), dynamic_shapes=_dynamic(inputs), strict=False
             )
             fix_program(program.graph_module)
             onnx_program = torch.onnx.export(
@@ -188,6 +201,7 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
     graph_model = onnx_program.model
     weights = _weights_to_inputs(graph_model, model)
     onnxscript.optimizer.optimize(graph_model)
+    define_functions(graph_model, input_map.kind.functions)
     token_axes = tuple(str(axis) for axis in graph_model.graph.inputs[0].shape or ())
     _name_ports(graph_model, inputs, outputs)
     return TracedGraph(
@@ -212,7 +226,7 @@ def scopes(node: ir.Node) -> list[str]:
 
 def _example(inputs: Sequence[Port]) -> tuple[Any, ...]:
     batch, new, past = EXAMPLE[BATCH], EXAMPLE[SEQUENCE], EXAMPLE[PAST]
-    cache = [port for port in inputs if port.name.startswith("past_key_values")]
+    cache = [port for port in inputs if _is_cache(port)]
     positions = torch.arange(past, past + new).repeat(batch, 1) if _takes_positions(inputs) else None
     return (
         torch.ones(batch, new, dtype=torch.int64),
@@ -224,8 +238,14 @@ def _example(inputs: Sequence[Port]) -> tuple[Any, ...]:
 
 def _dynamic(inputs: Sequence[Port]) -> tuple[Any, ...]:
     tokens = {0: Dim.AUTO, 1: Dim.AUTO}
-    cache = [{0: Dim.AUTO, 2: Dim.AUTO} for port in inputs if port.name.startswith("past_key_values")]
-    return (tokens, tokens, tokens if _takes_positions(inputs) else None, cache)
+    cache = [
+        {at: Dim.AUTO for at, axis in enumerate(port.axes) if axis in EXAMPLE} for port in inputs if _is_cache(port)
+    ]
+    return (tokens, tokens, tokens if _takes_positions(inputs) else None, free)
+
+
+def _is_cache(port: Port) -> bool:
+    return port.name.startswith("past_")
 
 
 def _takes_positions(inputs: Sequence[Port]) -> bool:
@@ -233,7 +253,7 @@ def _takes_positions(inputs: Sequence[Port]) -> bool:
 
 
 def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
-    """Fake initializers become graph inputs: the optimizer must not look into them."""
+    """What a checkpoint stores becomes graph inputs, buffers too: the optimizer must not look into it."""
     weights = {}
     buffers = [name for name, buffer in module.named_buffers() if isinstance(buffer, FakeTensor)]
     for name in [*(name for name, _ in module.named_parameters(remove_duplicate=False)), *buffers]:
@@ -250,11 +270,26 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
 
 def _name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
     for value, port in zip(model.graph.inputs, inputs, strict=False):
+        _require_free(value, port)
         value.name = port.name
         value.shape = ir.Shape(port.axes)
     for value, port in zip(model.graph.outputs, outputs, strict=True):
         value.name = port.name
         value.shape = ir.Shape(port.axes)
+
+
+def _require_free(value: ir.Value, port: Port) -> None:
+    """A loop over tokens in the model's code makes a trace hold for one length; such a graph is none.
+
+    Raises:
+        UnsupportedInput: an axis that should be free has become a number.
+    """
+    for found, wanted in zip(value.shape or (), port.axes, strict=False):
+        if isinstance(found, int) and isinstance(wanted, str):
+            raise UnsupportedInput(
+                f"the trace fixes the axis `{wanted}` of `{port.name}` to {found}",
+                hint="the model's code depends on its value; see docs/adding-a-family.md",
+            )
 
 
 def _layers_name(module: PreTrainedModel, num_layers: int) -> str:

@@ -85,8 +85,10 @@ def chosen(options: argparse.Namespace) -> list[str]:
     done = {
         name
         for name, found in read(options.results).items()
-        if found.verdict == "pass" and (found.suite == options.suite or options.suite == "quick")
-        or not options.again and found.verdict != "pass"
+        if found.verdict == "pass"
+        and (found.suite == options.suite or options.suite == "quick")
+        or not options.again
+        and found.verdict != "pass"
     }
     return [name for name in all_types(options.guess) if name not in done]
 

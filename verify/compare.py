@@ -161,6 +161,11 @@ def cache_rows(array: Array) -> Array:
     return array.transpose(0, 2, 1, 3).reshape(batch, tokens, heads * size)
 
 
+def state_rows(array: Array) -> Array:
+    """[batch, …] as rows [batch, 1, …]: a state has no token axis."""
+    return array.reshape(len(array), 1, -1)
+
+
 def rms(values: Array) -> float:
     """Root of the mean square; 0 of nothing."""
     return float(np.sqrt(np.mean(np.square(values, dtype=np.float64)))) if values.size else 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmconv.runtime.cache_names import is_state, layer_of
 from llmconv.verify.report import Check, Where
 
 
@@ -32,12 +33,6 @@ def localise(checks: Sequence[Check]) -> Where | None:
     return Where(first.name, first.graph, step, layer, first.output, text)
 
 
-def layer_of(output: str) -> int | None:
-    """The number in `present.{i}.key`; None for other outputs."""
-    parts = output.split(".")
-    return int(parts[1]) if len(parts) == 3 and parts[1].isdigit() else None
-
-
 def _depth(check: Check) -> int:
     layer = layer_of(check.output)
     return 1 << 30 if layer is None else layer
@@ -45,7 +40,9 @@ def _depth(check: Check) -> int:
 
 def _place(layer: int | None, outputs: set[str]) -> str:
     if layer is None:
-        return "every key and value agrees, the logits differ: last layer's attention or MLP, final norm, or head"
+        return "the whole cache agrees, the logits differ: last layer's attention or MLP, final norm, or head"
+    if any(is_state(name) for name in outputs):
+        return _state_place(layer, outputs)
     kinds = {name.rsplit(".", 1)[1] for name in outputs}
     if kinds == {"key"}:
         return f"layer {layer}, keys only: its key projection, key norm or position encoding"
@@ -55,4 +52,13 @@ def _place(layer: int | None, outputs: set[str]) -> str:
         return "layer 0, keys and values: the embedding, the first norm or the first projections"
     return (
         f"layer {layer}, keys and values: the attention or MLP of layer {layer - 1}, or the first norm of layer {layer}"
+    )
+
+
+def _state_place(layer: int, outputs: set[str]) -> str:
+    if all(name.startswith("present_recurrent.") for name in outputs):
+        return f"layer {layer}, recurrent state only: its convolution, its time step or its scan"
+    before = "the embedding" if layer == 0 else f"layer {layer - 1} after its scan or attention"
+    return (
+        f"layer {layer}, {' and '.join(sorted(outputs))}: {before}, or the first norm or projections of layer {layer}"
     )

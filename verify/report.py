@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
 
+from llmconv.runtime.cache_names import is_present
+
 NAME_LIMIT = 200
 
 
@@ -159,7 +161,7 @@ def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
     """Checks of one scenario, graph and kind of output: the logits, or the whole cache."""
     groups: dict[tuple[str, str, bool], list[Check]] = {}
     for check in checks:
-        groups.setdefault((check.name, check.graph, check.output.startswith("present.")), []).append(check)
+        groups.setdefault((check.name, check.graph, is_present(check.output)), []).append(check)
     return list(groups.values())
 
 

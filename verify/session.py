@@ -73,7 +73,7 @@ def verify(
         eager = eager or Eager(truth_folder, graphs[0].dtype.name)
         shapes = eager.cache_shapes()
         add([check_structure(graph, models[graph.name], shapes) for graph in graphs])
-        graphs = [graph for graph in graphs if not name_problems(graph, len(shapes) // 2)]
+        graphs = [graph for graph in graphs if not name_problems(graph, shapes)]
         _compare(eager, graphs, report, add)
         _compare_twins(eager, [folder / graph.name for graph in graphs], models, settings, report, add)
     report.where = localise(report.checks)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx
 
+from llmconv.runtime.cache_names import is_state, past_of
 from llmconv.runtime.guard import nodes
 from llmconv.runtime.ort import OrtGraph
 from llmconv.verify.report import Check
@@ -13,23 +16,26 @@ AXES: dict[str, list[str | int | None]] = {
     "attention_mask": ["batch_size", "total_sequence_length"],
     "position_ids": ["batch_size", "sequence_length"],
 }
-CACHE_LENGTH = {"past_key_values": "past_sequence_length", "present": "total_sequence_length"}
+PAST_LENGTH, TOTAL_LENGTH = "past_sequence_length", "total_sequence_length"
+CacheShapes = Mapping[str, tuple[int, ...]]
+"""Shapes of the cache's outputs by name, for a batch of one and one token, as the eager model has them."""
+
 TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
 def check_structure(
-    graph: OrtGraph, model: onnx.ModelProto, cache_shapes: list[tuple[int, int]], *, static: bool = False
+    graph: OrtGraph, model: onnx.ModelProto, cache_shapes: CacheShapes, *, static: bool = False
 ) -> Check:
     """The graph's signature against the contract and the eager model.
 
     Args:
         graph: the graph, opened.
         model: the same without weights.
-        cache_shapes: (kv_heads, head_dim) of the key and the value of every layer, as the eager model has them.
+        cache_shapes: of the eager model.
         static: axes may be numbers.
     """
     problems = [
-        *name_problems(graph, len(cache_shapes) // 2),
+        *name_problems(graph, cache_shapes),
         *_axis_problems(graph, cache_shapes, static),
         *_type_problems(graph),
         *_dead_inputs(model),
@@ -37,18 +43,13 @@ def check_structure(
     return Check("structure", graph.name, "", verdict="fail" if problems else "pass", detail="; ".join(problems[:5]))
 
 
-def cache_names(prefix: str, layers: int) -> list[str]:
-    """`present.0.key`, `present.0.value`, `present.1.key`, …"""
-    return [f"{prefix}.{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
-
-
-def name_problems(graph: OrtGraph, layers: int) -> list[str]:
+def name_problems(graph: OrtGraph, cache_shapes: CacheShapes) -> list[str]:
     """Inputs or outputs that are missing, extra or out of order; such a graph is not run."""
     tokens = [*TOKEN_INPUTS, *(["position_ids"] if graph.takes_positions else [])]
     problems = []
     for kind, found, wanted in (
-        ("inputs", list(graph.inputs), tokens + cache_names("past_key_values", layers)),
-        ("outputs", list(graph.outputs), ["logits", *cache_names("present", layers)]),
+        ("inputs", list(graph.inputs), tokens + [past_of(name) for name in cache_shapes]),
+        ("outputs", list(graph.outputs), ["logits", *cache_shapes]),
     ):
         if found != wanted:
             odd = next((a for a, b in zip(found, wanted, strict=False) if a != b), f"{len(found)} of {len(wanted)}")
@@ -56,10 +57,11 @@ def name_problems(graph: OrtGraph, layers: int) -> list[str]:
     return problems
 
 
-def _axis_problems(graph: OrtGraph, cache_shapes: list[tuple[int, int]], static: bool) -> list[str]:
+def _axis_problems(graph: OrtGraph, cache_shapes: CacheShapes, static: bool) -> list[str]:
     problems = []
+    wanted_axes = {**AXES, **_cache_axes(cache_shapes)}
     for name, shape in [*graph.inputs.items(), *graph.outputs.items()]:
-        for found, wanted in zip(shape, _axes(name, cache_shapes) or shape, strict=False):
+        for found, wanted in zip(shape, wanted_axes.get(name, shape), strict=False):
             if not _axis_fits(found, wanted, static, is_output=name in graph.outputs):
                 problems.append(f"{name} has axis {found}, not {wanted}")
     return problems
@@ -72,13 +74,15 @@ def _axis_fits(found: str | int, wanted: str | int | None, static: bool, is_outp
     return wanted is None or found == wanted
 
 
-def _axes(name: str, cache_shapes: list[tuple[int, int]]) -> list[str | int | None]:
-    prefix, _, rest = name.partition(".")
-    layer, _, part = rest.partition(".")
-    if prefix in CACHE_LENGTH and layer.isdigit() and 2 * int(layer) < len(cache_shapes):
-        heads, size = cache_shapes[2 * int(layer) + (part == "value")]
-        return ["batch_size", heads, CACHE_LENGTH[prefix], size]
-    return AXES.get(name, [])
+def _cache_axes(cache_shapes: CacheShapes) -> dict[str, list[str | int | None]]:
+    """The axes of the cache's inputs and outputs; a state has the same ones before and after."""
+    axes: dict[str, list[str | int | None]] = {}
+    for name, shape in cache_shapes.items():
+        for port, length in ((past_of(name), PAST_LENGTH), (name, TOTAL_LENGTH)):
+            axes[port] = ["batch_size", *shape[1:]]
+            if not is_state(name):
+                axes[port][2] = length
+    return axes
 
 
 def _type_problems(graph: OrtGraph) -> list[str]:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
+from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.eager import EagerRunner
 from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
-from llmconv.verify.compare import NoiseFloor, Truth, cache_rows
+from llmconv.verify.compare import NoiseFloor, Truth, cache_rows, state_rows
 from llmconv.verify.scenarios import Call, Chain, Facts, Scenario
-from llmconv.verify.structure import cache_names
 from llmconv.verify.twin import Change, scaled_copy
 
 Truths = list[list[dict[str, Truth]]]
@@ -42,11 +42,11 @@ class Eager:
         limit = getattr(config, "max_position_embeddings", None)
         return Facts(self._exact.vocab_size, limit, window, self._exact.takes_positions)
 
-    def cache_shapes(self) -> list[tuple[int, int]]:
-        """(kv_heads, head_dim) of the key and of the value of every layer, in the order of the graph's outputs."""
+    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What the cache consists of, by the name of the output: shapes for a batch of one and one token."""
         one = np.zeros((1, 1), dtype=np.int64)
         present = self._exact.prefill(one, one + 1, one).present
-        return [(array.shape[1], array.shape[3]) for pair in present.arrays() for array in pair]
+        return {name: array.shape for name, array in present.arrays().items()}
 
     def twin(self, change: Change) -> Eager:
         """The same model with scaled weights."""
@@ -87,11 +87,12 @@ def run_chain(runner: Runner, chain: Chain) -> list[Step]:
 
 def rows_of(step: Step) -> dict[str, Array]:
     """Every output as rows [batch, tokens, features], by name."""
-    arrays = [array for pair in step.present.arrays() for array in pair]
-    names = cache_names("present", len(arrays) // 2)
-    return {"logits": step.logits, **{name: cache_rows(a) for name, a in zip(names, arrays, strict=True)}}
+    arrays = step.present.arrays().items()
+    return {"logits": step.logits, **{name: state_rows(a) if is_state(name) else cache_rows(a) for name, a in arrays}}
 
 
 def valid_rows(call: Call, output: str) -> Array:
-    """The rows of an output that are not padding."""
+    """The rows of an output that are not padding; a state is one row for all tokens."""
+    if is_state(output):
+        return np.ones((len(call.input_ids), 1), dtype=bool)
     return call.valid if output == "logits" else call.attention_mask == 1

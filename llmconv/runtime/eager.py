@@ -1,24 +1,28 @@
 """EagerRunner: the Hugging Face model itself; in float64 it is the truth that graphs are measured against.
 
-It shares nothing with the exporter: transformers' own eager attention, its own DynamicCache, no patch.
+It shares nothing with the exporter: transformers' own eager attention, its own DynamicCache, no patch. Where layers
+keep a recurrent state, several tokens after a past are computed by running all tokens again from the first: some scans
+of transformers (Mamba's) start from zeros whatever the cache holds.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from llmconv.errors import InputRefused
+from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
 
@@ -43,22 +47,6 @@ class KeepDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class EagerCache:
-    """A DynamicCache without sliding layers: every layer keeps every token."""
-
-    cache: Any
-
-    @property
-    def length(self) -> int:
-        """Tokens in the cache, padding included."""
-        return int(self.cache.get_seq_length())
-
-    def arrays(self) -> list[tuple[Array, Array]]:
-        """Key and value by layer, each [batch, kv_heads, length, head_dim]; bfloat16 widened to float32."""
-        return [(to_numpy(layer.keys), to_numpy(layer.values)) for layer in self.cache.layers]
-
-
 class EagerRunner:
     """AutoModelForCausalLM with eager attention.
 
@@ -72,6 +60,8 @@ class EagerRunner:
 
     def __init__(self, folder: Path, dtype: str = "float32") -> None:
         transformers_logging.disable_progress_bar()
+        # It tells that compiled scans are missing, which would be no reference.
+        logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
         load = "float32" if dtype == "float64" else dtype
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -91,8 +81,9 @@ class EagerRunner:
             model.set_experts_implementation("eager")  # the fused ones know no float64
         self.model = (model.double() if dtype == "float64" else model).eval()
         self.dtype = dtype
-        self.takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
-
+        arguments = inspect.signature(self.model.forward).parameters
+        self.takes_positions = "position_ids" in arguments
+        self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._is_small = model.num_parameters() <= SMALL_MODEL
 
     @property
@@ -114,19 +105,38 @@ class EagerRunner:
         return self._run(input_ids, attention_mask, position_ids, past)
 
     def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
-        cache = DynamicCache()
-        for index, (key, value) in enumerate(past.arrays() if past else []):
-            cache.update(
-                torch.from_numpy(key).to(self.model.dtype), torch.from_numpy(value).to(self.model.dtype), index
-            )
+        new_tokens = input_ids.shape[1]
+        all_ids, all_positions = input_ids, position_ids
+        if isinstance(past, EagerCache):
+            all_ids = np.concatenate([past.input_ids, input_ids], axis=1)
+            all_positions = np.concatenate([past.position_ids, position_ids], axis=1)
+            if new_tokens > 1 and past.has_recurrent_state:
+                past, input_ids, position_ids = None, all_ids, all_positions
+        cache = self._cache(past)
+        logits = self._forward(input_ids, attention_mask, position_ids, cache)
+        return Step(to_numpy(logits)[:, -new_tokens:], EagerCache(cache, all_ids, all_positions))
+
+    def _cache(self, past: Cache | None) -> Any:
+        """transformers' cache of that past, which stays as it was."""
+        if isinstance(past, EagerCache):
+            return copy.deepcopy(past.cache)
+        cache = fresh_cache(self.config)
+        for name, array in past.arrays().items() if past else ():
+            restore(cache, name, torch.from_numpy(array).to(self.model.dtype))
+        return cache
+
+    def _forward(self, input_ids: Array, attention_mask: Array, position_ids: Array, cache: Any) -> torch.Tensor:
+        """Logits of the new tokens; `cache` grows."""
+        if self._cache_name == "cache_params":  # these models take the mask of the new tokens alone
+            attention_mask = attention_mask[:, -input_ids.shape[1] :]
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.takes_positions:
             inputs["position_ids"] = position_ids
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
         exact: Any = KeepDouble() if self.dtype == "float64" else nullcontext()  # type: ignore[no-untyped-call]
         with torch.no_grad(), one_thread() if self._is_small else nullcontext(), exact:
-            output = self.model(**tensors, past_key_values=cache, use_cache=True)
-        return Step(to_numpy(output.logits), EagerCache(output.past_key_values))
+            logits: torch.Tensor = self.model(**tensors, **{self._cache_name: cache}, use_cache=True).logits
+        return logits
 
 
 @contextmanager
@@ -138,9 +148,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def to_numpy(tensor: torch.Tensor) -> Array:
-    """A numpy view of a tensor; bfloat16, which numpy lacks, is widened to float32."""
-    array: Array = (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).detach().numpy()
-    return array

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,12 @@ import onnxruntime as ort
 
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.manifest import read_manifest
+from llmconv.runtime.cache_names import is_past, is_present
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
 
 GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
-PAST_NAME = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 TENSOR_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
 
 LEVELS = {
@@ -56,24 +55,28 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class OrtCache:
-    """Keys and values as OrtValues: key and value of layer 0, of layer 1, …"""
+    """Keys, values and states as OrtValues.
 
+    Attributes:
+        names: of the graph's outputs.
+        values: one for each name.
+        length: tokens in the cache, padding included.
+    """
+
+    names: Sequence[str]
     values: Sequence[ort.OrtValue]
+    length: int
 
-    @property
-    def length(self) -> int:
-        """Tokens in the cache, padding included."""
-        return int(self.values[0].shape()[2]) if self.values else 0
-
-    def arrays(self) -> list[tuple[Array, Array]]:
-        """Key and value by layer, each [batch, kv_heads, length, head_dim]."""
-        arrays = [value.numpy() for value in self.values]
-        return list(zip(arrays[::2], arrays[1::2], strict=True))
+    def arrays(self) -> dict[str, Array]:
+        """By name, see `Cache.arrays`."""
+        return {name: value.numpy() for name, value in zip(self.names, self.values, strict=True)}
 
     @classmethod
-    def of(cls, arrays: Sequence[tuple[Array, Array]]) -> OrtCache:
-        """A cache from numpy arrays by layer."""
-        return cls([ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array)) for pair in arrays for array in pair])
+    def of(cls, cache: Cache) -> OrtCache:
+        """The cache of another runner."""
+        arrays = cache.arrays()
+        values = [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array)) for array in arrays.values()]
+        return cls(list(arrays), values, cache.length)
 
 
 class OrtGraph:
@@ -103,8 +106,8 @@ class OrtGraph:
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
         self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in results}
         self.types: dict[str, str] = {arg.name: arg.type for arg in [*declared, *results]}
-        self.past_names = [arg.name for arg in declared if PAST_NAME.fullmatch(arg.name)]
-        self.present_names = [arg.name for arg in results if arg.name.startswith("present.")]
+        self.past_names = [arg.name for arg in declared if is_past(arg.name)]
+        self.present_names = [arg.name for arg in results if is_present(arg.name)]
         self.takes_positions = "position_ids" in self.inputs
         self.dtype = np.dtype(TENSOR_DTYPES.get(self.types.get("logits", ""), np.float32))
 
@@ -123,17 +126,18 @@ class OrtGraph:
             raise MalformedInput(
                 f"`{self.name}` fails in onnxruntime: {_first_line(error)}", hint="run `llmconv verify` on the folder"
             ) from error
-        return Step(logits.numpy(), OrtCache(present))
+        return Step(logits.numpy(), OrtCache(self.present_names, present, attention_mask.shape[1]))
 
     def _past_values(self, past: Cache | None, batch: int) -> Sequence[ort.OrtValue]:
         if past is None:
             return [self._empty(name, batch) for name in self.past_names]
-        return past.values if isinstance(past, OrtCache) else OrtCache.of(past.arrays()).values
+        return past.values if isinstance(past, OrtCache) else OrtCache.of(past).values
 
     def _empty(self, name: str, batch: int) -> ort.OrtValue:
-        shape = self.inputs[name]
+        """No keys and values at all, or a state of zeros: every symbol but the batch stands for a length."""
+        shape = [axis if isinstance(axis, int) else 0 for axis in self.inputs[name]]
         dtype = TENSOR_DTYPES.get(self.types[name], np.float32)
-        return ort.OrtValue.ortvalue_from_shape_and_type([batch, int(shape[1]), 0, int(shape[3])], dtype)
+        return ort.OrtValue.ortvalue_from_numpy(np.zeros([batch, *shape[1:]], dtype))
 
 
 class OrtRunner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,14 +12,17 @@ from llmconv.tensors import Array
 
 
 class Cache(Protocol):
-    """Keys and values of every layer, wherever the runner keeps them."""
+    """What every layer keeps, wherever the runner keeps it."""
 
     @property
     def length(self) -> int:
         """Tokens in the cache, padding included."""
 
-    def arrays(self) -> Sequence[tuple[Array, Array]]:
-        """Key and value by layer, each [batch, kv_heads, length, head_dim], as numpy arrays."""
+    def arrays(self) -> Mapping[str, Array]:
+        """As numpy arrays by the names of the graph's outputs and in their order, see `cache_names`.
+
+        Keys and values are [batch, kv_heads, length, head_dim]; states begin with [batch, …].
+        """
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from llmconv.export import INPUT_MAPS, InputMap, register_input_map
 from llmconv.export.fake_model import load_config
 from llmconv.export.input_maps import find_input_map
 from tests.conftest import CONFIGS
+from tests.export.state_configs import STATE_CONFIGS
 
 
 def test_every_family_of_the_table_has_a_tiny_model_in_the_tests() -> None:
-    assert set(INPUT_MAPS) == set(CONFIGS)
+    assert set(INPUT_MAPS) == set(CONFIGS) | set(STATE_CONFIGS)
 
 
 def test_a_family_can_be_added_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +30,12 @@ def test_an_unknown_family_is_answered_with_close_matches() -> None:
     with pytest.raises(UnsupportedInput, match=r"qwen4.*qwen[23]") as refused:
         find_input_map("qwen4")
     assert "adding-a-family" in refused.value.hint
+
+
+def test_an_unknown_kind_of_cache_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(UnsupportedInput, match="`ring` is unknown") as refused:
+        _ = InputMap(cache="ring").kind
+    assert "state_space" in refused.value.hint
 
 
 def test_ports_follow_the_config() -> None:

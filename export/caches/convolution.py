@@ -1,0 +1,39 @@
+"""Short causal convolutions (LFM2): a layer keeps the last columns before its convolution.
+
+The window goes in front of the new columns, so the convolution needs no padding and a prompt is a step like any other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from llmconv.export.caches.kind import CacheKind, State
+from llmconv.runtime.cache_names import CONVOLUTION
+
+
+def convolve(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **unused: Any
+) -> Tensor:
+    """A depthwise convolution over columns that begin with the window.
+
+    Args:
+        hidden_states: `[batch, channels, kernel + sequence]`.
+        weight: `[channels, kernel]`.
+
+    Returns:
+        `[batch, channels, 1 + sequence]`; callers keep the last `sequence` columns.
+    """
+    result = F.conv1d(hidden_states, weight.unsqueeze(1), bias, groups=weight.shape[0])
+    return result if activation is None else ACT2FN[activation](result)
+
+
+def _states(config: Any) -> tuple[State, ...]:
+    return (State(CONVOLUTION, (config.hidden_size, config.conv_L_cache)),)
+
+
+CONVOLVE = {"causal_conv1d_fn": convolve}
+KIND = CacheKind(_states, CONVOLVE)
