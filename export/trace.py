@@ -238,9 +238,8 @@ def _example(inputs: Sequence[Port]) -> tuple[Any, ...]:
 
 def _dynamic(inputs: Sequence[Port]) -> tuple[Any, ...]:
     tokens = {0: Dim.AUTO, 1: Dim.AUTO}
-    cache = [
-        {at: Dim.AUTO for at, axis in enumerate(port.axes) if axis in EXAMPLE} for port in inputs if _is_cache(port)
-    ]
+    cache = [port for port in inputs if _is_cache(port)]
+    free = [{at: Dim.AUTO for at, axis in enumerate(port.axes) if axis in EXAMPLE} for port in cache]
     return (tokens, tokens, tokens if _takes_positions(inputs) else None, free)
 
 
