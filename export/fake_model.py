@@ -21,6 +21,7 @@ from llmconv.export.experts import EXPERTS
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
 """Config fields that name code or kernels to load; a checkpoint is data, so they are not passed on."""
 
+
 def load_config(fields: dict[str, Any]) -> Any:
     """The transformers config of a `config.json`, without anything that would load code.
 

@@ -50,7 +50,9 @@ def test_the_inner_models_name_may_be_missing_or_in_excess(prefix: str) -> None:
 
 
 def test_a_renaming_finds_the_parameter() -> None:
-    made = expressions({"lm_head.weight": (9, 4)}, {"embed_out.weight": (9, 4)}, [WeightRenaming("^embed_out", "lm_head")], "m")
+    made = expressions(
+        {"lm_head.weight": (9, 4)}, {"embed_out.weight": (9, 4)}, [WeightRenaming("^embed_out", "lm_head")], "m"
+    )
     assert made["lm_head.weight"] == Rows("embed_out.weight", (9, 4))
 
 
