@@ -2,7 +2,7 @@
 
 While tracing, the multiplication by the stacked experts is one `GroupedMatMul` of our own, so the trace does not grow
 with the number of experts. When the weights are bound it becomes Split, one Gemm per expert, Concat: an expert that no
-token chose gets no rows and costs nothing, and every expert is mapped where it lies, stacked or alone in the checkpoint.
+token chose gets no rows and costs nothing, and every expert is mapped where it lies, stacked or alone.
 """
 
 from __future__ import annotations

@@ -218,8 +218,9 @@ def _apply(operation: Any, lists: list[list[Expression]], targets: Sequence[Shap
     if kind == "Interleave" and not operation.inverse:
         return [[Dealt(whole, operation.dim)]]
     if kind in ("Chunk", "Split"):
-        equal = [whole.shape[operation.dim] // len(targets)] * len(targets)
-        return [
+        pieces = [whole.shape[operation.dim] // len(targets)] * len(targets)
+        sizes = pieces if kind == "Chunk" else [shape[operation.dim] for shape in targets]
+        return [list(_pieces(whole, operation.dim, sizes))]
             list(
                 _pieces(whole, operation.dim, [shape[operation.dim] for shape in targets] if kind == "Split" else equal)
             )

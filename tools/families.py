@@ -28,6 +28,14 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Threads that wait for each other over a tiny model take several times as long."""
 
 
+INTRODUCTION = (
+    "Written by `make families`; every line is a run of `tools/families.py` with the versions of `constraints.txt`: a",
+    "tiny seeded model of the type (odd vocabulary, two key/value heads and heads of an odd size where the type allows",
+    "it, windows shorter than the prompts, two periods of layers more than are traced), `llmconv export --prefill",
+    "--incremental`, `llmconv verify --suite full`.",
+)
+
+
 @dataclass(frozen=True)
 class Result:
     """What came of one type.
@@ -138,7 +146,7 @@ def examine(model_type: str, suite: str, guess: bool) -> Result:
             report = verify(folder, suite=suite)
     except LlmconvError as error:
         return Result(model_type, "refused", suite if exported else "", reason=error.message)
-    except Exception as error:  # noqa: BLE001 - transformers and torch promise no class of error
+    except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         return Result(model_type, "error", suite if exported else "", reason=f"{type(error).__name__}: {lines[0]}")
     return Result(
@@ -188,13 +196,10 @@ def page(results: list[Result]) -> str:
         [
             "# Model families",
             "",
-            "Written by `make families`; every line is a run of `tools/families.py` with the versions of",
-            "`constraints.txt`: a tiny seeded model of the type (odd vocabulary, two key/value heads and heads of an odd",
-            "size where the type allows it, windows shorter than the prompts, two periods of layers more than are traced),",
-            "`llmconv export --prefill --incremental`, `llmconv verify --suite full`.",
+            *INTRODUCTION,
             "",
-            f"{len(passed)} types of transformers' causal-LM table pass. In {len(passed) - whole} of them the layers after",
-            f"the first few are replicated; {whole} are traced whole, so their export takes longer the deeper they are.",
+            f"{len(passed)} types of transformers' causal-LM table pass. In {len(passed) - whole} of them the layers",
+            f"after the first few are replicated; {whole} are traced whole, so their export grows with their depth.",
             "",
             "| `model_type` | traced of layers | outputs compared | largest sigma | odd about it |",
             "| --- | --- | --- | --- | --- |",

@@ -89,7 +89,12 @@ def tiny_config(model_type: str, num_layers: int) -> Any:
         latent = {"num_key_value_heads": 4, "head_dim": FIELDS["qk_rope_head_dim"]}
         fields |= {name: value for name, value in latent.items() if name in fields}
     fields |= ODDITIES.get(model_type, {})
-    return AutoConfig.for_model(model_type, **fields)
+    config = AutoConfig.for_model(model_type, **fields)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
+    if 1 < len(kinds) < period(config) and "layer_types" in known and "layer_types" not in fields:
+        pattern = [kinds[layer % len(kinds)] for layer in range(num_layers)]  # each kind once: a short period
+        config = AutoConfig.for_model(model_type, **fields, layer_types=pattern)
+    return config
 
 
 def save_tiny(model_type: str, folder: Path, num_layers: int) -> Any:
