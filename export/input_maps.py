@@ -84,15 +84,18 @@ class InputMap:
         return self._cache_ports(config, TOTAL)
 
     def _cache_ports(self, config: Any, length: str) -> tuple[Port, ...]:
-        usual = kv_heads(config), head_dim(config)
-        keys, values = self.kind.heads(config) if self.kind.heads else (usual, usual)
         ports = []
         for name, axes in self.kind.names(config, past=length == PAST):
             if axes is None:
-                heads, size = values if name.endswith(".value") else keys
+                heads, size = self._heads(config)[name.endswith(".value")]
                 axes = (heads, length, size)
             ports.append(Port(name, "float32", (BATCH, *axes)))
         return tuple(ports)
+
+    def _heads(self, config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(heads, head size) of keys and of values."""
+        usual = self.kind.heads or (lambda config: ((kv_heads(config), head_dim(config)),) * 2)
+        return usual(config)
 
 
 def kv_heads(config: Any) -> int:
