@@ -93,9 +93,9 @@ class InputMap:
         return tuple(ports)
 
     def _heads(self, config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(heads, size of one) of keys and of values; a model without attention has none to tell."""
-        usual = kv_heads(config), head_dim(config)
-        return self.kind.heads(config) if self.kind.heads else (usual, usual)
+        """(heads, head size) of keys and of values."""
+        usual = self.kind.heads or (lambda config: ((kv_heads(config), head_dim(config)),) * 2)
+        return usual(config)
 
 
 def kv_heads(config: Any) -> int:

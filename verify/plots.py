@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from math import log10
 
+from llmconv.runtime.cache_names import layer_of
 from llmconv.verify.compare import GATES
-from llmconv.verify.localise import layer_of
 from llmconv.verify.report import Check, clean
 
 GATE = GATES["float32"].aggregate
