@@ -72,9 +72,11 @@ def depth(config: Any) -> int:
 
 
 def period(config: Any) -> int:
-    """Length of the repeating pattern of layer kinds (1 when all are alike)."""
-    kinds = getattr(config, "layer_types", None) or [""] * depth(config)
-    return next(p for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[:-p])
+    """Length of the repeating pattern of the layers (1 when all are alike), by every list with one entry per layer."""
+    total = depth(config)
+    lists = [value for value in config.to_dict().values() if isinstance(value, list) and len(value) == total]
+    kinds = list(zip(*lists, strict=True)) if lists else [()] * total
+    return next(p for p in range(1, total + 1) if kinds[p:] == kinds[:-p])
 
 
 def shortened(config: Any, num_layers: int) -> Any:

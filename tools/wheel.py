@@ -33,10 +33,9 @@ def names(wheel: Path) -> set[str]:
 
 
 def modules() -> set[str]:
-    """What the wheel should hold: every module, under the name that it is imported by, compiled ones where they are."""
+    """What the wheel should hold: every module, under the name that it is imported by."""
     front = {str(path) for path in Path("llmconv").rglob("*.py")} | {"llmconv/py.typed"}
-    paths = (path for room in ROOMS for suffix in ("py", "pyi", "so") for path in Path(room).rglob(f"*.{suffix}"))
-    return front | {f"llmconv/{path}" for path in paths}
+    return front | {f"llmconv/{path}" for room in ROOMS for path in Path(room).rglob("*.py")}
 
 
 def use(wheel: Path) -> None:
