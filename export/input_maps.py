@@ -94,8 +94,10 @@ class InputMap:
 
     def _heads(self, config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
         """(heads, head size) of keys and of values."""
-        usual = self.kind.heads or (lambda config: ((kv_heads(config), head_dim(config)),) * 2)
-        return usual(config)
+        if self.kind.heads:
+            return self.kind.heads(config)
+        usual = kv_heads(config), head_dim(config)
+        return usual, usual
 
 
 def kv_heads(config: Any) -> int:

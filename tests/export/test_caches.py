@@ -69,7 +69,7 @@ def test_a_state_that_is_lost_is_seen(
     onnx.save(model, folder / "decode.onnx")
     report = verify(folder)
     assert report.verdict == "fail"
-    assert report.where and report.where.layer == 0
+    assert report.where and report.where.layer in {0, 1}
 
 
 @pytest.mark.parametrize("model_type", QUICK)
