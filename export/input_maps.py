@@ -94,8 +94,10 @@ class InputMap:
 
     def _heads(self, config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
         """(heads, head size) of keys and of values."""
-        usual = self.kind.heads or (lambda config: ((kv_heads(config), head_dim(config)),) * 2)
-        return usual(config)
+        if self.kind.heads:
+            return self.kind.heads(config)
+        usual = kv_heads(config), head_dim(config)
+        return usual, usual
 
 
 def kv_heads(config: Any) -> int:
@@ -135,7 +137,6 @@ INPUT_MAPS: dict[str, InputMap] = {
     "mamba": InputMap(position_ids=False, cache="selective_scan", note=f"no attention; {CONTINUES}"),
     "mamba2": InputMap(position_ids=False, cache="state_space", note="no attention"),
     "mistral": InputMap(note="sliding window where the config has one"),
-    "nemotron_h": InputMap(cache="state_space", note="Mamba-2, attention and MLP layers in a row"),
     "olmo_hybrid": InputMap(cache="delta_rule", note="gated delta rule and attention layers"),
     "qwen2": InputMap(note="biases on query, key and value"),
     "qwen3": InputMap(note="norms on query and key"),

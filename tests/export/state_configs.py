@@ -89,15 +89,6 @@ STATE_CONFIGS: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "shared_intermediate_size": 32,
     },
-    "nemotron_h": {
-        **{name: value for name, value in DECODER.items() if name != "num_hidden_layers"},
-        "layers_block_type": ["linear_attention", "mlp", "full_attention"] * 4,
-        "head_dim": 16,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 12,
-        "ssm_state_size": 8,
-        "n_groups": 2,
-    },
     "olmo_hybrid": {**MIXED, "layer_types": ["linear_attention", "full_attention"] * 4, **DELTA},
     "qwen3_5_text": {**MIXED, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 4, **DELTA},
     "qwen3_5_moe_text": {
