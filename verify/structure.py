@@ -14,6 +14,8 @@ AXES: dict[str, list[str | int | None]] = {
     "position_ids": ["batch_size", "sequence_length"],
 }
 CACHE_LENGTH = {"past_key_values": "past_sequence_length", "present": "total_sequence_length"}
+OPEN_AXES = ("kv_heads", "head_dim")
+"""A graph for optimum leaves them open in its past, and gives the past its shape itself."""
 TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
@@ -69,7 +71,7 @@ def _axis_fits(found: str | int, wanted: str | int | None, static: bool, is_outp
     """Outputs may carry a computed symbol, such as `past_sequence_length + sequence_length`."""
     if isinstance(wanted, str) and (isinstance(found, int) or is_output):
         return isinstance(found, str) or static
-    return wanted is None or found == wanted
+    return wanted is None or found == wanted or (found in OPEN_AXES and not is_output)
 
 
 def _axes(name: str, cache_shapes: list[tuple[int, int]]) -> list[str | int | None]:

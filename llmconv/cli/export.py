@@ -15,6 +15,12 @@ from llmconv.cli import options
 @click.option("--prefill", is_flag=True, help="Write prefill.onnx.")
 @click.option("--incremental", is_flag=True, help="Write decode.onnx.")
 @click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
+@click.option(
+    "--layout",
+    multiple=True,
+    metavar="CLIENT",
+    help="Client that shall open the folder: onnxruntime (default), genai, optimum or transformersjs; may be repeated.",
+)
 @options.dtype
 @options.max_shard_size
 @options.overwrite
@@ -27,7 +33,8 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
 
     Three layers are traced and the rest is replicated, so cost does not grow with depth. Graphs are written beside the
     weights and copy none of them; with -o the weights are streamed once into a new folder, cast to --dtype. The graphs
-    compute in float32. Without --prefill, --incremental or --unified the first two are written.
+    compute in float32. Without --prefill, --incremental or --unified the first two are written, or what --layout wants:
+    genai the first two or --unified, optimum and transformersjs always --unified.
     """
     from llmconv.export import export
 

@@ -131,9 +131,10 @@ class OrtGraph:
         return past.values if isinstance(past, OrtCache) else OrtCache.of(past.arrays()).values
 
     def _empty(self, name: str, batch: int) -> ort.OrtValue:
-        shape = self.inputs[name]
+        # A graph that leaves heads and head size open (`--layout optimum`) gives an empty past its shape itself.
+        heads, _, size = (axis if isinstance(axis, int) else 1 for axis in self.inputs[name][1:])
         dtype = TENSOR_DTYPES.get(self.types[name], np.float32)
-        return ort.OrtValue.ortvalue_from_shape_and_type([batch, int(shape[1]), 0, int(shape[3])], dtype)
+        return ort.OrtValue.ortvalue_from_shape_and_type([batch, heads, 0, size], dtype)
 
 
 class OrtRunner:
