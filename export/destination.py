@@ -203,7 +203,8 @@ def _graphs(traced: TracedGraph, tensors: Mapping[str, FileTensor], roles: Seque
 
 def _graph_bytes(contents: Mapping[str, Content]) -> int:
     """Bytes of all ONNX files; links have none."""
-    return sum(len(content) for name, content in contents.items() if name.endswith(".onnx") and isinstance(content, bytes))
+    graphs = [content for name, content in contents.items() if name.endswith(".onnx")]
+    return sum(len(content) for content in graphs if isinstance(content, bytes))
 
 
 def _entries(model: ir.Model, roles: Sequence[str]) -> dict[str, dict[str, Any]]:

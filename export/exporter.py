@@ -30,6 +30,7 @@ class Exported:
         weight_bytes: bytes of the model's weights.
         traced_layers: how many layers were traced; the rest was replicated.
         num_layers: how many the model has.
+        beside: other files that clients want, by path in the folder.
     """
 
     folder: Path
@@ -38,6 +39,7 @@ class Exported:
     weight_bytes: int
     traced_layers: int
     num_layers: int
+    beside: tuple[str, ...] = ()
 
 
 def export(  # noqa: PLR0913 - one parameter per option of the command
@@ -92,11 +94,12 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     match_weights(traced, checkpoint)
     sizes = None
     if not dry_run:
-        names = [chosen.name for chosen in layouts]
+        names = tuple(chosen.name for chosen in layouts if chosen.name != DEFAULT)
         options = {"graphs": roles, "layouts": names, "dtype": dtype, "layers_traced": traced_layers}
         sizes = destination.write(traced, checkpoint, roles, dressing, step("export", Path(model), **options))
     files = {role: GRAPH_FILES[role] for role in roles}
-    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, config.num_hidden_layers)
+    layers = config.num_hidden_layers
+    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, layers, dressing.names)
 
 
 def model_type_of(checkpoint: Checkpoint) -> str:

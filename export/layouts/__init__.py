@@ -71,9 +71,9 @@ class Layout:
     Attributes:
         name: what `--layout` takes, equal to the file's name.
         title: one line for people.
-        roles: the graphs that are written where none was asked for; the last of `serves` is added to others.
-        serves: sets of graphs that the client can run, the best first; it can do nothing with any others.
-        adds: whether a missing graph is added to those asked for; otherwise they contradict the layout.
+        roles: the graphs that are written where none was asked for.
+        serves: sets of graphs that the client can run, the best first; with any others it can do nothing.
+        adds: whether the best of them is added then to what was asked for; otherwise that contradicts the layout.
         check: raises InputRefused for a model that the client cannot run.
         names: the files that `files` will give, apart from the graphs themselves.
         files: their content, and that of graphs which the client needs otherwise, by path in the folder.
@@ -125,8 +125,8 @@ def roles_for(chosen: Sequence[Layout], asked: Sequence[str]) -> list[str]:
         if layout.serves and not any(graphs <= wanted for graphs in layout.serves):
             if not layout.adds:
                 raise UsageProblem(
-                    f"layout `{layout.name}` can do nothing with the {' and the '.join(sorted(wanted))} graph alone",
-                    hint="give `--prefill --incremental`, or `--unified`, or none of them",
+                    f"layout `{layout.name}` can do nothing with the {sorted(wanted)[0]} graph alone",
+                    hint="give `--unified`, or `--prefill --incremental`, or none of them",
                 )
             wanted |= layout.serves[0]
     return [role for role in ROLES if role in wanted]

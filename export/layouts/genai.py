@@ -1,6 +1,7 @@
-"""ONNX Runtime GenAI: `genai_config.json`, over prefill.onnx and decode.onnx or over model.onnx.
+"""ONNX Runtime GenAI: `genai_config.json`, over model.onnx, or over prefill.onnx and decode.onnx where only they are.
 
-Its parser refuses every key it does not know and wants `pad_token_id` to be one number; the keys are those of
+One graph is preferred: a pipeline of two cannot be taken back (`rewind_to`), which is what a second turn needs. Its
+parser refuses every key it does not know and wants `pad_token_id` to be one number; the keys are those of
 onnxruntime-genai 0.18, `src/config.cpp`.
 """
 
@@ -15,7 +16,8 @@ from llmconv.export.layouts import Graphs, Layout, Model
 from llmconv.plan import json_bytes
 
 FILE = "genai_config.json"
-PIPELINE = frozenset({"prefill", "decode"})
+NO_TOKEN = -1
+"""The end of a model that has none: no token is it, where the client would else take the padding, token 0."""
 
 UNBOUNDED = 2048
 """Context length of a family that states none, as BLOOM, whose ALiBi knows no bound and which was trained with it."""
@@ -49,7 +51,7 @@ def files(model: Model, graphs: Graphs) -> dict[str, bytes]:
 
 
 def _model(model: Model, graphs: Graphs) -> dict[str, Any]:
-    is_pipeline = graphs.files.keys() >= PIPELINE
+    is_pipeline = "unified" not in graphs.files
     return {
         "type": "decoder-pipeline" if is_pipeline else "decoder",
         "vocab_size": int(model.config.vocab_size),
@@ -117,7 +119,7 @@ def _tokens(model: Model) -> dict[str, Any]:
     pads = _ids(model, "pad_token_id") or ends or [0]
     starts = _ids(model, "bos_token_id")
     return {
-        "eos_token_id": ends or [-1],
+        "eos_token_id": ends or [NO_TOKEN],
         "pad_token_id": pads[0],
         **({"bos_token_id": starts[0]} if starts else {}),
     }
@@ -147,9 +149,9 @@ def _search(model: Model) -> Mapping[str, Any]:
 
 LAYOUT = Layout(
     name="genai",
-    title="onnxruntime_genai.Model: genai_config.json over prefill.onnx and decode.onnx, or over model.onnx",
-    roles=("prefill", "decode"),
-    serves=(PIPELINE, frozenset({"unified"})),
+    title="onnxruntime_genai.Model: genai_config.json over model.onnx, or over prefill.onnx and decode.onnx",
+    roles=("unified",),
+    serves=(frozenset({"unified"}), frozenset({"prefill", "decode"})),
     check=check,
     names=(FILE,),
     files=files,

@@ -1,9 +1,10 @@
 """optimum's `ORTModelForCausalLM`: model.onnx for both stages, with a cache input that takes the client's guess.
 
 Its first call feeds an empty cache whose shape it guesses from the config, and for some families wrongly
-(optimum-onnx 0.1.0, `optimum/onnxruntime/modeling_decoder.py`). Where the guess would be wrong, the graph declares heads
-and head size as symbols and gives the cache its shape itself: a Reshape, which copies nothing and is right for an empty
-cache of any shape.
+(optimum-onnx 0.1.0, `optimum/onnxruntime/modeling_decoder.py`). Where the guess would be wrong, the graph declares
+heads and head size as symbols and gives the cache its shape itself: a Reshape, which copies nothing and is right for an
+empty cache of any shape. The config needs no change: transformers 4.57 reads those of 5, and what it does not know of
+them (`rope_parameters`) is in the graph.
 """
 
 from __future__ import annotations
