@@ -120,7 +120,7 @@ def _asked(prefill: bool, incremental: bool, unified: bool) -> list[str]:
     return [role for role, given in wanted.items() if given]
 
 
-def _generation(folder: Path) -> dict[str, Any]:
-    """The content of `generation_config.json`."""
+def _generation(folder: Path) -> dict[str, Any] | None:
+    """The content of `generation_config.json`, where there is one."""
     path = folder / "generation_config.json"
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if path.is_file() else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -33,12 +33,12 @@ class Model:
     Attributes:
         config: of transformers.
         input_map: the row of its `model_type`.
-        generation: the content of `generation_config.json`, empty where there is none.
+        generation: the content of `generation_config.json`, None where there is none.
     """
 
     config: Any
     input_map: InputMap
-    generation: Mapping[str, Any] = field(default_factory=dict)
+    generation: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def _tokens(model: Model) -> dict[str, Any]:
 
 
 def _ids(model: Model, name: str) -> list[int]:
-    for given in (model.generation.get(name), getattr(model.config, name, None)):
+    for given in ((model.generation or {}).get(name), getattr(model.config, name, None)):
         if given is not None:
             return [int(token) for token in (given if isinstance(given, list | tuple) else [given])]
     return []
@@ -134,11 +134,8 @@ def _ids(model: Model, name: str) -> list[int]:
 
 def _search(model: Model) -> Mapping[str, Any]:
     """Greedy, unless `generation_config.json` says otherwise; the cache grows, so it is not one shared buffer."""
-    told = {
-        name: kind(model.generation[name])
-        for name, kind in SEARCH.items()
-        if isinstance(model.generation.get(name), int | float)
-    }
+    given = model.generation or {}
+    told = {name: kind(given[name]) for name, kind in SEARCH.items() if isinstance(given.get(name), int | float)}
     return {
         "do_sample": False,
         **told,

@@ -77,7 +77,7 @@ def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:
             axes[1].dim_param, axes[3].dim_param = KV_HEADS, HEAD_DIM
     reshapes = []
     for port in past:
-        _, heads, _, size = port.axes
+        heads, size = int(port.axes[1]), int(port.axes[3])
         shape = f"past_shape_{heads}_{size}"
         if shape not in {tensor.name for tensor in graph.initializer}:
             graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [4], [0, heads, -1, size]))
@@ -86,7 +86,7 @@ def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:
     nodes = [*reshapes, *graph.node]
     del graph.node[:]
     graph.node.extend(nodes)
-    return model.SerializeToString(deterministic=True)
+    return bytes(model.SerializeToString(deterministic=True))
 
 
 LAYOUT = Layout(

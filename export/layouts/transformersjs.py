@@ -4,6 +4,8 @@ The client insists on the folder `onnx/`, and a graph may name data only in its 
 follows links as the Hugging Face cache has them: where the graph is a link too, its data may lie beside what that leads
 to. So nothing is copied; a program that uploads or copies the folder follows the links and gets plain files, which the
 client opens as well. (A hard link would do too, but onnx refuses weights that have one, in every graph of the folder.)
+
+It also insists on a `generation_config.json`, which a folder without one then gets: the special tokens of its config.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ import onnx
 
 from llmconv.errors import UsageProblem
 from llmconv.export.layouts import Content, Graphs, Layout, Link, Model
+from llmconv.plan import json_bytes
 
+GENERATION = "generation_config.json"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GRAPH = "transformersjs.onnx"
 PLACE = "onnx/model.onnx"
 MAX_DATA_FILES = 100
@@ -32,7 +37,16 @@ def files(model: Model, graphs: Graphs) -> dict[str, Content]:
     names = dict(zip(graphs.weights, data_names(len(graphs.weights)), strict=True))
     encoded = rename_data(graphs.encoded["unified"], names)
     links = {f"onnx/{name}": Link(f"../{file}") for file, name in names.items()}
-    return {GRAPH: encoded, PLACE: Link(f"../{GRAPH}"), **links}
+    return {GRAPH: encoded, PLACE: Link(f"../{GRAPH}"), **links, **_generation(model)}
+
+
+def _generation(model: Model) -> dict[str, bytes]:
+    """What transformers itself makes of a config where the file is missing."""
+    if model.generation is not None:
+        return {}
+    tokens = {name: getattr(model.config, name, None) for name in TOKENS}
+    told = {name: token for name, token in tokens.items() if token is not None}
+    return {GENERATION: json_bytes({"_from_model_config": True, **told})}
 
 
 def config(model: Model, graphs: Graphs) -> dict[str, Any]:
@@ -52,7 +66,7 @@ def rename_data(encoded: bytes, names: dict[str, str]) -> bytes:
         for entry in tensor.external_data:
             if entry.key == "location":
                 entry.value = names[entry.value]
-    return model.SerializeToString(deterministic=True)
+    return bytes(model.SerializeToString(deterministic=True))
 
 
 LAYOUT = Layout(

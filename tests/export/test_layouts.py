@@ -41,7 +41,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model_of(model_type: str, generation: dict[str, Any] | None = None, **changes: Any) -> Model:
     """What a layout knows of a tiny model."""
     config = load_config({**CONFIGS[model_type], "model_type": model_type, **changes})
-    return Model(config, find_input_map(model_type), generation or {})
+    return Model(config, find_input_map(model_type), generation)
 
 
 def genai_config(model: Model, *roles: str) -> dict[str, Any]:
@@ -237,8 +237,8 @@ def test_transformersjs_is_told_of_its_data_in_a_new_folder_only(llama: Path, tm
 def test_the_links_of_transformersjs_open_where_they_lie_and_as_copies(odd: Path, tmp_path: Path) -> None:
     inputs = tokens(batch=2, length=7)
     copied = Path(shutil.copytree(odd / "onnx", tmp_path / "onnx"))
-    results = [run_graph(folder / "model.onnx", inputs)["logits"] for folder in (odd / "onnx", copied)]
-    np.testing.assert_array_equal(*results)
+    linked, plain = (run_graph(folder / "model.onnx", inputs)["logits"] for folder in (odd / "onnx", copied))
+    np.testing.assert_array_equal(linked, plain)
 
 
 def test_transformersjs_takes_a_hundred_data_files() -> None:
@@ -246,6 +246,14 @@ def test_transformersjs_takes_a_hundred_data_files() -> None:
     with pytest.raises(UsageProblem, match="at most 100 data files") as refused:
         transformersjs.files(model_of("llama"), graphs)
     assert "--max-shard-size" in refused.value.hint
+
+
+def test_transformersjs_gets_the_generation_config_that_it_insists_on(llama: Path) -> None:
+    (llama / "generation_config.json").unlink()
+    export(llama, layout="transformersjs")
+    told = json.loads((llama / "generation_config.json").read_text())
+    assert told == {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    assert "generation_config.json" in read_manifest(llama).files
 
 
 def test_a_link_leads_to_a_file_of_the_folder(odd: Path) -> None:

@@ -19,7 +19,8 @@ def run(job: dict[str, Any]) -> list[Any]:
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in job["batch"]])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in job["batch"]])
     tokens = model.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=job["new"])
-    return tokens[:, longest:].tolist()
+    rows: list[Any] = tokens[:, longest:].tolist()
+    return rows
 
 
 print(json.dumps([run(job) for job in json.load(sys.stdin)]))
