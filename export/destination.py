@@ -202,8 +202,8 @@ def _graphs(traced: TracedGraph, tensors: Mapping[str, FileTensor], roles: Seque
 
 
 def _graph_bytes(contents: Mapping[str, Content]) -> int:
-    """Bytes of all ONNX files; links have none."""
-    graphs = [content for name, content in contents.items() if name.endswith(".onnx")]
+    """Bytes of all graphs; links have none."""
+    graphs = [content for name, content in contents.items() if name.endswith((".onnx", ".graph"))]
     return sum(len(content) for content in graphs if isinstance(content, bytes))
 
 

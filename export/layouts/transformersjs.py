@@ -21,7 +21,9 @@ from llmconv.plan import json_bytes
 
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-GRAPH = "transformersjs.onnx"
+GRAPH = "transformersjs.graph"
+"""Not `.onnx`: opened where it lies, it finds no data."""
+
 PLACE = "onnx/model.onnx"
 MAX_DATA_FILES = 100
 """`MAX_EXTERNAL_DATA_CHUNKS` of transformers.js 4.3."""

@@ -72,7 +72,7 @@ def transformersjs(jobs: list[dict[str, Any]]) -> list[Any]:
     return run("transformersjs", ["node", HERE / "transformersjs_client.mjs"], jobs)
 
 
-def eager(folder: Path, prompt: list[int], new: int = NEW) -> list[int]:
+def eager(folder: Path, prompt: list[int], new: int = NEW, end: int = 2) -> list[int]:
     """The tokens that the eager model adds, the end token left out."""
     import torch  # noqa: PLC0415
     import transformers  # noqa: PLC0415
@@ -81,12 +81,12 @@ def eager(folder: Path, prompt: list[int], new: int = NEW) -> list[int]:
     ids = torch.tensor([prompt])
     tokens = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
     added: list[int] = tokens[0, len(prompt) :].tolist()
-    return added[: added.index(2)] if 2 in added else added
+    return until_end(added, end)
 
 
-def until_end(tokens: list[int]) -> list[int]:
+def until_end(tokens: list[int], end: int = 2) -> list[int]:
     """Without the end token and the padding after it."""
-    return tokens[: tokens.index(2)] if 2 in tokens else tokens
+    return tokens[: tokens.index(end)] if end in tokens else tokens
 
 
 @pytest.mark.parametrize("client", [optimum, transformersjs], ids=lambda client: client.__name__)
@@ -127,6 +127,18 @@ def test_genai_takes_further_turns_on_the_same_cache(folders: dict[str, Path]) -
             expected += turn
             expected += eager(folder, expected, 3)
         assert answer == expected, folder.name
+
+
+def test_genai_takes_a_turn_after_an_answer_that_ended_by_itself(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["qwen3"], tmp_path / "qwen3"))
+    first = eager(folder, [5, 9, 11, 23])
+    answer = first[: first.index(first[2])]  # the end comes after one or two tokens
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": first[2], "pad_token_id": 0}))
+    export(folder, layout="genai", overwrite=True)
+    (tokens,) = genai([{"folder": str(folder), "turns": [[5, 9, 11, 23], [33, 44, 55]], "new": 1 + len(answer)}])
+    turns = [5, 9, 11, 23, *answer, 33, 44, 55]
+    assert tokens[: len(turns)] == turns
+    assert tokens[len(turns) :] == eager(folder, turns, 1 + len(answer), end=first[2])
 
 
 def test_genai_takes_batches_padded_on_the_right(folders: dict[str, Path]) -> None:

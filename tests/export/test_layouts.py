@@ -93,9 +93,9 @@ def test_a_layout_implies_the_graphs_that_its_client_runs(
 
 def test_everything_beside_the_graphs_is_in_the_manifest(odd: Path) -> None:
     files = read_manifest(odd).files
-    for name in ("model.onnx", "transformersjs.onnx", "genai_config.json"):
+    for name in ("model.onnx", "transformersjs.graph", "genai_config.json"):
         assert files[name]["sha256"] == hashlib.sha256((odd / name).read_bytes()).hexdigest()
-    assert files["onnx/model.onnx"] == {"link": "../transformersjs.onnx"}
+    assert files["onnx/model.onnx"] == {"link": "../transformersjs.graph"}
     assert read_manifest(odd).steps[-1]["options"]["layouts"] == list(ALL)
 
 
@@ -204,7 +204,7 @@ def test_the_graph_takes_the_wrong_guess_only_where_it_must(odd: Path, llama: Pa
     export(llama, layout="optimum")
     assert axes(llama / "model.onnx", "past_key_values.0.key") == ["batch_size", 2, "past_sequence_length", 16]
     assert axes(odd / "model.onnx", "past_key_values.0.key")[1::2] == ["kv_heads", "head_dim"]
-    assert axes(odd / "transformersjs.onnx", "past_key_values.0.key")[1::2] == [1, 24]
+    assert axes(odd / "transformersjs.graph", "past_key_values.0.key")[1::2] == [1, 24]
 
 
 def test_any_empty_past_gives_what_the_right_one_gives(odd: Path) -> None:
