@@ -12,7 +12,7 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow check fix bench families docs wheel size
+.PHONY: help setup demo test test-slow clients check fix bench families docs wheel size
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
@@ -37,6 +37,9 @@ test-slow: $(READY) ## the slow tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 test test-slow: export HF_HUB_OFFLINE = 1
+
+clients: $(READY) ## environments of genai, optimum and transformers.js for test-slow, kept in build/
+	$(BIN)/python -m tools.clients
 
 check: $(READY) ## look, change nothing: lint, format, types, layers, generated pages
 	$(BIN)/ruff check

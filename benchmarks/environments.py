@@ -12,6 +12,7 @@ TORCH = "torch==2.13.0"
 Steps = tuple[tuple[str, ...], ...]
 
 ENVIRONMENTS: dict[str, Steps] = {
+    "genai": (("onnxruntime-genai==0.18.0", "onnxruntime==1.31.1"),),
     "optimum": (
         (
             *("optimum-onnx==0.1.0", "transformers==4.57.6", "onnxruntime==1.31.1", "onnxscript==0.7.2"),
@@ -37,15 +38,38 @@ ENVIRONMENTS: dict[str, Steps] = {
 }
 """Name to the arguments of each `pip install` after torch; LLM Foundry's own pins of torch are passed over."""
 
+WITHOUT_TORCH = {"genai"}
+
+NODE = {"transformersjs": ("@huggingface/transformers@4.3.1",)}
+"""Name to the packages of each environment of Node; its `npm` must be installed (Node 20 or later)."""
+
+
+def folder(name: str) -> Path:
+    """Where the environment `name` is, or would be; it is whole when it holds a file `complete`."""
+    return Path("build") / f"{name}-env"
+
 
 def python(name: str) -> Path:
     """The interpreter of the environment `name`; it is created on first use (minutes)."""
-    folder = Path("build") / f"{name}-env"
-    interpreter = folder / "bin" / "python"
-    if (folder / "complete").exists():
+    interpreter = folder(name) / "bin" / "python"
+    if (folder(name) / "complete").exists():
         return interpreter
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    for packages in ((TORCH,), *((TORCH, *step) for step in ENVIRONMENTS[name])):
+    subprocess.run([sys.executable, "-m", "venv", str(folder(name))], check=True)
+    steps = ENVIRONMENTS[name] if name in WITHOUT_TORCH else ((TORCH,), *((TORCH, *s) for s in ENVIRONMENTS[name]))
+    for packages in steps:
         subprocess.run([str(interpreter), "-m", "pip", "install", "--quiet", *packages], check=True)
-    (folder / "complete").touch()
+    (folder(name) / "complete").touch()
     return interpreter
+
+
+def node(name: str) -> Path:
+    """The folder of the Node environment `name`, for `node` to be run in; it is created on first use (minutes)."""
+    home = folder(name)
+    if (home / "complete").exists():
+        return home
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "package.json").write_text('{"private": true, "type": "module"}')
+    # The scripts only fetch what a GPU needs; the runtime for the CPU is in the packages.
+    subprocess.run(["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", *NODE[name]], cwd=home, check=True)
+    (home / "complete").touch()
+    return home

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +13,20 @@ import onnx_ir as ir
 from llmconv.checkpoint import Checkpoint, open_weights
 from llmconv.errors import InputRefused
 from llmconv.export.bind import bind
+from llmconv.export.layouts import Content, Dressing, Graphs, Link
 from llmconv.export.trace import OPSET, TracedGraph
 from llmconv.manifest import MANIFEST, Manifest, file_entry, read_manifest, steps_of_weights
-from llmconv.plan import plan_checkpoint
+from llmconv.plan import json_bytes, plan_checkpoint
 from llmconv.safetensors_io import FileTensor
-from llmconv.staging import StagedFolder, failing_safely, require_free, sync_folder, write_durably
+from llmconv.staging import (
+    StagedFolder,
+    failing_safely,
+    link_durably,
+    link_entry,
+    require_free,
+    sync_folder,
+    write_durably,
+)
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 from llmconv.writer import write_checkpoint
 
@@ -33,29 +43,36 @@ class Sizes:
 
 
 class Destination(Protocol):
-    """A place for graphs."""
+    """A place for graphs; `dressing` tells what clients want beside them."""
 
     @property
     def folder(self) -> Path:
         """The folder that holds the graphs afterwards."""
 
-    def check(self, checkpoint: Checkpoint, roles: Sequence[str]) -> None:
+    def check(self, checkpoint: Checkpoint, roles: Sequence[str], dressing: Dressing) -> None:
         """Raises InputRefused where `write` could not succeed."""
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, roles: Sequence[str], step: dict[str, Any]) -> Sizes:
+    def write(
+        self,
+        traced: TracedGraph,
+        checkpoint: Checkpoint,
+        roles: Sequence[str],
+        dressing: Dressing,
+        step: dict[str, Any],
+    ) -> Sizes:
         """Binds the graph, writes it once per role, and enters it in the manifest."""
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """The model folder itself: nothing but graphs is written."""
+    """The model folder itself: nothing is written but graphs, and what clients want beside them."""
 
     folder: Path
     dtype: str
     overwrite: bool
 
-    def check(self, checkpoint: Checkpoint, roles: Sequence[str]) -> None:
-        """Refuses links, weights of another dtype, and existing graphs without `overwrite`."""
+    def check(self, checkpoint: Checkpoint, roles: Sequence[str], dressing: Dressing) -> None:
+        """Refuses links, weights of another dtype, and existing files without `overwrite`."""
         tensors = file_tensors(checkpoint)
         links = sorted({tensor.path.name for tensor in tensors.values() if tensor.path.is_symlink()})
         if links:
@@ -70,26 +87,43 @@ class InPlace:
                 hint="give `-o OUT`: the weights are cast there once",
             )
         complete = read_manifest(self.folder).graphs
-        existing = [
-            GRAPH_FILES[role] for role in roles if role in complete and (self.folder / GRAPH_FILES[role]).exists()
-        ]
+        taken = [GRAPH_FILES[role] for role in roles if role in complete] + list(dressing.names)
+        existing = [name for name in taken if os.path.lexists(self.folder / name)]
         if existing and not self.overwrite:
             raise InputRefused(f"`{self.folder / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, roles: Sequence[str], step: dict[str, Any]) -> Sizes:
-        """Each graph by temporary file and rename; the manifest last, so that only complete sets are announced."""
-        mapped = bind(traced, file_tensors(checkpoint))
-        content = encode(traced.model)
+    def write(
+        self,
+        traced: TracedGraph,
+        checkpoint: Checkpoint,
+        roles: Sequence[str],
+        dressing: Dressing,
+        step: dict[str, Any],
+    ) -> Sizes:
+        """Each file by temporary file and rename; the manifest last, so that only complete sets are announced."""
+        tensors = file_tensors(checkpoint)
+        mapped = bind(traced, tensors)
+        contents = dressing.files(_graphs(traced, tensors, roles))
         manifest = read_manifest(self.folder)
         with failing_safely():
-            for role in roles:
-                write_durably(self.folder / GRAPH_FILES[role], content)
-                manifest.files[GRAPH_FILES[role]] = file_entry(content)
+            for name, content in contents.items():
+                manifest.files[name] = self._place(name, content)
             manifest.graphs.update(_entries(traced.model, roles))
             manifest.steps = [*(old for old in manifest.steps if old != step), step]
             write_durably(self.folder / MANIFEST, manifest.encode())
-            sync_folder(self.folder)
-        return Sizes(len(content) * len(roles), mapped, 0)
+            for folder in {(self.folder / name).parent for name in contents}:
+                sync_folder(folder)
+        return Sizes(_graph_bytes(contents), mapped, 0)
+
+    def _place(self, name: str, content: Content) -> dict[str, Any]:
+        """Writes one file or link and returns its entry in the manifest."""
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        if isinstance(content, Link):
+            link_durably(path, content.target)
+            return link_entry(content.target)
+        write_durably(path, content)
+        return file_entry(content)
 
 
 @dataclass(frozen=True)
@@ -102,21 +136,35 @@ class NewFolder:
     overwrite: bool
     resume: bool
 
-    def check(self, checkpoint: Checkpoint, roles: Sequence[str]) -> None:
+    def check(self, checkpoint: Checkpoint, roles: Sequence[str], dressing: Dressing) -> None:
         """Refuses an existing folder without `overwrite`, and one inside the model's."""
         require_free(self.folder, self.overwrite, [checkpoint.path])
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, roles: Sequence[str], step: dict[str, Any]) -> Sizes:
+    def write(
+        self,
+        traced: TracedGraph,
+        checkpoint: Checkpoint,
+        roles: Sequence[str],
+        dressing: Dressing,
+        step: dict[str, Any],
+    ) -> Sizes:
         """Weights, side files, graphs and manifest become visible together."""
         sizes: list[Sizes] = []
 
         def add_graphs(staged: StagedFolder, manifest: Manifest) -> None:
-            mapped = bind(traced, file_tensors(open_weights(staged.path)))
-            content = encode(traced.model)
-            for role in roles:
-                staged.write_file(GRAPH_FILES[role], content)
+            tensors = file_tensors(open_weights(staged.path))
+            mapped = bind(traced, tensors)
+            graphs = _graphs(traced, tensors, roles)
+            contents = dressing.files(graphs)
+            if fields := dressing.config(graphs):
+                contents["config.json"] = json_bytes({**plan.checkpoint.config, **fields})
+            for name, content in contents.items():
+                if isinstance(content, Link):
+                    staged.link(name, content.target)
+                else:
+                    staged.write_file(name, content)
             manifest.graphs = _entries(traced.model, roles)
-            sizes.append(Sizes(len(content) * len(roles), mapped, plan.nbytes))
+            sizes.append(Sizes(_graph_bytes(contents), mapped, plan.nbytes))
 
         plan = plan_checkpoint(self._cast(checkpoint), self.max_shard_size)
         write_checkpoint(
@@ -145,6 +193,18 @@ def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:
 def encode(model: ir.Model) -> bytes:
     """The bytes of an ONNX file; the same model gives the same bytes."""
     return bytes(ir.to_proto(model).SerializeToString(deterministic=True))
+
+
+def _graphs(traced: TracedGraph, tensors: Mapping[str, FileTensor], roles: Sequence[str]) -> Graphs:
+    content = encode(traced.model)
+    weights = tuple(sorted({tensor.path.name for tensor in tensors.values()}))
+    return Graphs(dict.fromkeys(roles, content), {role: GRAPH_FILES[role] for role in roles}, weights)
+
+
+def _graph_bytes(contents: Mapping[str, Content]) -> int:
+    """Bytes of all graphs; links have none."""
+    graphs = [content for name, content in contents.items() if name.endswith((".onnx", ".graph"))]
+    return sum(len(content) for content in graphs if isinstance(content, bytes))
 
 
 def _entries(model: ir.Model, roles: Sequence[str]) -> dict[str, dict[str, Any]]:

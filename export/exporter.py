@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.checkpoint import Checkpoint, open_checkpoint, read_json
 from llmconv.errors import MalformedInput
 from llmconv.export.bind import match_weights
 from llmconv.export.destination import GRAPH_FILES, Destination, InPlace, NewFolder, Sizes
 from llmconv.export.fake_model import depth, load_config
 from llmconv.export.graph import build_graph
 from llmconv.export.input_maps import find_input_map
+from llmconv.export.layouts import DEFAULT, Dressing, Model, by_names, roles_for
 from llmconv.manifest import step
 from llmconv.storage import local_path
 
@@ -27,6 +30,7 @@ class Exported:
         weight_bytes: bytes of the model's weights.
         traced_layers: how many layers were traced; the rest was replicated.
         num_layers: how many the model has.
+        beside: other files that clients want, by path in the folder.
     """
 
     folder: Path
@@ -35,6 +39,7 @@ class Exported:
     weight_bytes: int
     traced_layers: int
     num_layers: int
+    beside: tuple[str, ...] = ()
 
 
 def export(  # noqa: PLR0913 - one parameter per option of the command
@@ -44,6 +49,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     prefill: bool = False,
     incremental: bool = False,
     unified: bool = False,
+    layout: str | Sequence[str] = DEFAULT,
     dtype: str = "keep",
     max_shard_size: str = "5GB",
     overwrite: bool = False,
@@ -61,32 +67,39 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         output: folder to make.
         prefill, incremental: write `prefill.onnx`, `decode.onnx` (both when no graph is asked for).
         unified: write `model.onnx`, which most clients load.
+        layout: the clients that shall open the folder (one file each in `export/layouts/`); some imply a graph.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: how the weights are stored.
         max_shard_size: largest safetensors file, when weights are written.
         overwrite, resume: replace existing graphs or an existing `output`; continue an interrupted run.
         dry_run: build and check everything, write nothing.
 
     Raises:
+        UsageProblem: an unknown layout, or one that can do nothing with the graphs asked for.
         InputRefused: a `model_type` without input map, weights that do not fit the config, existing graphs, …
         OutputFailed: writing failed.
     """
+    layouts = by_names([layout] if isinstance(layout, str) else layout)
+    roles = roles_for(layouts, _asked(prefill, incremental, unified))
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
     input_map = find_input_map(model_type_of(checkpoint))
     config = load_config(checkpoint.config)
-    roles = _roles(prefill, incremental, unified)
+    dressing = Dressing(layouts, Model(config, input_map, _generation(folder)))
+    dressing.check()
     destination: Destination = InPlace(folder, dtype, overwrite or dry_run)
     if output is not None and output.resolve() != folder.resolve():
         destination = NewFolder(output, dtype, max_shard_size, overwrite, resume)
-    destination.check(checkpoint, roles)
+    destination.check(checkpoint, roles, dressing)
     traced, traced_layers = build_graph(config, input_map)
     match_weights(traced, checkpoint)
     sizes = None
     if not dry_run:
-        options = {"graphs": roles, "dtype": dtype, "layers_traced": traced_layers}
-        sizes = destination.write(traced, checkpoint, roles, step("export", Path(model), **options))
+        names = tuple(chosen.name for chosen in layouts if chosen.name != DEFAULT)
+        options = {"graphs": roles, "layouts": names, "dtype": dtype, "layers_traced": traced_layers}
+        sizes = destination.write(traced, checkpoint, roles, dressing, step("export", Path(model), **options))
     files = {role: GRAPH_FILES[role] for role in roles}
-    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, depth(config))
+    layers = depth(config)
+    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, layers, dressing.names)
 
 
 def model_type_of(checkpoint: Checkpoint) -> str:
@@ -101,9 +114,13 @@ def model_type_of(checkpoint: Checkpoint) -> str:
     return model_type
 
 
-def _roles(prefill: bool, incremental: bool, unified: bool) -> list[str]:
-    """The graphs asked for, in the order they are written."""
-    if not (prefill or incremental or unified):
-        prefill = incremental = True
+def _asked(prefill: bool, incremental: bool, unified: bool) -> list[str]:
+    """The graphs asked for by name."""
     wanted = {"prefill": prefill, "decode": incremental, "unified": unified}
     return [role for role, given in wanted.items() if given]
+
+
+def _generation(folder: Path) -> dict[str, Any] | None:
+    """The content of `generation_config.json`, where there is one."""
+    path = folder / "generation_config.json"
+    return read_json(path) if path.is_file() else None

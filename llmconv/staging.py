@@ -147,6 +147,13 @@ class StagedFolder:
             write_durably(path, content)
             self.record(name, {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
 
+    def link(self, name: str, target: str) -> None:
+        """Makes a relative symbolic link; see `place` for `name`."""
+        path = self.place(name)
+        with failing_safely():
+            link_durably(path, target)
+            self.record(name, link_entry(target))
+
     def commit(self, manifest: Manifest) -> None:
         """Adds the manifest and makes the folder visible as `output`."""
         manifest.files = dict(self.finished)
@@ -265,6 +272,19 @@ def write_durably(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
+
+
+def link_durably(path: Path, target: str) -> None:
+    """Replaces `path` by a symbolic link: temporary link, rename."""
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    part.symlink_to(target)
+    part.replace(path)
+
+
+def link_entry(target: str) -> dict[str, Any]:
+    """A link's entry in the manifest's `files`."""
+    return {"link": target}
 
 
 def sync_folder(path: Path) -> None:

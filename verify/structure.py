@@ -20,6 +20,9 @@ PAST_LENGTH, TOTAL_LENGTH = "past_sequence_length", "total_sequence_length"
 CacheShapes = Mapping[str, tuple[int, ...]]
 """Shapes of the cache's outputs by name, for a batch of one and one token, as the eager model has them."""
 
+OPEN_AXES = ("kv_heads", "head_dim")
+"""A graph for optimum leaves them open in its past, and gives the past its shape itself."""
+
 TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
@@ -71,7 +74,7 @@ def _axis_fits(found: str | int, wanted: str | int | None, static: bool, is_outp
     """Outputs may carry a computed symbol, such as `past_sequence_length + sequence_length`."""
     if isinstance(wanted, str) and (isinstance(found, int) or is_output):
         return isinstance(found, str) or static
-    return wanted is None or found == wanted
+    return wanted is None or found == wanted or (found in OPEN_AXES and not is_output)
 
 
 def _cache_axes(cache_shapes: CacheShapes) -> dict[str, list[str | int | None]]:

@@ -15,6 +15,12 @@ from llmconv.cli import options
 @click.option("--prefill", is_flag=True, help="Write prefill.onnx.")
 @click.option("--incremental", is_flag=True, help="Write decode.onnx.")
 @click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
+@click.option(
+    "--layout",
+    multiple=True,
+    metavar="CLIENT",
+    help="Client that shall open the folder: onnxruntime (default), genai, optimum or transformersjs; may be repeated.",
+)
 @options.dtype
 @options.max_shard_size
 @options.overwrite
@@ -27,7 +33,8 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
 
     Three layers are traced and the rest is replicated, so cost does not grow with depth. Graphs are written beside the
     weights and copy none of them; with -o the weights are streamed once into a new folder, cast to --dtype. The graphs
-    compute in float32. Without --prefill, --incremental or --unified the first two are written.
+    compute in float32. Without --prefill, --incremental or --unified the first two are written, or what --layout wants:
+    genai, optimum and transformersjs want --unified. docs/clients.md tells how each client opens the folder.
     """
     from llmconv.export import export
 
@@ -36,6 +43,7 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
     result = {
         "folder": str(exported.folder),
         "graphs": exported.graphs,
+        "beside": exported.beside,
         "graph_bytes": sizes.graphs if sizes else 0,
         "weight_bytes": exported.weight_bytes,
         "weight_bytes_copied": sizes.copied if sizes else 0,
@@ -47,7 +55,7 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
     if as_json:
         options.print_json(result)
         return
-    for name in exported.graphs.values():
+    for name in (*exported.graphs.values(), *exported.beside):
         click.echo(exported.folder / name)
     verb = "would map" if sizes is None else "map"
     click.echo(

@@ -79,6 +79,10 @@ class OrtCache:
         return cls(list(arrays), values, cache.length)
 
 
+LENGTH_AXIS = 2
+"""Of keys and values."""
+
+
 class OrtGraph:
     """One graph in one session; what it takes is read from what the session declares.
 
@@ -134,8 +138,13 @@ class OrtGraph:
         return past.values if isinstance(past, OrtCache) else OrtCache.of(past).values
 
     def _empty(self, name: str, batch: int) -> ort.OrtValue:
-        """No keys and values at all, or a state of zeros: every symbol but the batch stands for a length."""
-        shape = [axis if isinstance(axis, int) else 0 for axis in self.inputs[name]]
+        """No keys and values at all, or a state of zeros.
+
+        A symbol is the length, or stands for heads and head size: `--layout optimum` leaves them open, and such a graph
+        gives an empty past its shape itself.
+        """
+        named = self.inputs[name]
+        shape = [axis if isinstance(axis, int) else int(at != LENGTH_AXIS) for at, axis in enumerate(named)]
         dtype = TENSOR_DTYPES.get(self.types[name], np.float32)
         return ort.OrtValue.ortvalue_from_numpy(np.zeros([batch, *shape[1:]], dtype))
 

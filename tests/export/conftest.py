@@ -67,8 +67,8 @@ def run_graph(path: Path, inputs: Arrays, past: Arrays | None = None) -> Arrays:
     feeds = {}
     for port in session.get_inputs():
         if port.name.startswith("past_key_values"):
-            empty = np.zeros((len(inputs["input_ids"]), port.shape[1], 0, port.shape[3]), np.float32)
-            feeds[port.name] = past[port.name] if past else empty
+            shape = (len(inputs["input_ids"]), port.shape[1], 0, port.shape[3])
+            feeds[port.name] = past[port.name] if past else np.zeros(shape, np.float32)
         else:
             feeds[port.name] = inputs[port.name]
     return dict(zip([port.name for port in session.get_outputs()], session.run(None, feeds), strict=True))

@@ -1,0 +1,161 @@
+"""What each client wants beside the graphs: one file per client in this folder, found by listing it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from llmconv.errors import UsageProblem
+from llmconv.export.input_maps import InputMap
+
+ROLES = ("prefill", "decode", "unified")
+DEFAULT = "onnxruntime"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A relative symbolic link, for a client that insists on a place where the bytes do not lie."""
+
+    target: str
+
+
+Content = bytes | Link
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a layout may know of the model.
+
+    Attributes:
+        config: of transformers.
+        input_map: the row of its `model_type`.
+        generation: the content of `generation_config.json`, None where there is none.
+    """
+
+    config: Any
+    input_map: InputMap
+    generation: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """The graphs of one export, bound to their weights.
+
+    Attributes:
+        encoded: role (`prefill`, `decode`, `unified`) to the bytes of its file.
+        files: role to the name of its file.
+        weights: names of the files that the weights lie in, beside the graphs.
+    """
+
+    encoded: Mapping[str, bytes]
+    files: Mapping[str, str]
+    weights: tuple[str, ...]
+
+
+def _nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+def _no_problem(_: Model) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One client; each file of this folder has one as its constant `LAYOUT`.
+
+    Attributes:
+        name: what `--layout` takes, equal to the file's name.
+        title: one line for people.
+        roles: the graphs that are written where none was asked for.
+        serves: sets of graphs that the client can run, the best first; with any others it can do nothing.
+        adds: whether the best of them is added then to what was asked for; otherwise that contradicts the layout.
+        check: raises InputRefused for a model that the client cannot run.
+        names: the files that `files` will give, apart from the graphs themselves.
+        files: their content, and that of graphs which the client needs otherwise, by path in the folder.
+        config: fields of `config.json` where the folder is a new one; a model folder's own file stays as it is.
+    """
+
+    name: str
+    title: str
+    roles: tuple[str, ...]
+    serves: tuple[frozenset[str], ...] = ()
+    adds: bool = False
+    check: Callable[[Model], None] = _no_problem
+    names: tuple[str, ...] = ()
+    files: Callable[[Model, Graphs], Mapping[str, Content]] = _nothing
+    config: Callable[[Model, Graphs], Mapping[str, Any]] = _nothing
+
+
+@lru_cache(maxsize=1)
+def layouts() -> dict[str, Layout]:
+    """Every layout by name, in alphabetical order."""
+    found = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return {name: importlib.import_module(f"{__name__}.{name}").LAYOUT for name in found}
+
+
+def by_names(names: Sequence[str]) -> list[Layout]:
+    """The layouts called so, each once; the default one when none is named.
+
+    Raises:
+        UsageProblem: there is none of that name.
+    """
+    for name in names:
+        if name not in layouts():
+            raise UsageProblem(f"there is no layout `{name}`", hint=f"one of: {', '.join(layouts())}")
+    return [layouts()[name] for name in dict.fromkeys(names or (DEFAULT,))]
+
+
+def roles_for(chosen: Sequence[Layout], asked: Sequence[str]) -> list[str]:
+    """The graphs to write, in the order of `ROLES`.
+
+    Args:
+        chosen: the layouts.
+        asked: the graphs asked for; none asks for what the layouts want.
+
+    Raises:
+        UsageProblem: a client can do nothing with the graphs asked for.
+    """
+    wanted = set(asked) or {role for layout in chosen for role in layout.roles}
+    for layout in chosen:
+        if layout.serves and not any(graphs <= wanted for graphs in layout.serves):
+            if not layout.adds:
+                raise UsageProblem(
+                    f"layout `{layout.name}` can do nothing with the {sorted(wanted)[0]} graph alone",
+                    hint="give `--unified`, or `--prefill --incremental`, or none of them",
+                )
+            wanted |= layout.serves[0]
+    return [role for role in ROLES if role in wanted]
+
+
+@dataclass(frozen=True)
+class Dressing:
+    """The chosen layouts for one model: what to write beside its graphs."""
+
+    chosen: Sequence[Layout]
+    model: Model
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The files that will be added."""
+        return tuple(name for layout in self.chosen for name in layout.names)
+
+    def check(self) -> None:
+        """Raises InputRefused for a model that a client cannot run."""
+        for layout in self.chosen:
+            layout.check(self.model)
+
+    def files(self, graphs: Graphs) -> dict[str, Content]:
+        """All files by path in the folder, the graphs first; a layout's graph replaces the plain one."""
+        contents: dict[str, Content] = {graphs.files[role]: graphs.encoded[role] for role in graphs.encoded}
+        for layout in self.chosen:
+            contents.update(layout.files(self.model, graphs))
+        return contents
+
+    def config(self, graphs: Graphs) -> dict[str, Any]:
+        """Fields for the `config.json` of a new folder."""
+        return {name: value for layout in self.chosen for name, value in layout.config(self.model, graphs).items()}

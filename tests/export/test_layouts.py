@@ -1,0 +1,270 @@
+"""Layouts: what is written beside the graphs for each client, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner
+
+from llmconv.cli import main
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
+from llmconv.export import export
+from llmconv.export.fake_model import load_config
+from llmconv.export.input_maps import InputMap, Port, find_input_map
+from llmconv.export.layouts import Graphs, Link, Model, by_names, layouts, roles_for, transformersjs
+from llmconv.export.layouts import genai as genai_layout
+from llmconv.export.layouts.optimum import accept_any_empty_past, guess
+from llmconv.manifest import read_manifest
+from llmconv.verify import verify
+from tests.conftest import CONFIGS, save_tiny
+from tests.export.conftest import eager_logits, run_graph, tokens
+
+ALL = ("genai", "optimum", "transformersjs")
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a head size that is not hidden/heads and one key/value head, all layouts; do not write into it."""
+    folder = save_tiny("qwen3", tmp_path_factory.mktemp("odd") / "qwen3", head_dim=24, num_key_value_heads=1)
+    export(folder, layout=ALL)
+    return folder
+
+
+def model_of(model_type: str, generation: dict[str, Any] | None = None, **changes: Any) -> Model:
+    """What a layout knows of a tiny model."""
+    config = load_config({**CONFIGS[model_type], "model_type": model_type, **changes})
+    return Model(config, find_input_map(model_type), generation)
+
+
+def genai_config(model: Model, *roles: str) -> dict[str, Any]:
+    """The content of genai_config.json over these graphs."""
+    graphs = Graphs(dict.fromkeys(roles, b""), {role: f"{role}.onnx" for role in roles}, ("model.safetensors",))
+    content: dict[str, Any] = json.loads(genai_layout.files(model, graphs)["genai_config.json"])
+    return content
+
+
+def axes(path: Path, name: str) -> list[str | int]:
+    """The declared shape of an input."""
+    inputs = onnx.load(path, load_external_data=False).graph.input
+    port = next(port for port in inputs if port.name == name)
+    return [axis.dim_param or axis.dim_value for axis in port.type.tensor_type.shape.dim]
+
+
+def test_every_layout_has_the_name_of_its_file() -> None:
+    assert all(layout.name == name for name, layout in layouts().items())
+
+
+def test_an_unknown_layout_names_those_there_are(tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="no layout `coreml`") as refused:
+        export(tmp_path, layout="coreml")
+    assert "genai, onnxruntime, optimum, transformersjs" in refused.value.hint
+
+
+@pytest.mark.parametrize("graph", ["--prefill", "--incremental"])
+def test_half_a_pair_of_graphs_contradicts_genai(tmp_path: Path, graph: str) -> None:
+    result = CliRunner().invoke(main, ["export", str(tmp_path), graph, "--layout", "genai"])
+    assert result.exit_code == 2
+    assert "layout `genai` can do nothing with" in result.stderr and "`--prefill --incremental`" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "expected"),
+    [
+        ([], [], ["prefill", "decode"]),
+        (["genai"], [], ["unified"]),
+        (["genai"], ["prefill", "decode"], ["prefill", "decode"]),
+        (["optimum"], ["prefill"], ["prefill", "unified"]),
+        (["onnxruntime", "transformersjs"], [], ["prefill", "decode", "unified"]),
+    ],
+)
+def test_a_layout_implies_the_graphs_that_its_client_runs(
+    names: list[str], asked: list[str], expected: list[str]
+) -> None:
+    assert roles_for(by_names(names), asked) == expected
+
+
+def test_everything_beside_the_graphs_is_in_the_manifest(odd: Path) -> None:
+    files = read_manifest(odd).files
+    for name in ("model.onnx", "transformersjs.graph", "genai_config.json"):
+        assert files[name]["sha256"] == hashlib.sha256((odd / name).read_bytes()).hexdigest()
+    assert files["onnx/model.onnx"] == {"link": "../transformersjs.graph"}
+    assert read_manifest(odd).steps[-1]["options"]["layouts"] == list(ALL)
+
+
+def test_no_layout_copies_weights(odd: Path) -> None:
+    weights = (odd / "model.safetensors").stat().st_size
+    written = [path for path in odd.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert sum(path.stat().st_size for path in written) < weights + 300_000
+
+
+def test_a_folder_with_all_layouts_passes_verification(odd: Path) -> None:
+    assert verify(odd).verdict == "pass"
+
+
+@pytest.mark.parametrize("name", ["genai_config.json", "onnx/model.onnx"])
+def test_a_file_of_the_user_is_not_replaced_silently(llama: Path, name: str) -> None:
+    (llama / name).parent.mkdir(exist_ok=True)
+    (llama / name).write_text("mine")
+    with pytest.raises(InputRefused, match=f"`{llama / name}` already exists"):
+        export(llama, layout=["genai", "transformersjs"])
+    assert (llama / name).read_text() == "mine" and not (llama / "model.onnx").exists()
+
+
+def test_a_layout_can_be_added_to_other_graphs(exported: Path) -> None:
+    (exported / "model.onnx").unlink()
+    content = read_manifest(exported)
+    content.graphs.pop("unified")
+    (exported / "llmconv.json").write_bytes(content.encode())
+    export(exported, layout="genai")
+    assert set(read_manifest(exported).graphs) == {"prefill", "decode", "unified"}
+
+
+def test_a_new_folder_can_be_replaced_with_its_links(llama: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        export(llama, tmp_path / "new", layout="transformersjs", max_shard_size="500KB", overwrite=True)
+    shards = sorted((tmp_path / "new").glob("*.safetensors"))
+    links = [tmp_path / "new" / "onnx" / name for name in transformersjs.data_names(len(shards))]
+    assert len(shards) > 1 and [link.resolve() for link in links] == shards
+
+
+def test_genai_wants_one_graph_or_the_pair() -> None:
+    assert genai_config(model_of("llama"), "unified")["model"]["decoder"]["filename"] == "unified.onnx"
+    pair = genai_config(model_of("llama"), "prefill", "decode")["model"]
+    assert pair["type"] == "decoder-pipeline" and "filename" not in pair["decoder"]
+    (stages,) = pair["decoder"]["pipeline"]
+    assert [(s["run_on_prompt"], s["run_on_token_gen"]) for s in stages.values()] == [(True, False), (False, True)]
+
+
+def test_genai_maps_the_weights_of_two_sessions_once() -> None:
+    options = [genai_config(model_of("llama"), *r)["model"]["decoder"]["session_options"] for r in PAIR_AND_ONE]
+    assert [given.get("session.disable_prepacking") for given in options] == ["1", None]
+
+
+PAIR_AND_ONE = (("prefill", "decode"), ("unified",))
+
+
+@pytest.mark.parametrize(
+    ("tokens_of", "expected"),
+    [
+        ({}, {"eos_token_id": [2], "pad_token_id": 0, "bos_token_id": 1}),
+        ({"eos_token_id": [7, 8], "pad_token_id": [9, 0]}, {"eos_token_id": [7, 8], "pad_token_id": 9}),
+        ({"pad_token_id": None}, {"pad_token_id": 0}),
+    ],
+)
+def test_generation_config_tells_genai_the_tokens(tokens_of: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = genai_config(model_of("llama", tokens_of), "unified")["model"]
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_model_without_end_token_is_never_ended_by_its_padding() -> None:
+    found = genai_config(model_of("llama", eos_token_id=None, pad_token_id=None), "unified")["model"]
+    assert (found["eos_token_id"], found["pad_token_id"]) == ([-1], 0)
+
+
+def test_genai_samples_only_where_generation_config_says_so() -> None:
+    assert genai_config(model_of("llama"), "unified")["search"]["do_sample"] is False
+    told = {"do_sample": True, "top_p": 0.9, "temperature": 0.6, "top_k": None}
+    search = genai_config(model_of("llama", told), "unified")["search"]
+    assert search["do_sample"] is True and search["top_p"] == 0.9 and "top_k" not in search
+
+
+def test_genai_knows_no_model_with_several_head_sizes() -> None:
+    class Uneven(InputMap):
+        def inputs(self, config: Any) -> tuple[Port, ...]:
+            *rest, last = super().inputs(config)
+            return (*rest, Port(last.name, last.dtype, (*last.axes[:3], 8)))
+
+    with pytest.raises(UnsupportedInput, match="one number of heads and one head size"):
+        genai_layout.check(Model(model_of("llama").config, Uneven()))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "expected"),
+    [
+        ("llama", {}, (2, 16)),
+        ("qwen3", {"head_dim": 24}, (2, 16)),
+        ("gemma2", {}, (4, 16)),
+        ("bloom", {}, (4, 16)),
+    ],
+)
+def test_optimum_guesses_the_cache(model_type: str, changes: dict[str, Any], expected: tuple[int, int]) -> None:
+    model = model_of(model_type, **changes)
+    assert guess(model.config, model.input_map.inputs(model.config)[-1]) == expected
+
+
+def test_the_graph_takes_the_wrong_guess_only_where_it_must(odd: Path, llama: Path) -> None:
+    export(llama, layout="optimum")
+    assert axes(llama / "model.onnx", "past_key_values.0.key") == ["batch_size", 2, "past_sequence_length", 16]
+    assert axes(odd / "model.onnx", "past_key_values.0.key")[1::2] == ["kv_heads", "head_dim"]
+    assert axes(odd / "transformersjs.graph", "past_key_values.0.key")[1::2] == [1, 24]
+
+
+def test_any_empty_past_gives_what_the_right_one_gives(odd: Path) -> None:
+    inputs = tokens(batch=2, length=7)
+    past = {f"past_key_values.{i}.{part}": np.zeros((2, 4, 0, 16), np.float32) for i in range(4) for part in PARTS}
+    outputs = run_graph(odd / "model.onnx", inputs, past)
+    np.testing.assert_allclose(outputs["logits"], eager_logits(odd, inputs), atol=3e-6)
+    assert outputs["present.3.value"].shape == (2, 1, 7, 24)
+
+
+PARTS = ("key", "value")
+
+
+def test_the_variant_is_deterministic(deep: Callable[[str], Path]) -> None:
+    model = model_of("llama", num_hidden_layers=8)
+    past = list(model.input_map.inputs(model.config)[3:])
+    encoded = (deep("llama") / "model.onnx").read_bytes()
+    assert accept_any_empty_past(encoded, past) == accept_any_empty_past(encoded, past)
+
+
+def test_transformersjs_is_told_of_its_data_in_a_new_folder_only(llama: Path, tmp_path: Path) -> None:
+    before = (llama / "config.json").read_bytes()
+    export(llama, layout="transformersjs")
+    export(llama, tmp_path / "new", layout="transformersjs")
+    assert (llama / "config.json").read_bytes() == before
+    told = json.loads((tmp_path / "new" / "config.json").read_text())["transformers.js_config"]
+    assert told == {"use_external_data_format": {"model.onnx": 1}}
+
+
+def test_the_links_of_transformersjs_open_where_they_lie_and_as_copies(odd: Path, tmp_path: Path) -> None:
+    inputs = tokens(batch=2, length=7)
+    copied = Path(shutil.copytree(odd / "onnx", tmp_path / "onnx"))
+    linked, plain = (run_graph(folder / "model.onnx", inputs)["logits"] for folder in (odd / "onnx", copied))
+    np.testing.assert_array_equal(linked, plain)
+
+
+def test_transformersjs_takes_a_hundred_data_files() -> None:
+    graphs = Graphs({"unified": b""}, {"unified": "model.onnx"}, tuple(f"{i}.safetensors" for i in range(101)))
+    with pytest.raises(UsageProblem, match="at most 100 data files") as refused:
+        transformersjs.files(model_of("llama"), graphs)
+    assert "--max-shard-size" in refused.value.hint
+
+
+def test_transformersjs_gets_the_generation_config_that_it_insists_on(llama: Path) -> None:
+    (llama / "generation_config.json").unlink()
+    export(llama, layout="transformersjs")
+    told = json.loads((llama / "generation_config.json").read_text())
+    assert told == {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    assert "generation_config.json" in read_manifest(llama).files
+
+
+def test_a_link_leads_to_a_file_of_the_folder(odd: Path) -> None:
+    model, weights = model_of("qwen3"), ("a.safetensors", "b.safetensors")
+    graphs = Graphs({"unified": onnx.ModelProto().SerializeToString()}, {"unified": "model.onnx"}, weights)
+    files = transformersjs.files(model, graphs)
+    assert files["onnx/model.onnx_data_1"] == Link("../b.safetensors")
+
+
+def test_the_command_lists_what_it_wrote(llama: Path) -> None:
+    result = CliRunner().invoke(main, ["export", str(llama), "--layout", "genai", "--layout", "optimum", "--json"])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["graphs"] == {"unified": "model.onnx"} and printed["beside"] == ["genai_config.json"]
