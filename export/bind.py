@@ -70,7 +70,7 @@ def bind(traced: TracedGraph, tensors: Mapping[str, FileTensor]) -> int:
 def _require(name: str, found: Mapping[str, Expression], traced: TracedGraph) -> Expression:
     """What a parameter is made of: first the one it is tied to, then its own."""
     for spelling in (traced.tied.get(name), name):
-        if spelling in found:
+        if spelling is not None and spelling in found:
             return found[spelling]
     raise InputRefused(
         f"the weights lack `{name}`",

@@ -107,7 +107,7 @@ def build(config: Any) -> PreTrainedModel:
         model.set_experts_implementation(EXPERTS)
     for module, name in stored_buffers(model):
         with mode:
-            module._buffers[name] = torch.empty_like(module._buffers[name])
+            module._buffers[name] = torch.empty_like(module.get_buffer(name))
     return model.eval()
 
 

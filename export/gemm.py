@@ -47,7 +47,9 @@ class _Rewriter:
         """Puts Reshape, Gemm, Reshape in the place of a MatMul and of the Add of a bias after it."""
         out_features, in_features = static_shape(weight)
         is_matrix = self._axes(matmul) == 2
-        operands = [matmul.inputs[0] if is_matrix else self._flat(matmul, in_features), weight]
+        source = matmul.inputs[0]
+        assert source is not None
+        operands = [source if is_matrix else self._flat(matmul, in_features), weight]
         replaced = matmul.outputs[0]
         add, bias = self._bias(matmul)
         if add is not None and bias is not None:

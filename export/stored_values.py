@@ -58,6 +58,7 @@ class StoredValues:
                 axis = self._ints(made.axis)
                 parts = [self._node("Unsqueeze", [part, axis], {}, f"{name}.{i}") for i, part in enumerate(parts)]
             return self._node("Concat", parts, {"axis": made.axis}, name)
+        assert not isinstance(made, Rows)
         whole = self.value(made.whole)
         if isinstance(made, Sliced):
             ends = [self._ints(size) for size in (made.first, made.first + made.count, made.axis)]

@@ -65,7 +65,7 @@ def define_functions(model: ir.Model, texts: Mapping[str, str]) -> None:
         texts: of the functions by name.
     """
     for name in sorted({node.op_type for node in model.graph if node.domain == DOMAIN}):
-        function = ir.from_proto(function_proto(texts[name]))
+        function = ir.serde.deserialize_function(function_proto(texts[name]))
         model.functions[function.identifier()] = function
         model.opset_imports[DOMAIN] = 1
 

@@ -18,6 +18,9 @@ from llmconv.runtime.cache_names import layer_of
 class PastLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's cache; `update` concatenates, also where the family's own layer would keep a window only."""
 
+    keys: Any
+    values: Any
+
     def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
         super().__init__()
         self.keys, self.values, self.is_initialized = keys, values, keys is not None

@@ -44,7 +44,7 @@ class EagerCache:
         return {name: to_numpy(tensor) for name, tensor in self._tensors().items()}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for index, layer in enumerate(self.cache.layers):
             if getattr(layer, "keys", None) is not None:
                 tensors |= {f"present.{index}.key": layer.keys, f"present.{index}.value": layer.values}

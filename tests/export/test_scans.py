@@ -76,7 +76,7 @@ def token_by_token(name: str, feeds: Arrays) -> list[NDArray[Any]]:
     outputs = []
     for t in range(feeds["x"].shape[axis]):
         at = {
-            port: a if port in {"A", "past"} else a.take(t, axis if port in {"x", "dt"} else 1)
+            port: a if port in {"A", "past"} else np.asarray(a.take(t, axis if port in {"x", "dt"} else 1))
             for port, a in given.items()
         }
         state, y = STEPS[name](state, at)
