@@ -80,6 +80,8 @@ def shortened(config: Any, num_layers: int) -> Any:
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == total:
             fields[name] = value[:num_layers]
+        elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+            fields[name] = {key: kept for key, kept in value.items() if int(key) < num_layers}
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 

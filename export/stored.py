@@ -221,10 +221,6 @@ def _apply(operation: Any, lists: list[list[Expression]], targets: Sequence[Shap
         pieces = [whole.shape[operation.dim] // len(targets)] * len(targets)
         sizes = pieces if kind == "Chunk" else [shape[operation.dim] for shape in targets]
         return [list(_pieces(whole, operation.dim, sizes))]
-            list(
-                _pieces(whole, operation.dim, [shape[operation.dim] for shape in targets] if kind == "Split" else equal)
-            )
-        ]
     raise UnsupportedInput(
         f"the checkpoint stores weights in a way that needs `{kind}`",
         hint="load it with transformers and save it with `save_pretrained(…, save_original_format=False)`",

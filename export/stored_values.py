@@ -1,4 +1,4 @@
-"""The values that a graph reads of stored tensors: initializers over their bytes, and nodes where they must be joined."""
+"""The values that a graph reads of stored tensors: initializers over their bytes, nodes where they are joined."""
 
 from __future__ import annotations
 

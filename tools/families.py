@@ -10,23 +10,33 @@ Every type runs in a process of its own with a time limit, so that a crash or an
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
-import os
+import multiprocessing
 import re
-import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+import warnings
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.onnx
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from llmconv.errors import LlmconvError
+from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
+from llmconv.verify import verify
+from tools.tiny_models import depth, save_tiny, tiny_config
 
 RESULTS = Path("build/families.jsonl")
 TIME_LIMIT = 400
 """Seconds for one type."""
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Threads that wait for each other over a tiny model take several times as long."""
-
+FORK = multiprocessing.get_context("fork")
 
 INTRODUCTION = (
     "Written by `make families`; every line is a run of `tools/families.py` with the versions of `constraints.txt`: a",
@@ -72,11 +82,7 @@ def main() -> int:
     parser.add_argument("--guess", action="store_true", help="types without a row too, as plain decoders")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="the page of all results so far")
     parser.add_argument("--page-only", action="store_true", help="run nothing")
-    parser.add_argument("--worker", metavar="TYPE", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        print(json.dumps(asdict(examine(options.worker, options.suite, options.guess))))
-        return 0
     for model_type in [] if options.page_only else chosen(options):
         result = run(model_type, options)
         print(f"{result.verdict:12} {model_type:28} {result.seconds:6.1f} s  {result.reason[:150]}", flush=True)
@@ -103,38 +109,36 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 def all_types(guess: bool) -> list[str]:
     """Rows of the registry that transformers knows too; with `guess` its whole table."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415
-
-    from llmconv.export import INPUT_MAPS  # noqa: PLC0415
-
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if guess or name in INPUT_MAPS]
 
 
 def run(model_type: str, options: argparse.Namespace) -> Result:
-    """One type in a process of its own."""
+    """One type in a process of its own, forked so that the libraries are imported once."""
     started = time.perf_counter()
-    command = [sys.executable, "-W", "ignore", "-m", "tools.families", "--worker", model_type, "--suite", options.suite]
-    if options.guess:
-        command.append("--guess")
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False, env={**os.environ, **ONE_THREAD}
-        )
-        result = Result(**json.loads(done.stdout.splitlines()[-1]))
-    except subprocess.TimeoutExpired:
-        result = Result(model_type, "error", reason=f"not done after {TIME_LIMIT} s")
-    except (ValueError, IndexError):
-        result = Result(model_type, "error", reason=f"exit {done.returncode}: {done.stderr.strip()[-200:]}")
-    return Result(**(asdict(result) | {"seconds": round(time.perf_counter() - started, 1)}))
+    receiver, sender = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=_report, args=(sender, model_type, options.suite, options.guess))
+    child.start()
+    sender.close()
+    result = Result(model_type, "error", reason=f"not done after {TIME_LIMIT} s")
+    if receiver.poll(TIME_LIMIT):
+        try:
+            result = receiver.recv()
+        except EOFError:
+            child.join()
+            result = Result(model_type, "error", reason=f"the process ended with exit code {child.exitcode}")
+    child.kill()
+    child.join()
+    return replace(result, seconds=round(time.perf_counter() - started, 1))
+
+
+def _report(sender: Any, model_type: str, suite: str, guess: bool) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # threads that wait for each other over a tiny model take several times as long
+    sender.send(examine(model_type, suite, guess))
 
 
 def examine(model_type: str, suite: str, guess: bool) -> Result:
     """Makes, exports and verifies a tiny model; whatever is raised becomes the reason."""
-    from llmconv.errors import LlmconvError  # noqa: PLC0415 - the parent needs none of this
-    from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map  # noqa: PLC0415
-    from llmconv.verify import verify  # noqa: PLC0415
-    from tools.tiny_models import depth, save_tiny  # noqa: PLC0415
-
     if guess and model_type not in INPUT_MAPS:
         register_input_map(model_type, InputMap(position_ids=_takes_positions(model_type)))
     exported = None
@@ -162,13 +166,6 @@ def examine(model_type: str, suite: str, guess: bool) -> Result:
 
 
 def _takes_positions(model_type: str) -> bool:
-    import inspect  # noqa: PLC0415
-
-    import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-    from tools.tiny_models import tiny_config  # noqa: PLC0415
-
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(model_type, 2))
     return "position_ids" in inspect.signature(model.forward).parameters
@@ -218,8 +215,6 @@ def page(results: list[Result]) -> str:
 
 
 def _passed(result: Result) -> str:
-    from llmconv.export import INPUT_MAPS  # noqa: PLC0415
-
     note = INPUT_MAPS[result.model_type].note if result.model_type in INPUT_MAPS else ""
     traced = f"{result.traced} of {result.layers}" + (" (whole)" if result.traced == result.layers else "")
     return f"| `{result.model_type}` | {traced} | {result.checks} | {result.sigma:.2f} | {note} |"
