@@ -89,6 +89,8 @@ def shortened(config: Any, num_layers: int) -> Any:
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == total:
             fields[name] = value[:num_layers]
+        elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+            fields[name] = {key: item for key, item in value.items() if int(key) < num_layers}
     kept = {name: value for name, value in fields.items() if not _is_computed(config, name)}
     return AutoConfig.for_model(kept.pop("model_type"), **kept)
 
