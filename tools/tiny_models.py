@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmconv.export.fake_model import period, stored_buffers
+from tools.state_configs import STATE_CONFIGS
 
 FIELDS: dict[str, Any] = {
     "vocab_size": 131,
@@ -75,11 +76,13 @@ DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_laye
 
 
 def tiny_config(model_type: str, num_layers: int) -> Any:
-    """The config of a tiny model with `num_layers` layers.
+    """The config of a tiny model with `num_layers` layers, or as many as `STATE_CONFIGS` says.
 
     Raises:
         Exception: whatever transformers raises of a config.
     """
+    if model_type in STATE_CONFIGS:
+        return AutoConfig.for_model(model_type, **STATE_CONFIGS[model_type])
     default = AutoConfig.for_model(model_type)
     known = set(inspect.signature(type(default).__init__).parameters) | set(default.to_dict())
     alias = type(default).attribute_map

@@ -20,7 +20,7 @@ from llmconv.runtime import OrtGraph, OrtRunner, default_positions
 from llmconv.runtime.eager import EagerRunner
 from llmconv.verify import verify
 from tests.conftest import save_tiny
-from tests.export.state_configs import STATE_CONFIGS
+from tools.state_configs import STATE_CONFIGS
 
 QUICK = ("lfm2", "mamba")
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in STATE_CONFIGS]

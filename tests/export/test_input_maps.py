@@ -13,7 +13,7 @@ from llmconv.export import INPUT_MAPS, InputMap, register_input_map
 from llmconv.export.fake_model import load_config
 from llmconv.export.input_maps import find_input_map
 from tests.conftest import CONFIGS
-from tests.export.state_configs import STATE_CONFIGS
+from tools.state_configs import STATE_CONFIGS
 
 
 def test_every_family_of_the_table_has_a_tiny_model_in_the_tests() -> None:

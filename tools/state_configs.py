@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.conftest import DECODER
-
+DECODER = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 SHORT = {name: DECODER[name] for name in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")}
 MAMBA = {**SHORT, "num_hidden_layers": 4, "state_size": 8, "time_step_rank": 4}
 MIXED = {**DECODER, "num_hidden_layers": 8}
