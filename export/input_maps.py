@@ -123,9 +123,6 @@ INPUT_MAPS: dict[str, InputMap] = {
     "arcee": DECODER,
     "aria_text": DECODER,
     "axk1": DECODER,
-    "bailing_hybrid": InputMap(
-        cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention"
-    ),
     "bamba": InputMap(cache="state_space", note="Mamba-2 and attention layers"),
     "bart": MASK_ALONE,
     "bert": DECODER,
@@ -176,7 +173,9 @@ INPUT_MAPS: dict[str, InputMap] = {
     "granite": DECODER,
     "granite_swa": DECODER,
     "granitemoe": DECODER,
-    "granitemoehybrid": InputMap(cache="state_space", note="Mamba-2 and attention layers, experts"),
+    "granitemoehybrid": InputMap(
+        position_ids=False, cache="state_space", note="Mamba-2 and attention layers without positions, experts"
+    ),
     "granitemoeshared": DECODER,
     "hunyuan_v1_dense": DECODER,
     "hunyuan_v1_moe": DECODER,
@@ -186,7 +185,6 @@ INPUT_MAPS: dict[str, InputMap] = {
     "iquestcoder": DECODER,
     "jais2": DECODER,
     "jamba": InputMap(position_ids=False, cache="selective_scan", note=f"Mamba, attention, experts; {CONTINUES}"),
-    "kimi_linear": InputMap(cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention"),
     "kolibri1": DECODER,
     "laguna": DECODER,
     "lfm2": InputMap(cache="convolution", note="short convolutions and attention layers"),

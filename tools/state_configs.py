@@ -26,20 +26,6 @@ DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "mlp_layer_types": ["dense"] * 8,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
-}
-"""Multi-head latent attention, and experts in no layer."""
 
 STATE_CONFIGS: dict[str, dict[str, Any]] = {
     "mamba": MAMBA,
@@ -110,19 +96,6 @@ STATE_CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32,
-    },
-    "kimi_linear": {
-        **MIXED,
-        "layer_types": ["linear_attention", "full_attention"] * 4,
-        "linear_head_dim": 12,
-        "linear_num_heads": 4,
-        **LATENT,
-    },
-    "bailing_hybrid": {
-        **MIXED,
-        "layer_types": ["linear_attention", "full_attention"] * 4,
-        "head_dim": 12,
-        **LATENT,
     },
     "qwen3_next": {
         **MIXED,
