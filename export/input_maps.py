@@ -273,8 +273,8 @@ def find_input_map(model_type: str) -> InputMap:
     if model_type in table:
         return table[model_type]
     close = difflib.get_close_matches(model_type, table, n=3, cutoff=0.4)
-    known = f"close matches: {', '.join(close)}" if close else f"known: {', '.join(sorted(table))}"
+    matches = f" (close matches: {', '.join(close)})" if close else ""
     raise UnsupportedInput(
-        f"no input map for model_type `{model_type}` ({known})",
+        f"no input map for model_type `{model_type}`{matches}",
         hint="`llmconv families` lists the table; docs/adding-a-family.md tells how to add a row",
     )

@@ -54,9 +54,17 @@ def test_every_command_has_a_section() -> None:
     assert sections == list(llmconv.cli.COMMANDS)
 
 
-def test_the_readme_names_every_format_and_every_family() -> None:
-    cells = set(re.findall(r"`([\w-]+)`", "\n".join(re.findall(r"^\| (.*?) \|", README.read_text(), re.MULTILINE))))
-    assert {*formats(), *INPUT_MAPS} <= cells
+def first_cells(page: Path) -> set[str]:
+    """What the first columns of a page's tables name."""
+    return set(re.findall(r"`([\w-]+)`", "\n".join(re.findall(r"^\| (.*?) \|", page.read_text(), re.MULTILINE))))
+
+
+def test_the_readme_names_every_format() -> None:
+    assert {*formats()} <= first_cells(README)
+
+
+def test_the_page_of_families_names_every_family() -> None:
+    assert {*INPUT_MAPS} <= first_cells(ROOT / "docs/families.md")
 
 
 def test_the_readme_and_contributing_name_only_words_of_the_makefile() -> None:

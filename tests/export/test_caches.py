@@ -121,4 +121,4 @@ def test_a_limited_time_step_is_refused() -> None:
 
 
 def test_every_family_names_a_kind_of_the_table() -> None:
-    assert {row.cache for row in INPUT_MAPS.values()} == set(CACHE_KINDS)
+    assert {row.cache for row in INPUT_MAPS.values()} <= set(CACHE_KINDS)

@@ -16,8 +16,8 @@ from tests.conftest import CONFIGS
 from tools.state_configs import STATE_CONFIGS
 
 
-def test_every_family_of_the_table_has_a_tiny_model_in_the_tests() -> None:
-    assert set(INPUT_MAPS) == set(CONFIGS) | set(STATE_CONFIGS)
+def test_every_tiny_model_of_the_tests_is_of_a_family_of_the_table() -> None:
+    assert set(CONFIGS) | set(STATE_CONFIGS) <= set(INPUT_MAPS)
 
 
 def test_a_family_can_be_added_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
