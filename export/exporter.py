@@ -49,7 +49,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     prefill: bool = False,
     incremental: bool = False,
     unified: bool = False,
-    layout: str | Sequence[str] = DEFAULT,
+    layout: str | Sequence[str] = (),
     dtype: str = "keep",
     max_shard_size: str = "5GB",
     overwrite: bool = False,
