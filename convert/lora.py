@@ -73,8 +73,7 @@ def merge_lora(
         base: Hugging Face folder or hub id.
         adapters: folders or files of PEFT or of another program, or hub ids; one, or several.
         output: the folder to make.
-        overwrite: replace an existing model folder.
-        resume: continue an interrupted run.
+        overwrite, resume: replace an existing model folder; continue an interrupted run.
         dry_run: plan and check everything, write nothing.
         check: read a sample of the written tensors again and compare it with the sum in float64.
         options: see `MergeOptions`.

@@ -14,7 +14,7 @@ from llmconv.export.destination import GRAPH_FILES, Destination, InPlace, NewFol
 from llmconv.export.fake_model import depth, load_config
 from llmconv.export.graph import build_graph
 from llmconv.export.input_maps import find_input_map
-from llmconv.export.layouts import DEFAULT, Dressing, Model, by_names, roles_for
+from llmconv.export.layouts import DEFAULT, Dressing, Layout, Model, by_names, roles_for
 from llmconv.manifest import step
 from llmconv.storage import local_path
 
@@ -58,15 +58,13 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
 ) -> Exported:
     """Exports decoder graphs: `prefill.onnx`, `decode.onnx` and, on demand, `model.onnx` for both.
 
-    Without `output` (or with `output` naming the model folder) only graphs are written, and they map the weights in
-    place. Otherwise the weights are streamed into `output` once, cast to `dtype`, and mapped there. The graphs compute
-    in float32; weights stored in half precision are cast when the graph is loaded.
+    Without `output` the graphs map the weights in place; otherwise those are streamed into `output` once, cast to
+    `dtype`, and mapped there. The graphs compute in float32; half precision is cast when a graph is loaded.
 
     Args:
         model: Hugging Face folder or hub id.
         output: folder to make.
-        prefill, incremental: write `prefill.onnx`, `decode.onnx` (both when no graph is asked for).
-        unified: write `model.onnx`, which most clients load.
+        prefill, incremental, unified: write `prefill.onnx`, `decode.onnx` (the default), `model.onnx`.
         layout: the clients that shall open the folder (one file each in `export/layouts/`); some imply a graph.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: how the weights are stored.
         max_shard_size: largest safetensors file, when weights are written.
@@ -87,19 +85,25 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     dressing = Dressing(layouts, Model(config, input_map, _generation(folder)))
     dressing.check()
     destination: Destination = InPlace(folder, dtype, overwrite or dry_run)
-    if output is not None and output.resolve() != folder.resolve():
+    if output and output.resolve() != folder.resolve():
         destination = NewFolder(output, dtype, max_shard_size, overwrite, resume)
     destination.check(checkpoint, roles, dressing)
     traced, traced_layers = build_graph(config, input_map)
     match_weights(traced, checkpoint)
     sizes = None
     if not dry_run:
-        names = tuple(chosen.name for chosen in layouts if chosen.name != DEFAULT)
-        options = {"graphs": roles, "layouts": names, "dtype": dtype, "layers_traced": traced_layers}
-        sizes = destination.write(traced, checkpoint, roles, dressing, step("export", Path(model), **options))
+        done = _step(model, roles, layouts, dtype, traced_layers)
+        sizes = destination.write(traced, checkpoint, roles, dressing, done)
     files = {role: GRAPH_FILES[role] for role in roles}
-    layers = depth(config)
-    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, layers, dressing.names)
+    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, depth(config), dressing.names)
+
+
+def _step(
+    model: str | Path, roles: Sequence[str], layouts: Sequence[Layout], dtype: str, traced_layers: int
+) -> dict[str, Any]:
+    """What the manifest says of the export."""
+    names = tuple(layout.name for layout in layouts if layout.name != DEFAULT)
+    return step("export", Path(model), graphs=roles, layouts=names, dtype=dtype, layers_traced=traced_layers)
 
 
 def model_type_of(checkpoint: Checkpoint) -> str:
