@@ -229,6 +229,11 @@ def _is_complete(output: Path) -> bool:
     return bool(files) and same and not _partial(output).exists()
 
 
+def bytes_held(output: Path) -> int:
+    """Bytes on the disk that an interrupted run of `output` holds: the next one keeps them or gives them back."""
+    return sum(file.lstat().st_blocks * 512 for file in _partial(output).glob("*"))
+
+
 def _partial(output: Path) -> Path:
     """Where `output` is made before it is one."""
     return output.absolute().parent / f".{output.absolute().name}{PARTIAL}"

@@ -22,7 +22,7 @@ from llmconv.manifest import Manifest
 from llmconv.plan import Plan, Shard
 from llmconv.progress import bytes_bar, warn_all
 from llmconv.safetensors_io import FileTensor, holds
-from llmconv.staging import StagedFolder, failing_safely, require_free
+from llmconv.staging import StagedFolder, bytes_held, failing_safely, require_free
 from llmconv.streaming import stream_shard
 
 UNCHECKED = "`{}` was saved without checksums, so damage to it would not be noticed"
@@ -96,7 +96,7 @@ def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Pat
         InputRefused: `output` is there and may not be replaced, lies in an input, or the disk is too small.
     """
     require_free(output, overwrite, inputs)
-    _require_space(output, space_needed(plan, output))
+    _require_space(output, space_needed(plan, output) - bytes_held(output))
 
 
 def _home(output: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmconv import streaming
+from llmconv import streaming, writer
 from llmconv import tensors as tensors_module
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, UsageProblem
@@ -219,3 +220,14 @@ def measure_peak() -> Callable[[Callable[[], object]], int]:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     return measure
+
+
+def test_what_an_interrupted_run_holds_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_checkpoint(sample((100, 50)), 10**9)
+    usage = shutil.disk_usage(tmp_path)._replace(free=plan.nbytes - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(InputRefused, match="no space left"):
+        writer.check_output(plan, tmp_path / "out", False, [])
+    (tmp_path / ".out.llmconv-partial").mkdir()
+    (tmp_path / ".out.llmconv-partial" / "model.safetensors").write_bytes(bytes(4096))
+    writer.check_output(plan, tmp_path / "out", False, [])
