@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import onnx_ir as ir
-
 from llmconv.checkpoint import Checkpoint, open_weights
 from llmconv.errors import InputRefused
 from llmconv.export.bind import bind
-from llmconv.export.trace import OPSET, TracedGraph
+from llmconv.export.drawing import Drawing, Drawn
+from llmconv.export.trace import TracedGraph
 from llmconv.manifest import MANIFEST, Manifest, file_entry, read_manifest, steps_of_weights
 from llmconv.plan import plan_checkpoint
 from llmconv.safetensors_io import FileTensor
 from llmconv.staging import StagedFolder, failing_safely, require_free, sync_folder, write_durably
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 from llmconv.writer import write_checkpoint
-
-GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,11 @@ class Destination(Protocol):
     def folder(self) -> Path:
         """The folder that holds the graphs afterwards."""
 
-    def check(self, checkpoint: Checkpoint, roles: Sequence[str]) -> None:
+    def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
         """Raises InputRefused where `write` could not succeed."""
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, roles: Sequence[str], step: dict[str, Any]) -> Sizes:
-        """Binds the graph, writes it once per role, and enters it in the manifest."""
+    def write(self, traced: TracedGraph, checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]) -> Sizes:
+        """Binds the graph, draws and writes its files, and enters them in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class InPlace:
     dtype: str
     overwrite: bool
 
-    def check(self, checkpoint: Checkpoint, roles: Sequence[str]) -> None:
+    def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
         """Refuses links, weights of another dtype, and existing graphs without `overwrite`."""
         tensors = file_tensors(checkpoint)
         links = sorted({tensor.path.name for tensor in tensors.values() if tensor.path.is_symlink()})
@@ -70,26 +67,25 @@ class InPlace:
                 hint="give `-o OUT`: the weights are cast there once",
             )
         complete = read_manifest(self.folder).graphs
-        existing = [
-            GRAPH_FILES[role] for role in roles if role in complete and (self.folder / GRAPH_FILES[role]).exists()
-        ]
+        names = [name for role in drawing.roles if role in complete for name in drawing.names(role)]
+        existing = [name for name in names if (self.folder / name).exists()]
         if existing and not self.overwrite:
             raise InputRefused(f"`{self.folder / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, roles: Sequence[str], step: dict[str, Any]) -> Sizes:
+    def write(self, traced: TracedGraph, checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]) -> Sizes:
         """Each graph by temporary file and rename; the manifest last, so that only complete sets are announced."""
         mapped = bind(traced, file_tensors(checkpoint))
-        content = encode(traced.model)
+        drawn = drawing.draw(traced.model)
         manifest = read_manifest(self.folder)
         with failing_safely():
-            for role in roles:
-                write_durably(self.folder / GRAPH_FILES[role], content)
-                manifest.files[GRAPH_FILES[role]] = file_entry(content)
-            manifest.graphs.update(_entries(traced.model, roles))
+            for name, content in drawn.files.items():
+                write_durably(self.folder / name, content)
+                manifest.files[name] = file_entry(content)
+            manifest.graphs.update(drawn.entries)
             manifest.steps = [*(old for old in manifest.steps if old != step), step]
             write_durably(self.folder / MANIFEST, manifest.encode())
             sync_folder(self.folder)
-        return Sizes(len(content) * len(roles), mapped, 0)
+        return Sizes(drawn.nbytes, mapped, 0)
 
 
 @dataclass(frozen=True)
@@ -102,21 +98,21 @@ class NewFolder:
     overwrite: bool
     resume: bool
 
-    def check(self, checkpoint: Checkpoint, roles: Sequence[str]) -> None:
+    def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
         """Refuses an existing folder without `overwrite`."""
         require_free(self.folder, self.overwrite)
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, roles: Sequence[str], step: dict[str, Any]) -> Sizes:
+    def write(self, traced: TracedGraph, checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]) -> Sizes:
         """Weights, side files, graphs and manifest become visible together."""
         sizes: list[Sizes] = []
 
         def add_graphs(staged: StagedFolder, manifest: Manifest) -> None:
             mapped = bind(traced, file_tensors(open_weights(staged.path)))
-            content = encode(traced.model)
-            for role in roles:
-                staged.write_file(GRAPH_FILES[role], content)
-            manifest.graphs = _entries(traced.model, roles)
-            sizes.append(Sizes(len(content) * len(roles), mapped, plan.nbytes))
+            drawn: Drawn = drawing.draw(traced.model)
+            for name, content in drawn.files.items():
+                staged.write_file(name, content)
+            manifest.graphs = drawn.entries
+            sizes.append(Sizes(drawn.nbytes, mapped, plan.nbytes))
 
         plan = plan_checkpoint(self._cast(checkpoint), self.max_shard_size)
         write_checkpoint(
@@ -140,17 +136,3 @@ class NewFolder:
 def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:
     """Those tensors that lie in files as they are."""
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
-
-
-def encode(model: ir.Model) -> bytes:
-    """The bytes of an ONNX file; the same model gives the same bytes."""
-    return bytes(ir.to_proto(model).SerializeToString(deterministic=True))
-
-
-def _entries(model: ir.Model, roles: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The manifest's `graphs`."""
-    ports = {
-        "inputs": [value.name for value in model.graph.inputs],
-        "outputs": [value.name for value in model.graph.outputs],
-    }
-    return {role: {"file": GRAPH_FILES[role], "opset": OPSET, **ports} for role in roles}

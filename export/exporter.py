@@ -8,10 +8,13 @@ from pathlib import Path
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.errors import MalformedInput
 from llmconv.export.bind import match_weights
-from llmconv.export.destination import GRAPH_FILES, Destination, InPlace, NewFolder, Sizes
+from llmconv.export.destination import Destination, InPlace, NewFolder, Sizes
+from llmconv.export.drawing import Drawing
 from llmconv.export.fake_model import load_config
 from llmconv.export.graph import build_graph
+from llmconv.export.graph_options import GraphOptions
 from llmconv.export.input_maps import find_input_map
+from llmconv.export.passes.choice import Choice
 from llmconv.manifest import step
 from llmconv.storage import local_path
 
@@ -44,6 +47,8 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     prefill: bool = False,
     incremental: bool = False,
     unified: bool = False,
+    last_logits: bool = False,
+    postprocess: str | None = None,
     dtype: str = "keep",
     max_shard_size: str = "5GB",
     overwrite: bool = False,
@@ -61,6 +66,8 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         output: folder to make.
         prefill, incremental: write `prefill.onnx`, `decode.onnx` (both when no graph is asked for).
         unified: write `model.onnx`, which most clients load.
+        last_logits: run the head on the last position only: `logits` are `[batch_size, 1, vocab]`.
+        postprocess: `argmax` or `topk:K`: outputs `tokens` and `scores` instead of `logits`, see `passes.choice`.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: how the weights are stored.
         max_shard_size: largest safetensors file, when weights are written.
         overwrite, resume: replace existing graphs or an existing `output`; continue an interrupted run.
@@ -70,22 +77,27 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: a `model_type` without input map, weights that do not fit the config, existing graphs, …
         OutputFailed: writing failed.
     """
+    drawing = Drawing(
+        _roles(prefill, incremental, unified),
+        GraphOptions(last_logits, Choice.parse(postprocess) if postprocess else None),
+    )
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
     input_map = find_input_map(model_type_of(checkpoint))
     config = load_config(checkpoint.config)
-    roles = _roles(prefill, incremental, unified)
     destination: Destination = InPlace(folder, dtype, overwrite or dry_run)
     if output is not None and output.resolve() != folder.resolve():
         destination = NewFolder(output, dtype, max_shard_size, overwrite, resume)
-    destination.check(checkpoint, roles)
+    destination.check(checkpoint, drawing)
     traced, traced_layers = build_graph(config, input_map)
     match_weights(traced, checkpoint)
+    drawing.check(traced.model)
     sizes = None
     if not dry_run:
-        options = {"graphs": roles, "dtype": dtype, "layers_traced": traced_layers}
-        sizes = destination.write(traced, checkpoint, roles, step("export", Path(model), **options))
-    files = {role: GRAPH_FILES[role] for role in roles}
+        options = {"graphs": list(drawing.roles), "dtype": dtype, "layers_traced": traced_layers}
+        options |= drawing.options.recorded()
+        sizes = destination.write(traced, checkpoint, drawing, step("export", Path(model), **options))
+    files = {role: drawing.names(role)[0] for role in drawing.roles}
     return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, config.num_hidden_layers)
 
 
@@ -101,9 +113,9 @@ def model_type_of(checkpoint: Checkpoint) -> str:
     return model_type
 
 
-def _roles(prefill: bool, incremental: bool, unified: bool) -> list[str]:
+def _roles(prefill: bool, incremental: bool, unified: bool) -> tuple[str, ...]:
     """The graphs asked for, in the order they are written."""
     if not (prefill or incremental or unified):
         prefill = incremental = True
     wanted = {"prefill": prefill, "decode": incremental, "unified": unified}
-    return [role for role, given in wanted.items() if given]
+    return tuple(role for role, given in wanted.items() if given)

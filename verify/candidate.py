@@ -9,8 +9,9 @@ import numpy as np
 
 from llmconv.errors import LlmconvError
 from llmconv.runtime.ort import OrtGraph, OrtRunner
-from llmconv.runtime.runner import Runner
+from llmconv.runtime.runner import Runner, Step
 from llmconv.tensors import Array
+from llmconv.verify.choices import expected_count, measure_choices
 from llmconv.verify.compare import Gates, Measure, Truth, measure
 from llmconv.verify.report import Check
 from llmconv.verify.scenarios import Call, Chain, Scenario
@@ -33,8 +34,8 @@ class Candidate:
 
     @property
     def last_logits(self) -> bool:
-        """The graph gives the logits of the last token only."""
-        return any(graph.outputs["logits"][1] == 1 for graph in self.graphs if "logits" in graph.outputs)
+        """The graph gives the results of the last token only."""
+        return any(graph.outputs[graph.result_names[0]][1] == 1 for graph in self.graphs)
 
     def refuses(self, call: Call) -> str:
         """Why a call cannot be run by design; empty when it can."""
@@ -75,17 +76,24 @@ def check_scenario(
             return [replace(blank, output="logits", verdict="fail", detail=error.message)]
         for step, expected in zip(steps, truth, strict=True):
             rows = rows_of(step)
-            for name, wanted in expected.items():
-                wanted = wanted.last() if candidate.last_logits and name == "logits" else wanted
-                measures[name].append(_measure(wanted, rows.get(name), name))
+            for name, found in _results(candidate, expected["logits"], step).items():
+                measures[name].append(found)
+            for name in expected.keys() - {"logits"}:
+                measures[name].append(_measure(expected[name], rows.get(name)))
             pair.see(candidate, scenario, expected, rows)
     return [fold(blank, name, found, gates) for name, found in measures.items()]
 
 
-def _measure(truth: Truth, rows: Array | None, name: str) -> Measure:
-    if rows is None:
-        return Measure(problem="the graph lacks this output")
-    return measure(truth, rows, tokens=name == "logits")
+def _results(candidate: Candidate, truth: Truth, step: Step) -> dict[str, Measure]:
+    """Logits, or the tokens and scores that the graph chose from them."""
+    truth = truth.last() if candidate.last_logits else truth
+    if step.choices is None:
+        return {"logits": measure(truth, step.logits, tokens=True)}
+    return measure_choices(truth, step.choices, expected_count(candidate.graphs[-1].entry.postprocess))
+
+
+def _measure(truth: Truth, rows: Array | None) -> Measure:
+    return Measure(problem="the graph lacks this output") if rows is None else measure(truth, rows)
 
 
 def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Check:

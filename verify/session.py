@@ -13,8 +13,9 @@ from llmconv import __version__
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
+from llmconv.runtime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.guard import load_guarded
-from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, graph_files
+from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, open_graph
 from llmconv.verify.candidate import Agreement, Candidate, candidates, check_scenario
 from llmconv.verify.compare import GATES
 from llmconv.verify.localise import localise
@@ -55,27 +56,27 @@ def verify(
     folder = Path(folder)
     _require_usable(folder, suite)
     report = Report(folder.name, folder.name, suite, versions=library_versions())
-    files = graph_files(folder)
-    if not files:
+    entries = graph_entries(folder)
+    if not entries:
         report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
         return report
-    models = {path.name: load_guarded(path) for path in files.values()}
+    models = {entry.name: load_guarded(folder / entry.name) for entry in entries}
     truth_folder = Path(reference or recorded_reference(folder))
     report.reference = truth_folder.name
 
     add = _collector(report, on_checks)
-    report.notes += changed_graphs(folder, files.values())
+    report.notes += changed_graphs(folder, [path for entry in entries for path in entry.paths(folder)])
     source = Source.of(folder, truth_folder)
     add(audit_files(folder))
     _audit(models, source, report, add)
-    graphs = _open(files.values(), settings, add)
+    graphs = _open(folder, entries, settings, add)
     if graphs:
         eager = eager or Eager(truth_folder, graphs[0].dtype.name)
         shapes = eager.cache_shapes()
         add([check_structure(graph, models[graph.name], shapes) for graph in graphs])
         graphs = [graph for graph in graphs if not name_problems(graph, len(shapes))]
         _compare(eager, graphs, report, add)
-        _compare_twins(eager, [folder / graph.name for graph in graphs], models, settings, report, add)
+        _compare_twins(eager, folder, graphs, models, settings, report, add)
     report.where = localise(report.checks)
     return report
 
@@ -139,15 +140,18 @@ def _audit(
 
 
 def _open(
-    paths: Iterable[Path], settings: SessionSettings | None, add: Callable[[list[Check]], None]
+    folder: Path,
+    entries: Iterable[GraphEntry],
+    settings: SessionSettings | None,
+    add: Callable[[list[Check]], None],
 ) -> list[OrtGraph]:
     """The graphs that onnxruntime can open; the others are failed checks."""
     graphs = []
-    for path in paths:
+    for entry in entries:
         try:
-            graphs.append(OrtGraph(path, settings))
+            graphs.append(open_graph(folder, entry, settings))
         except LlmconvError as error:
-            add([Check("structure", path.name, "", verdict="fail", detail=error.message)])
+            add([Check("structure", entry.name, "", verdict="fail", detail=error.message)])
     return graphs
 
 
@@ -169,17 +173,19 @@ def _compare(
 
 def _compare_twins(
     eager: Eager,
-    paths: list[Path],
+    folder: Path,
+    originals: list[OrtGraph],
     models: dict[str, onnx.ModelProto],
     settings: SessionSettings | None,
     report: Report,
     add: Callable[[list[Check]], None],
 ) -> None:
     """A few scenarios on scaled weights."""
-    if not paths:
+    if not originals:
         return
-    folder = paths[0].parent
-    reason = why_no_twin(folder, eager.folder, [models[path.name] for path in paths], report.suite)
+    entries = [graph.entry for graph in originals]
+    paths = [path for entry in entries for path in entry.paths(folder)]
+    reason = why_no_twin(folder, eager.folder, [models[entry.name] for entry in entries], report.suite)
     if reason:
         report.notes.append(f"no run on scaled weights: {reason}")
         return
@@ -187,7 +193,7 @@ def _compare_twins(
     for change in CHANGES:
         twin = eager.twin(change)
         with scaled_copy(folder, paths, change) as copy:
-            graphs = _open([copy / path.name for path in paths], settings, add)
+            graphs = _open(copy, entries, settings, add)
             for scenario, chains in scenarios(report.suite, twin.facts()):
                 if scenario.name not in TWIN_SCENARIOS:
                     continue

@@ -15,6 +15,10 @@ from llmconv.cli import options
 @click.option("--prefill", is_flag=True, help="Write prefill.onnx.")
 @click.option("--incremental", is_flag=True, help="Write decode.onnx.")
 @click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
+@click.option("--last-logits", is_flag=True, help="Logits of the last position only.")
+@click.option(
+    "--postprocess", metavar="argmax|topk:K", help="Choose tokens in the graph: outputs `tokens` and `scores`."
+)
 @options.dtype
 @options.max_shard_size
 @options.overwrite

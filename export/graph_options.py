@@ -1,0 +1,29 @@
+"""What the graphs can be: the options that change a graph, and how a manifest records them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llmconv.export.passes.choice import Choice
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """Options of `llmconv export` that change what a graph computes, takes or gives.
+
+    Attributes:
+        last_logits: the head runs on the last position only.
+        choice: tokens and scores instead of logits; None for logits.
+    """
+
+    last_logits: bool = False
+    choice: Choice | None = None
+
+    def recorded(self) -> dict[str, Any]:
+        """What the manifest says of every graph, options that were left out omitted."""
+        entry = {
+            "last_logits": self.last_logits,
+            "postprocess": self.choice.text if self.choice else "",
+        }
+        return {name: value for name, value in entry.items() if value}
