@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from llmconv.checkpoint import Checkpoint, open_weights
 from llmconv.errors import InputRefused
 from llmconv.export.bind import bind
-from llmconv.export.drawing import Drawing, Drawn
+from llmconv.export.drawing import Drawing, Drawn, files_of
 from llmconv.export.trace import TracedGraph
 from llmconv.manifest import MANIFEST, Manifest, file_entry, read_manifest, steps_of_weights
 from llmconv.plan import plan_checkpoint
@@ -75,15 +75,18 @@ class InPlace:
     def write(self, traced: TracedGraph, checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]) -> Sizes:
         """Each graph by temporary file and rename; the manifest last, so that only complete sets are announced."""
         mapped = bind(traced, file_tensors(checkpoint))
-        drawn = drawing.draw(traced.model)
+        drawn = drawing.draw(traced, self.folder)
         manifest = read_manifest(self.folder)
         with failing_safely():
             for name, content in drawn.files.items():
                 write_durably(self.folder / name, content)
                 manifest.files[name] = file_entry(content)
+            replaced = _forget_replaced(manifest, drawn)
             manifest.graphs.update(drawn.entries)
             manifest.steps = [*(old for old in manifest.steps if old != step), step]
             write_durably(self.folder / MANIFEST, manifest.encode())
+            for name in replaced:
+                (self.folder / name).unlink(missing_ok=True)
             sync_folder(self.folder)
         return Sizes(drawn.nbytes, mapped, 0)
 
@@ -108,7 +111,7 @@ class NewFolder:
 
         def add_graphs(staged: StagedFolder, manifest: Manifest) -> None:
             mapped = bind(traced, file_tensors(open_weights(staged.path)))
-            drawn: Drawn = drawing.draw(traced.model)
+            drawn = drawing.draw(traced, staged.path)
             for name, content in drawn.files.items():
                 staged.write_file(name, content)
             manifest.graphs = drawn.entries
@@ -136,3 +139,13 @@ class NewFolder:
 def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:
     """Those tensors that lie in files as they are."""
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
+
+
+def _forget_replaced(manifest: Manifest, drawn: Drawn) -> list[str]:
+    """Files of an earlier export of the same graphs that this one does not write again, such as stages."""
+    before = {name for role in drawn.entries for name in files_of(manifest.graphs.get(role, {}))}
+    kept = {name for role, entry in manifest.graphs.items() if role not in drawn.entries for name in files_of(entry)}
+    left = [name for name in sorted(before - kept - drawn.files.keys()) if name in manifest.files]
+    for name in left:
+        del manifest.files[name]
+    return left

@@ -15,6 +15,8 @@ from llmconv.export.graph import build_graph
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.input_maps import find_input_map
 from llmconv.export.passes.choice import Choice
+from llmconv.export.prefixes import open_prefix
+from llmconv.export.trace import OPSET
 from llmconv.manifest import step
 from llmconv.storage import local_path
 
@@ -25,7 +27,7 @@ class Exported:
 
     Attributes:
         folder: where the graphs lie.
-        graphs: role (`prefill`, `decode`, `unified`) -> file name.
+        graphs: role (`prefill`, `decode`, `unified`) -> file names, several where there are stages.
         sizes: bytes of graphs, of mapped and of copied weights; None for a dry run.
         weight_bytes: bytes of the model's weights.
         traced_layers: how many layers were traced; the rest was replicated.
@@ -33,7 +35,7 @@ class Exported:
     """
 
     folder: Path
-    graphs: dict[str, str]
+    graphs: dict[str, list[str]]
     sizes: Sizes | None
     weight_bytes: int
     traced_layers: int
@@ -49,6 +51,9 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     unified: bool = False,
     last_logits: bool = False,
     postprocess: str | None = None,
+    stages: int = 1,
+    prefix: Path | None = None,
+    opset: int = OPSET,
     dtype: str = "keep",
     max_shard_size: str = "5GB",
     overwrite: bool = False,
@@ -68,6 +73,9 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         unified: write `model.onnx`, which most clients load.
         last_logits: run the head on the last position only: `logits` are `[batch_size, 1, vocab]`.
         postprocess: `argmax` or `topk:K`: outputs `tokens` and `scores` instead of `logits`, see `passes.choice`.
+        stages: write each graph as a chain of so many, each with some of the layers, see `llmconv.export.stages`.
+        prefix: adapter of prefix tuning or prompt tuning, which the graphs of a prompt begin with.
+        opset: 21 spells newer operators out, for older runtimes; 23 or 24.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: how the weights are stored.
         max_shard_size: largest safetensors file, when weights are written.
         overwrite, resume: replace existing graphs or an existing `output`; continue an interrupted run.
@@ -77,10 +85,9 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: a `model_type` without input map, weights that do not fit the config, existing graphs, …
         OutputFailed: writing failed.
     """
-    drawing = Drawing(
-        _roles(prefill, incremental, unified),
-        GraphOptions(last_logits, Choice.parse(postprocess) if postprocess else None),
-    )
+    choice = Choice.parse(postprocess) if postprocess else None
+    options = GraphOptions(last_logits, choice, stages, open_prefix(prefix) if prefix else None, opset)
+    drawing = Drawing(_roles(prefill, incremental, unified), options)
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
     input_map = find_input_map(model_type_of(checkpoint))
@@ -91,13 +98,14 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     destination.check(checkpoint, drawing)
     traced, traced_layers = build_graph(config, input_map)
     match_weights(traced, checkpoint)
-    drawing.check(traced.model)
+    drawing.check(traced)
     sizes = None
     if not dry_run:
-        options = {"graphs": list(drawing.roles), "dtype": dtype, "layers_traced": traced_layers}
-        options |= drawing.options.recorded()
-        sizes = destination.write(traced, checkpoint, drawing, step("export", Path(model), **options))
-    files = {role: drawing.names(role)[0] for role in drawing.roles}
+        given = {"graphs": list(drawing.roles), "dtype": dtype, "layers_traced": traced_layers, **options.recorded()}
+        given |= {"stages": stages if stages > 1 else None, "prefix": prefix.name if prefix else None}
+        given |= {"opset": opset if opset != OPSET else None}
+        sizes = destination.write(traced, checkpoint, drawing, step("export", Path(model), **given))
+    files = {role: drawing.names(role) for role in drawing.roles}
     return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, config.num_hidden_layers)
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmconv.export.passes.choice import Choice
+from llmconv.export.prefixes import Prefix
+from llmconv.export.trace import OPSET
 
 
 @dataclass(frozen=True)
@@ -15,13 +17,19 @@ class GraphOptions:
     Attributes:
         last_logits: the head runs on the last position only.
         choice: tokens and scores instead of logits; None for logits.
+        stages: how many graphs share the layers.
+        prefix: what the graphs of a prompt begin with; None for nothing.
+        opset: version of the standard operators.
     """
 
     last_logits: bool = False
     choice: Choice | None = None
+    stages: int = 1
+    prefix: Prefix | None = None
+    opset: int = OPSET
 
     def recorded(self) -> dict[str, Any]:
-        """What the manifest says of every graph, options that were left out omitted."""
+        """What the manifest says of every graph, options that were left out omitted; see `PrefixFile` for a prefix."""
         entry = {
             "last_logits": self.last_logits,
             "postprocess": self.choice.text if self.choice else "",

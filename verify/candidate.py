@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmconv.errors import LlmconvError
+from llmconv.runtime.graph_entry import PrefixEntry
 from llmconv.runtime.ort import OrtGraph, OrtRunner
 from llmconv.runtime.runner import Runner, Step
 from llmconv.tensors import Array
@@ -37,6 +38,16 @@ class Candidate:
         """The graph gives the results of the last token only."""
         return any(graph.outputs[graph.result_names[0]][1] == 1 for graph in self.graphs)
 
+    @property
+    def role(self) -> str:
+        """`prefill`, `decode` or `unified` where one graph runs alone; empty for two."""
+        return self.graphs[0].entry.role if len(self.graphs) == 1 else ""
+
+    @property
+    def prefix(self) -> PrefixEntry | None:
+        """What the graph of the prompt begins with."""
+        return self.graphs[0].entry.prefix
+
     def refuses(self, call: Call) -> str:
         """Why a call cannot be run by design; empty when it can."""
         for graph in self.graphs:
@@ -53,9 +64,9 @@ class Candidate:
 def candidates(graphs: list[OrtGraph], chains: list[Chain]) -> list[Candidate]:
     """Every graph alone; and the prefill graph handing over to the decode graph, where there are steps to hand over."""
     found = [Candidate(graph.name, OrtRunner(graph, graph), (graph,)) for graph in graphs]
-    two = {graph.name: graph for graph in graphs if graph.name in {"prefill.onnx", "decode.onnx"}}
-    if len(two) == 2 and any(len(chain) > 1 for chain in chains):
-        first, then = two["prefill.onnx"], two["decode.onnx"]
+    two = {graph.entry.role: graph for graph in graphs}
+    if {"prefill", "decode"} <= two.keys() and any(len(chain) > 1 for chain in chains):
+        first, then = two["prefill"], two["decode"]
         found.append(Candidate(f"{first.name}+{then.name}", OrtRunner(first, then), (first, then)))
     return found
 
@@ -130,9 +141,9 @@ class Agreement:
         """Notes what a candidate gave; the decode graph's calls come after the same calls of the prefill graph."""
         if scenario.name != self._scenario:
             self._scenario, self._prefill = scenario.name, []
-        if candidate.name == "prefill.onnx":
+        if candidate.role == "prefill":
             self._prefill.append(rows)
-        elif candidate.name == "decode.onnx" and self._prefill:
+        elif candidate.role == "decode" and self._prefill:
             other = self._prefill.pop(0)
             for name in rows.keys() & other.keys() & truth.keys():
                 wanted = replace(truth[name], exact=other[name].astype(np.float64))

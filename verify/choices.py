@@ -58,7 +58,7 @@ def _misplaced(logits: Truth, chosen: Array) -> int:
 
 
 def _score_truth(logits: Truth, chosen: Array) -> Truth:
-    """A score is a logit less their logarithmic sum: both have the noise of the logits, and the sum its own rounding."""
+    """A score is a logit less their logarithmic sum: both have the logits' noise, and the sum its own rounding."""
     top = logits.exact.max(axis=-1, keepdims=True)
     total = top + np.log(np.exp(logits.exact - top).sum(axis=-1, keepdims=True))
     rounding = ULP * np.abs(total[..., 0])

@@ -63,7 +63,7 @@ def results_of(graph: OrtGraph) -> list[str]:
 
 
 def _result_problems(graph: OrtGraph) -> list[str]:
-    """Logits of one position where the manifest says that the graph gives the last only, of every position elsewhere."""
+    """One position where the manifest says that the graph gives the last only, all of them elsewhere."""
     if graph.entry.last_logits is None:
         return []
     problems = []

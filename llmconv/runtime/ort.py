@@ -11,8 +11,8 @@ import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.runtime.graph_entry import GraphEntry, graph_entries
-from llmconv.runtime.guard import load_guarded
+from llmconv.runtime.chain import SessionChain, first_line
+from llmconv.runtime.graph_entry import GraphEntry, PrefixEntry, graph_entries
 from llmconv.runtime.runner import Cache, Choices, Step
 from llmconv.tensors import Array
 
@@ -76,7 +76,7 @@ class OrtCache:
 
 
 class OrtGraph:
-    """One graph in one session; what it takes is read from what the session declares.
+    """One graph in one session, or one per stage; what it takes is read from what the session declares.
 
     Attributes:
         entry: what the manifest says of it.
@@ -89,17 +89,9 @@ class OrtGraph:
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None, *, entry: GraphEntry | None = None) -> None:
-        load_guarded(path)
-        self.name = path.name
         self.entry = entry or GraphEntry("", (path.name,))
-        try:
-            self._session = ort.InferenceSession(
-                path, (settings or SessionSettings()).options(), ["CPUExecutionProvider"]
-            )
-        except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            raise MalformedInput(
-                f"onnxruntime cannot open `{path.name}`: {_first_line(error)}", hint="run `llmconv export` again"
-            ) from error
+        self.name = self.entry.name
+        self._session = SessionChain(self.entry.paths(path.parent), (settings or SessionSettings()).options())
         declared, results = self._session.get_inputs(), self._session.get_outputs()
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
         self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in results}
@@ -123,7 +115,7 @@ class OrtGraph:
             outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             raise MalformedInput(
-                f"`{self.name}` fails in onnxruntime: {_first_line(error)}", hint="run `llmconv verify` on the folder"
+                f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint="run `llmconv verify` on the folder"
             ) from error
         results = [value.numpy() for value in outputs[: len(self.result_names)]]
         return self._step(results, OrtCache(outputs[len(self.result_names) :]))
@@ -131,9 +123,8 @@ class OrtGraph:
     def _step(self, results: Sequence[Array], present: Cache) -> Step:
         if self.result_names == ["logits"]:
             return Step(results[0], present)
-        tokens, scores = (
-            array if array.ndim == 3 else array[..., None] for array in results
-        )  # argmax has no last axis
+        # argmax has no last axis
+        tokens, scores = (array if array.ndim == 3 else array[..., None] for array in results)
         return Step(np.empty((*tokens.shape[:2], 0), np.float32), present, Choices(tokens, scores))
 
     def _past_values(self, past: Cache | None, batch: int) -> Sequence[ort.OrtValue]:
@@ -148,10 +139,14 @@ class OrtGraph:
 
 
 class OrtRunner:
-    """The prefill graph for the prompt and the decode graph for the steps; one graph may serve as both."""
+    """The prefill graph for the prompt and the decode graph for the steps; one graph may serve as both.
+
+    A prefix of the prefill graph does not show: masks and positions are given as if there were none.
+    """
 
     def __init__(self, prefill: OrtGraph, decode: OrtGraph) -> None:
         self._prefill, self._decode = prefill, decode
+        self._prefix = prefill.entry.prefix
 
     @classmethod
     def from_folder(cls, folder: Path, settings: SessionSettings | None = None) -> OrtRunner:
@@ -175,11 +170,24 @@ class OrtRunner:
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs the prompt on the prefill graph."""
-        return self._prefill.run(input_ids, attention_mask, position_ids, past)
+        return self._prefill.run(input_ids, *self._behind_prefix(attention_mask, position_ids, past), past)
 
     def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs a step on the decode graph."""
-        return self._decode.run(input_ids, attention_mask, position_ids, past)
+        graph = self._prefill if self._prefix and past is None else self._decode  # only that one has the prefix
+        return graph.run(input_ids, *self._behind_prefix(attention_mask, position_ids, past), past)
+
+    def _behind_prefix(self, attention_mask: Array, position_ids: Array, past: Cache | None) -> tuple[Array, Array]:
+        """Mask and positions for a cache that begins with the prefix."""
+        if self._prefix is None or past is None:
+            return attention_mask, position_ids
+        return behind_prefix(attention_mask, position_ids, self._prefix)
+
+
+def behind_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry) -> tuple[Array, Array]:
+    """Mask and positions of tokens whose cache begins with a prefix, from those of the same tokens without one."""
+    ones = np.ones((len(attention_mask), prefix.length), dtype=np.int64)
+    return np.concatenate([ones, attention_mask], axis=1), position_ids + prefix.first_position
 
 
 def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
@@ -189,8 +197,3 @@ def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None
 
 def _int64(array: Array) -> ort.OrtValue:
     return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=np.int64))
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:300] if text else type(error).__name__

@@ -61,8 +61,8 @@ def pick_choice(tokens: Array, scores: Array, sampling: Sampling, generator: np.
         return int(tokens[0])
     if not 0 < sampling.top_k <= len(tokens):
         raise UsageProblem(
-            f"the graph gives {len(tokens)} tokens to sample from, top-k {sampling.top_k or 'of all tokens'} needs more",
-            hint=f"give `--temperature 0`, or `--top-k {len(tokens)}` or less, or export with a larger `--postprocess`",
+            f"the graph gives {len(tokens)} tokens to sample from, top-k {sampling.top_k or 'of all'} needs more",
+            hint=f"give `--temperature 0`, or `--top-k {len(tokens)}` or less, or export another `--postprocess`",
         )
     order = np.argsort(tokens)  # the order of the vocabulary, so that a seed gives the text that logits give
     return int(tokens[order[pick_token(scores[order], sampling, generator)]])

@@ -11,57 +11,97 @@ import onnx
 
 from tests.verify.surgery import add_constant
 
-Surgery = Callable[[onnx.ModelProto], None]
+Surgery = Callable[[onnx.ModelProto], bool]
+"""Changes a graph, or returns False where the graph has no such place."""
 
 
 @dataclass(frozen=True)
 class OptionMutant:
-    """One bug: its name, the options of the export it is made in, and the surgery, done to every graph."""
+    """One bug: its name, the options of the export it is made in, and the surgery, done to every file."""
 
     name: str
     options: dict[str, Any] = field(hash=False)
     apply: Surgery = field(hash=False)
 
 
-def node_named(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+def node_named(model: onnx.ModelProto, name: str) -> onnx.NodeProto | None:
     """The node of that name."""
-    return next(node for node in model.graph.node if node.name == name)
+    return next((node for node in model.graph.node if node.name == name), None)
 
 
-def first_position(model: onnx.ModelProto) -> None:
-    """The head runs on the first position."""
-    slice_node = node_named(model, "last_logits/Slice")
-    slice_node.input[1] = add_constant(model, np.array([0]))
-    slice_node.input[2] = add_constant(model, np.array([1]))
+def rewired(name: str, **inputs: int | float | str) -> Surgery:
+    """Other inputs for one node: `i0` is the first; a number is a new constant `[1]`, int64 or float32."""
+
+    def apply(model: onnx.ModelProto) -> bool:
+        node = node_named(model, name)
+        for place, value in inputs.items() if node else ():
+            kind = np.int64 if isinstance(value, int) else np.float32
+            new = value if isinstance(value, str) else add_constant(model, np.array([value], kind))
+            node.input[int(place[1:])] = new  # type: ignore[union-attr]
+        return node is not None
+
+    return apply
 
 
-def all_positions(model: onnx.ModelProto) -> None:
+def retyped(name: str, op_type: str) -> Surgery:
+    """Another operator for one node."""
+
+    def apply(model: onnx.ModelProto) -> bool:
+        node = node_named(model, name)
+        if node is not None:
+            node.op_type = op_type
+        return node is not None
+
+    return apply
+
+
+def all_positions(model: onnx.ModelProto) -> bool:
     """Every position's logits, although the manifest says the last one's."""
-    node_named(model, "last_logits/Slice").input[1] = add_constant(model, np.array([-(1 << 40)]))
     reshape = next(node for node in model.graph.node if "int64_-1_1_96" in node.input)
     reshape.input[1] = "graph/Concat:0"
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_param = "sequence_length"
+    return rewired("last_logits/Slice", i1=-(1 << 40))(model)
 
 
-def least_likely(model: onnx.ModelProto) -> None:
-    """The token with the smallest logit."""
-    node_named(model, "postprocess/ArgMax").op_type = "ArgMin"
-
-
-def smallest_first(model: onnx.ModelProto) -> None:
+def smallest_first(model: onnx.ModelProto) -> bool:
     """The K least likely tokens."""
-    node_named(model, "postprocess/TopK").attribute.append(onnx.helper.make_attribute("largest", 0))
+    node = node_named(model, "postprocess/TopK")
+    assert node is not None
+    node.attribute.append(onnx.helper.make_attribute("largest", 0))
+    return True
 
 
-def scores_of_the_best(model: onnx.ModelProto) -> None:
-    """Scores relative to the best token instead of to all."""
-    node_named(model, "postprocess/ReduceLogSumExp").op_type = "ReduceMax"
+def prefix_swapped(model: onnx.ModelProto) -> bool:
+    """Keys of one layer's prefix are its values."""
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    if "prefix.1.key" not in tensors:
+        return False
+    tensors["prefix.1.key"].external_data[1].value = tensors["prefix.1.value"].external_data[1].value
+    return True
 
+
+LAST, TOP = {"last_logits": True}, {"postprocess": "topk:3", "last_logits": True}
+PREFIX, SOFT = {"prefix": "PrefixTuning"}, {"prefix": "PromptTuning"}
 
 OPTION_MUTANTS = (
-    OptionMutant("the head runs on the first position", {"last_logits": True}, first_position),
-    OptionMutant("all positions where one is promised", {"last_logits": True}, all_positions),
-    OptionMutant("the least likely token", {"postprocess": "argmax"}, least_likely),
-    OptionMutant("the K least likely tokens", {"postprocess": "topk:3", "last_logits": True}, smallest_first),
-    OptionMutant("scores relative to the best", {"postprocess": "topk:3", "last_logits": True}, scores_of_the_best),
+    OptionMutant("the head runs on the first position", LAST, rewired("last_logits/Slice", i1=0, i2=1)),
+    OptionMutant("all positions where one is promised", LAST, all_positions),
+    OptionMutant("the least likely token", {"postprocess": "argmax"}, retyped("postprocess/ArgMax", "ArgMin")),
+    OptionMutant("the K least likely tokens", TOP, smallest_first),
+    OptionMutant("scores relative to the best", TOP, retyped("postprocess/ReduceLogSumExp", "ReduceMax")),
+    OptionMutant(
+        "a stage forgets what it was given",
+        {"stages": 2},
+        rewired("model.layers.2/Add", i0="model.layers.2.self_attn.o_proj/Reshape_2:0"),
+    ),
+    OptionMutant("the prefix counts for no position", PREFIX, rewired("prefix/Add", i1=0)),
+    OptionMutant("the prefix is one token short", PREFIX, rewired("prefix/Where", i1=4)),
+    OptionMutant("the prefix is masked", SOFT, rewired("prefix/Expand", i0=0)),
+    OptionMutant("the prefix comes again with every turn", SOFT, rewired("prefix/Where", i2=5)),
+    OptionMutant("keys of the prefix are its values", PREFIX, prefix_swapped),
+    OptionMutant(
+        "attention scale 1 % off, spelled out",
+        {"opset": 21},
+        rewired("model.layers.1.self_attn/Attention/Mul", i1=0.2525),
+    ),
 )
