@@ -11,7 +11,7 @@ import onnx_ir as ir
 from llmconv.errors import UnsupportedInput
 from llmconv.export.passes.edits import Editor, integers, scalar
 
-OPSETS = (21, 23, 24)
+TO_THE_END = (1 << 63) - 1
 IR_VERSIONS = {21: 10, 23: 10, 24: 11}
 """The file format that runtimes of that opset read."""
 
@@ -102,9 +102,64 @@ def _rms_normalization(edit: Editor, node: ir.Node) -> ir.Value:
     return edit.one("Mul", [edit.one("Div", [content, root]), scale])
 
 
+def _rotary_embedding(edit: Editor, node: ir.Node) -> ir.Value:
+    """RotaryEmbedding-23 on `[batch, heads, new, size]`: the first `rotary_embedding_dim` of each head are turned."""
+    content, cosines, sines, *positions = node.inputs
+    if content is None or cosines is None or sines is None or node.attributes.get_int("num_heads", 0):
+        _refuse(node, "is of a kind that is not spelled out")
+    ones = integers(edit.graph, 1)
+    if positions and positions[0] is not None:  # tables by position; else they are given per token
+        cosines, sines = (edit.one("Gather", [table, positions[0]], {"axis": 0}) for table in (cosines, sines))
+    cosines, sines = (edit.one("Unsqueeze", [table, ones]) for table in (cosines, sines))
+    size = node.attributes.get_int("rotary_embedding_dim", 0)
+    turned, rest = content, None
+    if size:
+        turned, rest = _slice(edit, content, 0, size), _slice(edit, content, size, TO_THE_END)
+    halves = _pairs(edit, turned, bool(node.attributes.get_int("interleaved", 0)))
+    turned = _turn(edit, *halves, cosines, sines, bool(node.attributes.get_int("interleaved", 0)), turned)
+    return turned if rest is None else edit.one("Concat", [turned, rest], {"axis": -1})
+
+
+def _pairs(edit: Editor, content: ir.Value, interleaved: bool) -> tuple[ir.Value, ir.Value]:
+    """The two numbers of every pair: neighbours, or one half and the other."""
+    if interleaved:
+        return _slice(edit, content, 0, TO_THE_END, 2), _slice(edit, content, 1, TO_THE_END, 2)
+    first, second = edit.add("Split", [content], {"axis": -1, "num_outputs": 2}, outputs=2)
+    return first, second
+
+
+def _turn(
+    edit: Editor,
+    first: ir.Value,
+    second: ir.Value,
+    cosines: ir.Value,
+    sines: ir.Value,
+    interleaved: bool,
+    like: ir.Value,
+) -> ir.Value:
+    """Pairs turned by their angles and put back where they were."""
+
+    def product(left: ir.Value, right: ir.Value) -> ir.Value:
+        return edit.one("Mul", [left, right])
+
+    real = edit.one("Sub", [product(first, cosines), product(second, sines)])
+    imaginary = edit.one("Add", [product(first, sines), product(second, cosines)])
+    if not interleaved:
+        return edit.one("Concat", [real, imaginary], {"axis": -1})
+    last = integers(edit.graph, -1)
+    pairs = edit.one("Concat", [edit.one("Unsqueeze", [part, last]) for part in (real, imaginary)], {"axis": -1})
+    return edit.one("Reshape", [pairs, edit.one("Shape", [like])])
+
+
+def _slice(edit: Editor, content: ir.Value, start: int, end: int, step: int = 1) -> ir.Value:
+    """Along the last axis."""
+    return edit.one("Slice", [content, *(integers(edit.graph, number) for number in (start, end, -1, step))])
+
+
 _SPELLED: dict[str, Callable[[Editor, ir.Node], ir.Value]] = {
     "Attention": _attention,
     "RMSNormalization": _rms_normalization,
+    "RotaryEmbedding": _rotary_embedding,
 }
 
 

@@ -9,7 +9,7 @@ from onnx import helper
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.passes.opset import to_opset
-from tests.export.passes.graphs import graph, port, run
+from tests.export.passes.graphs import INT64, graph, port, run
 
 RNG = np.random.default_rng(2)
 BATCH, HEADS, NEW, TOTAL, SIZE = 2, 6, 3, 5, 4
@@ -56,6 +56,25 @@ def test_rms_normalization_is_spelled_out() -> None:
     model = norm()
     to_opset(model, 21)
     np.testing.assert_allclose(run(model, x=rows)["y"], run(norm(), x=rows)["y"], atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("size", [0, 4])
+@pytest.mark.parametrize("by_position", [False, True])
+def test_rotary_embedding_is_spelled_out(interleaved: int, size: int, by_position: bool) -> None:
+    names = ["x", "cos", "sin", "positions"][: 4 if by_position else 3]
+    table = [16, (size or 8) // 2] if by_position else [2, 3, (size or 8) // 2]
+
+    def rotary() -> ir.Model:
+        node = helper.make_node("RotaryEmbedding", names, ["y"], interleaved=interleaved, rotary_embedding_dim=size)
+        ports = [port("x", [2, 4, 3, 8]), port("cos", table), port("sin", table), port("positions", [2, 3], INT64)]
+        return graph([node], ports[: len(names)], [port("y", [2, 4, 3, 8])], {})
+
+    arrays = [RNG.normal(size=shape).astype(np.float32) for shape in ([2, 4, 3, 8], table, table)]
+    feeds = dict(zip(names, [*arrays, np.array([[0, 5, 15], [1, 2, 3]])], strict=False))
+    model = rotary()
+    to_opset(model, 21)
+    np.testing.assert_allclose(run(model, **feeds)["y"], run(rotary(), **feeds)["y"], atol=1e-6)
 
 
 def test_nodes_keep_the_names_of_their_modules() -> None:
