@@ -15,8 +15,7 @@ from llmconv.export.graph_options import GraphOptions
 from llmconv.export.passes.choice import choose
 from llmconv.export.passes.last_logits import keep_last_logits
 from llmconv.export.passes.opset import to_opset
-from llmconv.export.passes.prefix import cache_shapes
-from llmconv.export.prefix_file import PrefixFile
+from llmconv.export.prefix_file import PrefixFile, require_fit
 from llmconv.export.stages import require_stages, split
 from llmconv.export.trace import TracedGraph
 
@@ -65,8 +64,8 @@ class Drawing:
                 "`--prefix` is for the graph of a prompt, and none is made",
                 hint="give `--prefill` or `--unified` too; the decode graph finds the prefix in its cache",
             )
-        if self.options.prefix and self.options.prefix.kind != "soft_prompt":
-            self.options.prefix.keys_and_values(cache_shapes(traced.model.graph))
+        if self.options.prefix:
+            require_fit(self.options.prefix, traced.model)
         if self.options != GraphOptions():
             self._change(traced.model.clone())
 
@@ -85,14 +84,17 @@ class Drawing:
     def _draw(
         self, model: ir.Model, traced: TracedGraph, drawn: Drawn, roles: Collection[str], more: dict[str, Any]
     ) -> None:
-        """Files and entries of some roles, whose graphs are all alike."""
+        """Files and entries of those of some roles that were asked for; their graphs are all alike."""
+        roles = [role for role in self.roles if role in roles]
+        if not roles:
+            return
         self._change(model)
         whole = ir.to_proto(model)
         parts = [whole]
         if self.options.stages > 1:
             parts = split(whole, self.options.stages, traced.layers_name, traced.num_layers)
         contents = [encode(part) for part in parts]
-        for role in (role for role in self.roles if role in roles):
+        for role in roles:
             names = self.names(role)
             drawn.files.update(zip(names, contents, strict=True))
             entry = {**_places(names, parts), "opset": opset_of(whole), **_ports(whole)}

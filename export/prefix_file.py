@@ -12,12 +12,26 @@ import onnx_ir as ir
 
 from llmconv.export.passes.prefix import cache_shapes, prepend_prefix
 from llmconv.export.prefixes import KeyValue, Prefix
-from llmconv.export.virtual_tokens import keys_and_values
+from llmconv.export.virtual_tokens import keys_and_values, require_width
 from llmconv.safetensors_io import encode_header
 from llmconv.tensors import BY_NAME, Array
 
 TRAINED = "adapter"
 """The tensor that was trained, as the adapter has it; the verifier computes its own keys and values from it."""
+
+
+def require_fit(prefix: Prefix, model: ir.Model) -> None:
+    """Refuses a prefix of another model.
+
+    Raises:
+        InputRefused: its shapes are not the model's.
+        UnsupportedInput: the model keeps something else than keys and values.
+    """
+    shapes = cache_shapes(model.graph)
+    if prefix.kind == "soft_prompt":
+        require_width(model.graph, prefix.content.shape[1])
+    else:
+        prefix.keys_and_values(shapes)
 
 
 @dataclass(frozen=True)

@@ -106,13 +106,15 @@ def _peft(folder: Path) -> Prefix:
 
 def _pre_caches(path: Path) -> Prefix:
     try:
-        content = np.load(path, allow_pickle=False)
+        content = np.load(path, mmap_mode="r", allow_pickle=False)  # refuses a shape that the file cannot hold
     except (ValueError, OSError, EOFError) as error:
         raise MalformedInput(f"`{path}` is no array: {error}", hint="copy the file again") from error
-    if content.dtype == np.uint16:  # how PaddleNLP saves bfloat16
+    if not isinstance(content, np.ndarray):
+        raise MalformedInput(f"`{path}` is no array", hint="copy the file again")
+    if content.dtype in (np.uint16, np.dtype("V2")):  # how PaddleNLP, and how numpy, save bfloat16
         content = content.view(ml_dtypes.bfloat16)
-    is_cache = isinstance(content, np.ndarray) and content.ndim == 5 and content.shape[1] == 2 and content.size
-    if not is_cache or content.dtype.kind not in "fV":
+    is_float = content.dtype.kind == "f" or content.dtype == ml_dtypes.bfloat16
+    if not is_float or content.ndim != 5 or content.shape[1] != 2 or not content.size:
         raise MalformedInput(
             f"`{path}` is no prefix: {content.dtype} {list(content.shape)}",
             hint="it is an array of floats [layers, 2, kv_heads, tokens, head_dim]",

@@ -15,7 +15,7 @@ import onnx
 
 from llmconv.errors import UsageProblem
 
-CACHE_LAYER = re.compile(r"(?:past|present)\w*\.(\d+)\.")
+CACHE_LAYER = re.compile(r"(?:past|present|prefix)\w*\.(\d+)\.")
 
 
 @dataclass
@@ -112,11 +112,12 @@ class _Splitter:
         return places
 
     def _layer_of(self, node: onnx.NodeProto) -> int:
-        """The layer that a node's name or past input says; the first where neither does."""
-        for text, pattern in ((node.name, self._layer), *((name, CACHE_LAYER) for name in node.input)):
-            found = pattern.match(text)
-            if found:
-                return int(found[1])
+        """The layer that a node's name or inputs say; the first where none does."""
+        for text in (node.name, *node.input):
+            for pattern in (self._layer, CACHE_LAYER):
+                found = pattern.match(text)
+                if found:
+                    return int(found[1])
         return 0
 
     def _stage_of(self, layer: int) -> int:

@@ -45,21 +45,33 @@ def keys_and_values(model: ir.Model, embeddings: Array, folder: Path) -> list[Ke
     return [(key[0], value[0]) for key, value in zip(present[::2], present[1::2], strict=True)]
 
 
-def _replace_embedding(graph: ir.Graph, width: int) -> None:
-    """What the embedding module makes of `input_ids` becomes the input `inputs_embeds`."""
+def require_width(graph: ir.Graph, width: int) -> ir.Node:
+    """The node that looks tokens up, where its rows have `width` numbers.
+
+    Raises:
+        InputRefused: they have another number.
+        UnsupportedInput: there is no such node.
+    """
     tokens = input_named(graph, "input_ids")
     table = next((use.node for use in tokens.uses() if use.node.op_type == "Gather"), None) if tokens else None
-    if table is None or table.inputs[0] is None or table.inputs[0].shape is None:
+    rows = table.inputs[0] if table else None
+    while rows is not None and rows.shape is None and rows.producer() is not None:  # cast from half precision
+        rows = rows.producer().inputs[0]  # type: ignore[union-attr]
+    if table is None or rows is None or rows.shape is None:
         raise UnsupportedInput(
             "`--prefix`: this model does not begin with an embedding table", hint="give a prefix of keys and values"
         )
-    found = int(table.inputs[0].shape[1])  # type: ignore[arg-type]
-    if found != width:
+    if rows.shape[1] != width:
         raise InputRefused(
-            f"the soft prompt has {width} numbers per token, the model {found}",
+            f"the soft prompt has {width} numbers per token, the model {rows.shape[1]}",
             hint="it was trained on another model; give that one's prompt",
         )
-    last = table
+    return table
+
+
+def _replace_embedding(graph: ir.Graph, width: int) -> None:
+    """What the embedding module makes of `input_ids` becomes the input `inputs_embeds`."""
+    last = require_width(graph, width)
     while (follower := _next_of_module(last)) is not None:
         last = follower
     embedded = ir.Value(name=EMBEDDED, shape=ir.Shape(["batch_size", "sequence_length", width]))

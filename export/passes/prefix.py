@@ -62,7 +62,7 @@ def prepend_prefix(model: ir.Model, tensors: Mapping[str, ir.ExternalTensor], fi
         inserted.before_past(port, _initializer(graph, f"prefix.{what}", tensors[what]), f"prefix.{layer}.{part}")
     inserted.before_mask()
     if first_position:
-        inserted.shift_positions(first_position // length)
+        inserted.shift_positions()
     for output in graph.outputs:
         if (output.name or "").startswith("present.") and output.shape is not None:
             output.shape = ir.Shape(
@@ -84,6 +84,7 @@ class _Inserted:
         tokens = input_named(graph, "input_ids")
         assert tokens is not None
         self._batch = self._edit.one("Shape", [tokens], {"start": 0, "end": 1})
+        self._rows = self._edit.one("Concat", [self._batch, integers(graph, 1, 1, 1)], {"axis": 0})
         self._own = {past.producer()}
 
     def before_past(self, port: ir.Value, stored: ir.Value, scope: str) -> None:
@@ -91,8 +92,7 @@ class _Inserted:
         uses = [use for use in port.uses() if use.node not in self._own]
         edit = Editor(self._graph, scope, self._graph[0])
         some = edit.one("Slice", [stored, integers(self._graph, 0), self._count, integers(self._graph, LENGTH_AXIS)])
-        rows = edit.one("Concat", [self._batch, integers(self._graph, 1, 1, 1)], {"axis": 0})
-        both = edit.one("Concat", [edit.one("Expand", [some, rows]), port], {"axis": LENGTH_AXIS})
+        both = edit.one("Concat", [edit.one("Expand", [some, self._rows]), port], {"axis": LENGTH_AXIS})
         for node, index in uses:
             if node.op_type == "Shape":
                 self._lengthen(node)
@@ -124,7 +124,7 @@ class _Inserted:
         for node, index in uses:
             node.replace_input_with(index, wider)
 
-    def shift_positions(self, times: int) -> None:
+    def shift_positions(self) -> None:
         """Positions begin after the prefix."""
         positions = input_named(self._graph, "position_ids")
         if positions is None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import onnx
 
-from tests.verify.surgery import add_constant
+from llmconv.tensors import Array
+from tests.verify.surgery import add_constant, constants
 
 Surgery = Callable[[onnx.ModelProto], bool]
 """Changes a graph, or returns False where the graph has no such place."""
@@ -27,6 +28,11 @@ class OptionMutant:
 def node_named(model: onnx.ModelProto, name: str) -> onnx.NodeProto | None:
     """The node of that name."""
     return next((node for node in model.graph.node if node.name == name), None)
+
+
+def constants_of(model: onnx.ModelProto) -> list[tuple[str, Array]]:
+    """Names and values of the constants in a graph."""
+    return [(tensor.name, value) for tensor, value in constants(model)]
 
 
 def rewired(name: str, **inputs: int | float | str) -> Surgery:
@@ -58,7 +64,8 @@ def retyped(name: str, op_type: str) -> Surgery:
 def all_positions(model: onnx.ModelProto) -> bool:
     """Every position's logits, although the manifest says the last one's."""
     reshape = next(node for node in model.graph.node if "int64_-1_1_96" in node.input)
-    reshape.input[1] = "graph/Concat:0"
+    vocabulary = next(name for name, value in constants_of(model) if value.tolist() == [96])
+    reshape.input[1] = next(node.output[0] for node in model.graph.node if vocabulary in node.input)
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_param = "sequence_length"
     return rewired("last_logits/Slice", i1=-(1 << 40))(model)
 
