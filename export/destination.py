@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import onnx_ir as ir
-
 from llmconv.checkpoint import Checkpoint, open_weights
 from llmconv.errors import InputRefused
 from llmconv.export.bind import bind
-from llmconv.export.layouts import Content, Dressing, Graphs, Link
-from llmconv.export.trace import OPSET, TracedGraph
+from llmconv.export.drawing import Drawing, Drawn, files_of
+from llmconv.export.layouts import Content, Link
+from llmconv.export.trace import TracedGraph
 from llmconv.manifest import MANIFEST, Manifest, file_entry, read_manifest, steps_of_weights
 from llmconv.plan import json_bytes, plan_checkpoint
 from llmconv.safetensors_io import FileTensor
@@ -30,8 +29,6 @@ from llmconv.staging import (
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 from llmconv.writer import write_checkpoint
 
-GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -43,24 +40,17 @@ class Sizes:
 
 
 class Destination(Protocol):
-    """A place for graphs; `dressing` tells what clients want beside them."""
+    """A place for graphs."""
 
     @property
     def folder(self) -> Path:
         """The folder that holds the graphs afterwards."""
 
-    def check(self, checkpoint: Checkpoint, roles: Sequence[str], dressing: Dressing) -> None:
+    def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
         """Raises InputRefused where `write` could not succeed."""
 
-    def write(
-        self,
-        traced: TracedGraph,
-        checkpoint: Checkpoint,
-        roles: Sequence[str],
-        dressing: Dressing,
-        step: dict[str, Any],
-    ) -> Sizes:
-        """Binds the graph, writes it once per role, and enters it in the manifest."""
+    def write(self, traced: TracedGraph, checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]) -> Sizes:
+        """Binds the graph, draws and writes its files, and enters them in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +61,8 @@ class InPlace:
     dtype: str
     overwrite: bool
 
-    def check(self, checkpoint: Checkpoint, roles: Sequence[str], dressing: Dressing) -> None:
-        """Refuses links, weights of another dtype, and existing files without `overwrite`."""
+    def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
+        """Refuses links, weights of another dtype, and existing graphs without `overwrite`."""
         tensors = file_tensors(checkpoint)
         links = sorted({tensor.path.name for tensor in tensors.values() if tensor.path.is_symlink()})
         if links:
@@ -86,34 +76,29 @@ class InPlace:
                 f"the weights are {', '.join(sorted(stored))}, so `--dtype {self.dtype}` cannot map them in place",
                 hint="give `-o OUT`: the weights are cast there once",
             )
-        complete = read_manifest(self.folder).graphs
-        taken = [GRAPH_FILES[role] for role in roles if role in complete] + list(dressing.names)
-        existing = [name for name in taken if os.path.lexists(self.folder / name)]
+        names = drawing.replaced(read_manifest(self.folder).graphs)
+        existing = [name for name in names if os.path.lexists(self.folder / name)]
         if existing and not self.overwrite:
             raise InputRefused(f"`{self.folder / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
-    def write(
-        self,
-        traced: TracedGraph,
-        checkpoint: Checkpoint,
-        roles: Sequence[str],
-        dressing: Dressing,
-        step: dict[str, Any],
-    ) -> Sizes:
+    def write(self, traced: TracedGraph, checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]) -> Sizes:
         """Each file by temporary file and rename; the manifest last, so that only complete sets are announced."""
         tensors = file_tensors(checkpoint)
         mapped = bind(traced, tensors)
-        contents = dressing.files(_graphs(traced, tensors, roles))
+        drawn = drawing.draw(traced, self.folder, _files(tensors))
         manifest = read_manifest(self.folder)
         with failing_safely():
-            for name, content in contents.items():
+            for name, content in drawn.files.items():
                 manifest.files[name] = self._place(name, content)
-            manifest.graphs.update(_entries(traced.model, roles))
+            replaced = _forget_replaced(manifest, drawn)
+            manifest.graphs.update(drawn.entries)
             manifest.steps = [*(old for old in manifest.steps if old != step), step]
             write_durably(self.folder / MANIFEST, manifest.encode())
-            for folder in {(self.folder / name).parent for name in contents}:
+            for name in replaced:
+                (self.folder / name).unlink(missing_ok=True)
+            for folder in {(self.folder / name).parent for name in drawn.files}:
                 sync_folder(folder)
-        return Sizes(_graph_bytes(contents), mapped, 0)
+        return Sizes(drawn.nbytes, mapped, 0)
 
     def _place(self, name: str, content: Content) -> dict[str, Any]:
         """Writes one file or link and returns its entry in the manifest."""
@@ -136,35 +121,28 @@ class NewFolder:
     overwrite: bool
     resume: bool
 
-    def check(self, checkpoint: Checkpoint, roles: Sequence[str], dressing: Dressing) -> None:
+    def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
         """Refuses an existing folder without `overwrite`, and one inside the model's."""
         require_free(self.folder, self.overwrite, [checkpoint.path])
 
-    def write(
-        self,
-        traced: TracedGraph,
-        checkpoint: Checkpoint,
-        roles: Sequence[str],
-        dressing: Dressing,
-        step: dict[str, Any],
-    ) -> Sizes:
+    def write(self, traced: TracedGraph, checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]) -> Sizes:
         """Weights, side files, graphs and manifest become visible together."""
         sizes: list[Sizes] = []
 
         def add_graphs(staged: StagedFolder, manifest: Manifest) -> None:
             tensors = file_tensors(open_weights(staged.path))
             mapped = bind(traced, tensors)
-            graphs = _graphs(traced, tensors, roles)
-            contents = dressing.files(graphs)
-            if fields := dressing.config(graphs):
-                contents["config.json"] = json_bytes({**plan.checkpoint.config, **fields})
+            drawn = drawing.draw(traced, staged.path, _files(tensors))
+            contents = dict(drawn.files)
+            if drawn.config:
+                contents["config.json"] = json_bytes({**plan.checkpoint.config, **drawn.config})
             for name, content in contents.items():
                 if isinstance(content, Link):
                     staged.link(name, content.target)
                 else:
                     staged.write_file(name, content)
-            manifest.graphs = _entries(traced.model, roles)
-            sizes.append(Sizes(_graph_bytes(contents), mapped, plan.nbytes))
+            manifest.graphs = drawn.entries
+            sizes.append(Sizes(drawn.nbytes, mapped, plan.nbytes))
 
         plan = plan_checkpoint(self._cast(checkpoint), self.max_shard_size)
         write_checkpoint(
@@ -190,27 +168,16 @@ def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
 
 
-def encode(model: ir.Model) -> bytes:
-    """The bytes of an ONNX file; the same model gives the same bytes."""
-    return bytes(ir.to_proto(model).SerializeToString(deterministic=True))
+def _files(tensors: Mapping[str, FileTensor]) -> tuple[str, ...]:
+    """The files that hold the weights."""
+    return tuple(sorted({tensor.path.name for tensor in tensors.values()}))
 
 
-def _graphs(traced: TracedGraph, tensors: Mapping[str, FileTensor], roles: Sequence[str]) -> Graphs:
-    content = encode(traced.model)
-    weights = tuple(sorted({tensor.path.name for tensor in tensors.values()}))
-    return Graphs(dict.fromkeys(roles, content), {role: GRAPH_FILES[role] for role in roles}, weights)
-
-
-def _graph_bytes(contents: Mapping[str, Content]) -> int:
-    """Bytes of all graphs; links have none."""
-    graphs = [content for name, content in contents.items() if name.endswith((".onnx", ".graph"))]
-    return sum(len(content) for content in graphs if isinstance(content, bytes))
-
-
-def _entries(model: ir.Model, roles: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The manifest's `graphs`."""
-    ports = {
-        "inputs": [value.name for value in model.graph.inputs],
-        "outputs": [value.name for value in model.graph.outputs],
-    }
-    return {role: {"file": GRAPH_FILES[role], "opset": OPSET, **ports} for role in roles}
+def _forget_replaced(manifest: Manifest, drawn: Drawn) -> list[str]:
+    """Files of an earlier export of the same graphs that this one does not write again, such as stages."""
+    before = {name for role in drawn.entries for name in files_of(manifest.graphs.get(role, {}))}
+    kept = {name for role, entry in manifest.graphs.items() if role not in drawn.entries for name in files_of(entry)}
+    left = [name for name in sorted(before - kept - drawn.files.keys()) if name in manifest.files]
+    for name in left:
+        del manifest.files[name]
+    return left

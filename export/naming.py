@@ -19,7 +19,7 @@ def name_everything(model: ir.Model) -> None:
     counts: Counter[str] = Counter()
     outputs = set(graph.outputs)
     for node in graph:
-        scope = next(reversed([name for name in scopes(node) if name]), "graph")
+        scope = next(reversed([name for name in scopes(node) if name and not name.startswith("_")]), "graph")
         node.name = _unique(f"{scope}/{node.op_type}", counts)
         for index, value in enumerate(node.outputs):
             if value not in outputs:

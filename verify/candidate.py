@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmconv.errors import LlmconvError
+from llmconv.runtime.graph_entry import PrefixEntry
 from llmconv.runtime.ort import OrtGraph, OrtRunner
-from llmconv.runtime.runner import Runner
+from llmconv.runtime.runner import Runner, Step
 from llmconv.tensors import Array
+from llmconv.verify.choices import expected_count, measure_choices
 from llmconv.verify.compare import Gates, Measure, Truth, measure
 from llmconv.verify.report import Check
 from llmconv.verify.scenarios import Call, Chain, Scenario
@@ -33,8 +35,18 @@ class Candidate:
 
     @property
     def last_logits(self) -> bool:
-        """The graph gives the logits of the last token only."""
-        return any(graph.outputs["logits"][1] == 1 for graph in self.graphs if "logits" in graph.outputs)
+        """The graph gives the results of the last token only."""
+        return any(graph.outputs[graph.result_names[0]][1] == 1 for graph in self.graphs)
+
+    @property
+    def role(self) -> str:
+        """`prefill`, `decode` or `unified` where one graph runs alone; empty for two."""
+        return self.graphs[0].entry.role if len(self.graphs) == 1 else ""
+
+    @property
+    def prefix(self) -> PrefixEntry | None:
+        """What the graph of the prompt begins with."""
+        return self.graphs[0].entry.prefix
 
     def refuses(self, call: Call) -> str:
         """Why a call cannot be run by design; empty when it can."""
@@ -52,9 +64,9 @@ class Candidate:
 def candidates(graphs: list[OrtGraph], chains: list[Chain]) -> list[Candidate]:
     """Every graph alone; and the prefill graph handing over to the decode graph, where there are steps to hand over."""
     found = [Candidate(graph.name, OrtRunner(graph, graph), (graph,)) for graph in graphs]
-    two = {graph.name: graph for graph in graphs if graph.name in {"prefill.onnx", "decode.onnx"}}
-    if len(two) == 2 and any(len(chain) > 1 for chain in chains):
-        first, then = two["prefill.onnx"], two["decode.onnx"]
+    two = {graph.entry.role: graph for graph in graphs}
+    if {"prefill", "decode"} <= two.keys() and any(len(chain) > 1 for chain in chains):
+        first, then = two["prefill"], two["decode"]
         found.append(Candidate(f"{first.name}+{then.name}", OrtRunner(first, then), (first, then)))
     return found
 
@@ -75,17 +87,24 @@ def check_scenario(
             return [replace(blank, output="logits", verdict="fail", detail=error.message)]
         for step, expected in zip(steps, truth, strict=True):
             rows = rows_of(step)
-            for name, wanted in expected.items():
-                wanted = wanted.last() if candidate.last_logits and name == "logits" else wanted
-                measures[name].append(_measure(wanted, rows.get(name), name))
+            for name, found in _results(candidate, expected["logits"], step).items():
+                measures[name].append(found)
+            for name in expected.keys() - {"logits"}:
+                measures[name].append(_measure(expected[name], rows.get(name)))
             pair.see(candidate, scenario, expected, rows)
     return [fold(blank, name, found, gates) for name, found in measures.items()]
 
 
-def _measure(truth: Truth, rows: Array | None, name: str) -> Measure:
-    if rows is None:
-        return Measure(problem="the graph lacks this output")
-    return measure(truth, rows, tokens=name == "logits")
+def _results(candidate: Candidate, truth: Truth, step: Step) -> dict[str, Measure]:
+    """Logits, or the tokens and scores that the graph chose from them."""
+    truth = truth.last() if candidate.last_logits else truth
+    if step.choices is None:
+        return {"logits": measure(truth, step.logits, tokens=True)}
+    return measure_choices(truth, step.choices, expected_count(candidate.graphs[-1].entry.postprocess))
+
+
+def _measure(truth: Truth, rows: Array | None) -> Measure:
+    return Measure(problem="the graph lacks this output") if rows is None else measure(truth, rows)
 
 
 def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Check:
@@ -122,9 +141,9 @@ class Agreement:
         """Notes what a candidate gave; the decode graph's calls come after the same calls of the prefill graph."""
         if scenario.name != self._scenario:
             self._scenario, self._prefill = scenario.name, []
-        if candidate.name == "prefill.onnx":
+        if candidate.role == "prefill":
             self._prefill.append(rows)
-        elif candidate.name == "decode.onnx" and self._prefill:
+        elif candidate.role == "decode" and self._prefill:
             other = self._prefill.pop(0)
             for name in rows.keys() & other.keys() & truth.keys():
                 wanted = replace(truth[name], exact=other[name].astype(np.float64))

@@ -158,10 +158,11 @@ def lines_of(checks: Sequence[Check]) -> list[str]:
 
 
 def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
-    """Checks of one scenario, graph and kind of output: the logits, or the whole cache."""
-    groups: dict[tuple[str, str, bool], list[Check]] = {}
+    """Checks of one scenario, graph and kind of output: logits, tokens, scores, or the whole cache."""
+    groups: dict[tuple[str, str, str], list[Check]] = {}
     for check in checks:
-        groups.setdefault((check.name, check.graph, is_present(check.output)), []).append(check)
+        kind = "present" if is_present(check.output) else check.output
+        groups.setdefault((check.name, check.graph, kind), []).append(check)
     return list(groups.values())
 
 

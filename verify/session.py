@@ -13,18 +13,20 @@ from llmconv import __version__
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
-from llmconv.runtime.guard import load_guarded
-from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, graph_files
+from llmconv.runtime.graph_entry import GraphEntry, graph_entries
+from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, open_graph
 from llmconv.verify.candidate import Agreement, Candidate, candidates, check_scenario
 from llmconv.verify.compare import GATES
 from llmconv.verify.localise import localise
+from llmconv.verify.prefix import stored_start, trained_start
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import scenarios
 from llmconv.verify.structure import check_structure, name_problems
 from llmconv.verify.truth import Eager
-from llmconv.verify.twin import CHANGES, scaled_copy, why_no_twin
+from llmconv.verify.twin import CHANGES, Change, scaled_copy, why_no_twin
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
 from llmconv.verify.weights import Source, audit_files, audit_weights
+from llmconv.verify.whole import load_whole
 
 LIBRARIES = ("numpy", "onnx", "onnxruntime", "torch", "transformers")
 
@@ -55,27 +57,27 @@ def verify(
     folder = Path(folder)
     _require_usable(folder, suite)
     report = Report(folder.name, folder.name, suite, versions=library_versions())
-    files = graph_files(folder)
-    if not files:
+    entries = graph_entries(folder)
+    if not entries:
         report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
         return report
-    models = {path.name: load_guarded(path) for path in files.values()}
+    models = {entry.name: load_whole(folder, entry) for entry in entries}
     truth_folder = Path(reference or recorded_reference(folder))
     report.reference = truth_folder.name
 
     add = _collector(report, on_checks)
-    report.notes += changed_graphs(folder, files.values())
-    source = Source.of(folder, truth_folder)
+    report.notes += changed_graphs(folder, [path for entry in entries for path in entry.paths(folder)])
+    source = Source.of(folder, truth_folder, [entry.prefix.file for entry in entries if entry.prefix])
     add(audit_files(folder))
     _audit(models, source, report, add)
-    graphs = _open(files.values(), settings, add)
+    graphs = _open(folder, entries, settings, add)
     if graphs:
         eager = eager or Eager(truth_folder, graphs[0].dtype.name)
         shapes = eager.cache_shapes()
         add([check_structure(graph, models[graph.name], shapes) for graph in graphs])
         graphs = [graph for graph in graphs if not name_problems(graph, shapes)]
-        _compare(eager, graphs, report, add)
-        _compare_twins(eager, [folder / graph.name for graph in graphs], models, settings, report, add)
+        _compare(eager, folder, graphs, report, add)
+        _compare_twins(eager, folder, graphs, models, settings, report, add)
     report.where = localise(report.checks)
     return report
 
@@ -139,60 +141,79 @@ def _audit(
 
 
 def _open(
-    paths: Iterable[Path], settings: SessionSettings | None, add: Callable[[list[Check]], None]
+    folder: Path,
+    entries: Iterable[GraphEntry],
+    settings: SessionSettings | None,
+    add: Callable[[list[Check]], None],
 ) -> list[OrtGraph]:
     """The graphs that onnxruntime can open; the others are failed checks."""
     graphs = []
-    for path in paths:
+    for entry in entries:
         try:
-            graphs.append(OrtGraph(path, settings))
+            graphs.append(open_graph(folder, entry, settings))
         except LlmconvError as error:
-            add([Check("structure", path.name, "", verdict="fail", detail=error.message)])
+            add([Check("structure", entry.name, "", verdict="fail", detail=error.message)])
     return graphs
 
 
 def _compare(
     eager: Eager,
+    folder: Path,
     graphs: list[OrtGraph],
     report: Report,
     add: Callable[[list[Check]], None],
 ) -> None:
-    """All scenarios on all graphs."""
+    """All scenarios on all graphs, each against the model behind the graph's own prefix."""
     gates = GATES[eager.dtype]
     pair = Agreement(gates)
-    for scenario, chains in scenarios(report.suite, eager.facts()):
-        truths = eager.truths(scenario, chains)
-        for candidate in candidates(graphs, chains):
-            add(check_scenario(scenario, chains, candidate, truths, gates, pair))
+    for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
+        truth = eager.behind(prefix, trained_start(folder, prefix)) if prefix else eager
+        for scenario, chains in scenarios(report.suite, truth.facts()):
+            found = [candidate for candidate in candidates(graphs, chains) if candidate.prefix == prefix]
+            truths = truth.truths(scenario, chains) if found else []
+            for candidate in found:
+                add(check_scenario(scenario, chains, candidate, truths, gates, pair))
     add(pair.checks())
 
 
 def _compare_twins(
     eager: Eager,
-    paths: list[Path],
+    folder: Path,
+    originals: list[OrtGraph],
     models: dict[str, onnx.ModelProto],
     settings: SessionSettings | None,
     report: Report,
     add: Callable[[list[Check]], None],
 ) -> None:
     """A few scenarios on scaled weights."""
-    if not paths:
+    if not originals:
         return
-    folder = paths[0].parent
-    reason = why_no_twin(folder, eager.folder, [models[path.name] for path in paths], report.suite)
+    entries = [graph.entry for graph in originals]
+    paths = [path for entry in entries for path in entry.paths(folder)]
+    reason = why_no_twin(folder, eager.folder, [models[entry.name] for entry in entries], report.suite)
     if reason:
         report.notes.append(f"no run on scaled weights: {reason}")
         return
-    gates = GATES[eager.dtype]
     for change in CHANGES:
         twin = eager.twin(change)
         with scaled_copy(folder, paths, change) as copy:
-            graphs = _open([copy / path.name for path in paths], settings, add)
-            for scenario, chains in scenarios(report.suite, twin.facts()):
-                if scenario.name not in TWIN_SCENARIOS:
-                    continue
-                named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug)
-                truths = twin.truths(named, chains)
-                for graph in graphs:
-                    candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
-                    add(check_scenario(named, chains, candidate, truths, gates, Agreement(gates)))
+            graphs = _open(copy, entries, settings, add)
+            for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
+                truth = twin
+                if prefix:  # which stays what it is
+                    truth = twin.behind(prefix, stored_start(folder, prefix, len(eager.cache_shapes()) // 2))
+                _compare_twin(truth, change, [graph for graph in graphs if graph.entry.prefix == prefix], report, add)
+
+
+def _compare_twin(
+    twin: Eager, change: Change, graphs: list[OrtGraph], report: Report, add: Callable[[list[Check]], None]
+) -> None:
+    """Graphs on weights of which some are scaled, and the eager model on the same."""
+    gates = GATES[twin.dtype]
+    for scenario, chains in scenarios(report.suite, twin.facts()):
+        if scenario.name in TWIN_SCENARIOS:
+            named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug)
+            truths = twin.truths(named, chains)
+            for graph in graphs:
+                candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
+                add(check_scenario(named, chains, candidate, truths, gates, Agreement(gates)))

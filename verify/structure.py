@@ -40,6 +40,7 @@ def check_structure(
     problems = [
         *name_problems(graph, cache_shapes),
         *_axis_problems(graph, cache_shapes, static),
+        *_result_problems(graph),
         *_type_problems(graph),
         *_dead_inputs(model),
     ]
@@ -52,11 +53,29 @@ def name_problems(graph: OrtGraph, cache_shapes: CacheShapes) -> list[str]:
     problems = []
     for kind, found, wanted in (
         ("inputs", list(graph.inputs), tokens + [past_of(name) for name in cache_shapes]),
-        ("outputs", list(graph.outputs), ["logits", *cache_shapes]),
+        ("outputs", list(graph.outputs), [*results_of(graph), *cache_shapes]),
     ):
         if found != wanted:
             odd = next((a for a, b in zip(found, wanted, strict=False) if a != b), f"{len(found)} of {len(wanted)}")
             problems.append(f"{kind} are not the model's, in its order: {odd}")
+    return problems
+
+
+def results_of(graph: OrtGraph) -> list[str]:
+    """The outputs before the cache, as the manifest says."""
+    return ["tokens", "scores"] if graph.entry.postprocess else ["logits"]
+
+
+def _result_problems(graph: OrtGraph) -> list[str]:
+    """One position where the manifest says that the graph gives the last only, all of them elsewhere."""
+    if graph.entry.last_logits is None:
+        return []
+    problems = []
+    for name in results_of(graph):
+        positions = graph.outputs.get(name, ["", ""])[1]
+        if (positions == 1) != graph.entry.last_logits:
+            wanted = "1" if graph.entry.last_logits else "sequence_length"
+            problems.append(f"{name} has axis {positions}, not {wanted}")
     return problems
 
 

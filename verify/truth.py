@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 
 import numpy as np
 
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.eager import EagerRunner
+from llmconv.runtime.graph_entry import PrefixEntry
 from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.compare import NoiseFloor, Truth, cache_rows, state_rows
+from llmconv.verify.prefix import Behind, Start
 from llmconv.verify.scenarios import Call, Chain, Facts, Scenario
 from llmconv.verify.twin import Change, scaled_copy
 
@@ -31,21 +35,43 @@ class Eager:
         self.folder, self.dtype = folder, dtype
         self._kept: dict[str, Truths] | None = {} if keep else None
         self._twins: dict[str, Eager] = {}
-        self._exact = EagerRunner(folder, "float64")
-        self._rounded = EagerRunner(folder, dtype)
+        self._model = EagerRunner(folder, "float64")
+        self._exact: Runner = self._model
+        self._rounded: Runner = EagerRunner(folder, dtype)
         self._floor = NoiseFloor(dtype)
+        self._virtual = self._first_position = 0
+
+    def behind(self, entry: PrefixEntry, start: Callable[[EagerRunner], Start]) -> Eager:
+        """The same model behind a prefix.
+
+        Args:
+            entry: of the graph that has it.
+            start: makes the keys and values of the prefix for a runner.
+        """
+        other = copy(self)
+        other._kept, other._floor = ({} if self._kept is not None else None), NoiseFloor(self.dtype)
+        other._virtual, other._first_position = entry.length, entry.first_position
+        runners = [
+            Behind(runner, start(runner), entry.first_position)
+            for runner in (self._exact, self._rounded)
+            if isinstance(runner, EagerRunner)
+        ]
+        other._exact, other._rounded = runners
+        return other
 
     def facts(self) -> Facts:
         """What the scenarios must know of the model."""
-        config = self._exact.config
+        config = self._model.config
         window = getattr(config, "sliding_window", None)
         limit = getattr(config, "max_position_embeddings", None)
-        return Facts(self._exact.vocab_size, limit, window, self._exact.takes_positions)
+        if limit:
+            limit -= self._first_position
+        return Facts(self._model.vocab_size, limit, window, self._model.takes_positions)
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
         """What the cache consists of, by the name of the output: shapes for a batch of one and one token."""
         one = np.zeros((1, 1), dtype=np.int64)
-        present = self._exact.prefill(one, one + 1, one).present
+        present = self._model.prefill(one, one + 1, one).present
         return {name: array.shape for name, array in present.arrays().items()}
 
     def twin(self, change: Change) -> Eager:
@@ -70,8 +96,13 @@ class Eager:
         found = []
         for call, (exact, rounded) in zip(chain, runs, strict=True):
             pairs = zip(rows_of(exact).items(), rows_of(rounded).values(), strict=True)
-            found.append({name: self._floor.truth(name, a, b, valid_rows(call, name)) for (name, a), b in pairs})
+            found.append({name: self._floor.truth(name, a, b, self._valid(call, name)) for (name, a), b in pairs})
         return found
+
+    def _valid(self, call: Call, output: str) -> Array:
+        """The rows that are not padding; those of the prefix come first in the cache."""
+        valid = valid_rows(call, output)
+        return valid if output == "logits" else np.pad(valid, ((0, 0), (self._virtual, 0)), constant_values=True)
 
 
 def run_chain(runner: Runner, chain: Chain) -> list[Step]:

@@ -21,6 +21,19 @@ from llmconv.cli import options
     metavar="CLIENT",
     help="Client that shall open the folder: onnxruntime (default), genai, optimum or transformersjs; may be repeated.",
 )
+@click.option("--last-logits", is_flag=True, help="Logits of the last position only.")
+@click.option(
+    "--postprocess", metavar="argmax|topk:K", help="Choose tokens in the graph: outputs `tokens` and `scores`."
+)
+@click.option(
+    "--stages", type=click.IntRange(1), default=1, help="Split each graph into K, for K devices.", metavar="K"
+)
+@click.option(
+    "--prefix", type=click.Path(path_type=Path), help="Prefix or prompt tuning: PEFT adapter, pre_caches.npy."
+)
+@click.option(
+    "--opset", type=click.Choice([21, 23, 24]), default=23, show_default=True, help="21 is for older runtimes."
+)
 @options.dtype
 @options.max_shard_size
 @options.overwrite
@@ -42,7 +55,7 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
     sizes = exported.sizes
     result = {
         "folder": str(exported.folder),
-        "graphs": exported.graphs,
+        "graphs": {role: names[0] if len(names) == 1 else names for role, names in exported.graphs.items()},
         "beside": exported.beside,
         "graph_bytes": sizes.graphs if sizes else 0,
         "weight_bytes": exported.weight_bytes,
@@ -55,7 +68,8 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
     if as_json:
         options.print_json(result)
         return
-    for name in (*exported.graphs.values(), *exported.beside):
+    files = [name for names in exported.graphs.values() for name in names]
+    for name in (*files, *exported.beside):
         click.echo(exported.folder / name)
     verb = "would map" if sizes is None else "map"
     click.echo(

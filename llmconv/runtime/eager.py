@@ -132,7 +132,23 @@ class EagerRunner:
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.takes_positions:
             inputs["position_ids"] = position_ids
+        return self._call(inputs, cache)
+
+    def run_embedded(self, inputs_embeds: Array) -> Cache:
+        """The cache of virtual tokens at positions 0, 1, …, given as embeddings [batch, tokens, hidden]."""
+        batch, length, _ = inputs_embeds.shape
+        inputs = {"inputs_embeds": inputs_embeds, "attention_mask": np.ones((batch, length), dtype=np.int64)}
+        if self.takes_positions:
+            inputs["position_ids"] = np.arange(length)[None].repeat(batch, axis=0)
+        cache = self._cache(None)
+        self._call(inputs, cache)
+        none = np.zeros((batch, 0), dtype=np.int64)
+        return EagerCache(cache, none, none)
+
+    def _call(self, inputs: dict[str, Array], cache: Any) -> torch.Tensor:
+        """Runs the model and returns the logits; floats are cast to its precision first."""
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
+        tensors = {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         exact: Any = KeepDouble() if self.dtype == "float64" else nullcontext()  # type: ignore[no-untyped-call]
         with torch.no_grad(), one_thread() if self._is_small else nullcontext(), exact:
             logits: torch.Tensor = self.model(**tensors, **{self._cache_name: cache}, use_cache=True).logits

@@ -14,8 +14,8 @@ import numpy as np
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.runtime.ort import OrtRunner, SessionSettings
-from llmconv.runtime.runner import Runner, default_positions
-from llmconv.runtime.sampling import Sampling, pick_token
+from llmconv.runtime.runner import Runner, Step, default_positions
+from llmconv.runtime.sampling import Sampling, pick_choice, pick_token
 from llmconv.runtime.streaming import TextStream
 from llmconv.tensors import Array
 
@@ -142,14 +142,14 @@ def _run(
     started = time.perf_counter()
     step = runner.prefill(ids, mask, default_positions(mask, ids.shape[1]))
     prefilled = time.perf_counter()
-    _extend(rows, step.logits[:, -1], max_new_tokens, sampling, ends, tell)
+    _extend(rows, step, max_new_tokens, sampling, ends, tell)
     steps = 0
     while not all(row.finish for row in rows):
         steps += sum(not row.finish for row in rows)
         ids = np.array([[row.tokens[-1] if row.tokens else 0] for row in rows], dtype=np.int64)
         mask = np.concatenate([mask, np.ones_like(ids)], axis=1)
         step = runner.decode(ids, mask, default_positions(mask, 1), step.present)
-        _extend(rows, step.logits[:, -1], max_new_tokens, sampling, ends, tell)
+        _extend(rows, step, max_new_tokens, sampling, ends, tell)
     return {
         "prefill_seconds": prefilled - started,
         "decode_seconds": time.perf_counter() - prefilled,
@@ -160,17 +160,17 @@ def _run(
 
 def _extend(
     rows: list[_Row],
-    logits: Array,
+    step: Step,
     max_new_tokens: int,
     sampling: Sampling,
     ends: set[int],
     tell: Callable[[int, int | None], None],
 ) -> None:
-    """Gives every unfinished row its next token; `logits` is [batch, vocabulary]."""
+    """Gives every unfinished row its next token, from the step's last position."""
     for index, row in enumerate(rows):
         if row.finish:
             continue
-        token = pick_token(logits[index], sampling, row.generator)
+        token = _next_token(step, index, sampling, row.generator)
         if token in ends:
             row.finish = "eos"
         else:
@@ -179,6 +179,12 @@ def _extend(
             row.finish = "length" if len(row.tokens) == max_new_tokens else ""
         if row.finish:
             tell(index, None)
+
+
+def _next_token(step: Step, row: int, sampling: Sampling, generator: np.random.Generator) -> int:
+    if step.choices is None:
+        return pick_token(step.logits[row, -1], sampling, generator)
+    return pick_choice(step.choices.tokens[row, -1], step.choices.scores[row, -1], sampling, generator)
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:

@@ -10,13 +10,12 @@ import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.manifest import read_manifest
 from llmconv.runtime.cache_names import is_past, is_present
-from llmconv.runtime.guard import load_guarded
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.chain import SessionChain, first_line
+from llmconv.runtime.graph_entry import GraphEntry, PrefixEntry, graph_entries
+from llmconv.runtime.runner import Cache, Choices, Step
 from llmconv.tensors import Array
 
-GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
 TENSOR_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
 
 LEVELS = {
@@ -84,9 +83,10 @@ LENGTH_AXIS = 2
 
 
 class OrtGraph:
-    """One graph in one session; what it takes is read from what the session declares.
+    """One graph in one session, or one per stage; what it takes is read from what the session declares.
 
     Attributes:
+        entry: what the manifest says of it.
         name: the file's name.
         inputs, outputs: name to declared shape (ints and symbols), in the graph's order.
         dtype: element type of the logits.
@@ -95,25 +95,19 @@ class OrtGraph:
         MalformedInput: the guard or onnxruntime refuses the file.
     """
 
-    def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
-        load_guarded(path)
-        self.name = path.name
-        try:
-            self._session = ort.InferenceSession(
-                path, (settings or SessionSettings()).options(), ["CPUExecutionProvider"]
-            )
-        except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            raise MalformedInput(
-                f"onnxruntime cannot open `{path.name}`: {_first_line(error)}", hint="run `llmconv export` again"
-            ) from error
+    def __init__(self, path: Path, settings: SessionSettings | None = None, *, entry: GraphEntry | None = None) -> None:
+        self.entry = entry or GraphEntry("", (path.name,))
+        self.name = self.entry.name
+        self._session = SessionChain(self.entry.paths(path.parent), (settings or SessionSettings()).options())
         declared, results = self._session.get_inputs(), self._session.get_outputs()
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
         self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in results}
         self.types: dict[str, str] = {arg.name: arg.type for arg in [*declared, *results]}
         self.past_names = [arg.name for arg in declared if is_past(arg.name)]
         self.present_names = [arg.name for arg in results if is_present(arg.name)]
+        self.result_names = ["logits"] if "logits" in self.outputs else ["tokens", "scores"]
         self.takes_positions = "position_ids" in self.inputs
-        self.dtype = np.dtype(TENSOR_DTYPES.get(self.types.get("logits", ""), np.float32))
+        self.dtype = np.dtype(TENSOR_DTYPES.get(self.types.get(self.result_names[-1], ""), np.float32))
 
     def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
@@ -125,12 +119,21 @@ class OrtGraph:
         feeds = {name: _int64(array) for name, array in given.items() if name in self.inputs}
         feeds |= zip(self.past_names, self._past_values(past, len(input_ids)), strict=False)
         try:
-            logits, *present = self._session.run_with_ort_values(["logits", *self.present_names], feeds)
+            outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             raise MalformedInput(
-                f"`{self.name}` fails in onnxruntime: {_first_line(error)}", hint="run `llmconv verify` on the folder"
+                f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint="run `llmconv verify` on the folder"
             ) from error
-        return Step(logits.numpy(), OrtCache(self.present_names, present, attention_mask.shape[1]))
+        results = [value.numpy() for value in outputs[: len(self.result_names)]]
+        present = outputs[len(self.result_names) :]
+        return self._step(results, OrtCache(self.present_names, present, attention_mask.shape[1]))
+
+    def _step(self, results: Sequence[Array], present: Cache) -> Step:
+        if self.result_names == ["logits"]:
+            return Step(results[0], present)
+        # argmax has no last axis
+        tokens, scores = (array if array.ndim == 3 else array[..., None] for array in results)
+        return Step(np.empty((*tokens.shape[:2], 0), np.float32), present, Choices(tokens, scores))
 
     def _past_values(self, past: Cache | None, batch: int) -> Sequence[ort.OrtValue]:
         if past is None:
@@ -150,10 +153,14 @@ class OrtGraph:
 
 
 class OrtRunner:
-    """The prefill graph for the prompt and the decode graph for the steps; one graph may serve as both."""
+    """The prefill graph for the prompt and the decode graph for the steps; one graph may serve as both.
+
+    A prefix of the prefill graph does not show: masks and positions are given as if there were none.
+    """
 
     def __init__(self, prefill: OrtGraph, decode: OrtGraph) -> None:
         self._prefill, self._decode = prefill, decode
+        self._prefix = prefill.entry.prefix
 
     @classmethod
     def from_folder(cls, folder: Path, settings: SessionSettings | None = None) -> OrtRunner:
@@ -163,45 +170,44 @@ class OrtRunner:
             InputRefused: there are none.
             MalformedInput: one cannot be used.
         """
-        files = graph_files(folder)
-        if {"prefill", "decode"} <= files.keys():
-            return cls(OrtGraph(files["prefill"], settings), OrtGraph(files["decode"], settings))
-        if not files:
+        entries = {entry.role: entry for entry in graph_entries(folder)}
+        if {"prefill", "decode"} <= entries.keys():
+            return cls(
+                open_graph(folder, entries["prefill"], settings), open_graph(folder, entries["decode"], settings)
+            )
+        if not entries:
             raise InputRefused(
                 f"`{folder}` holds no graphs", hint=f"make them: `llmconv export {folder}`, or give `--backend torch`"
             )
-        graph = OrtGraph(files.get("unified") or next(iter(files.values())), settings)
+        graph = open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings)
         return cls(graph, graph)
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs the prompt on the prefill graph."""
-        return self._prefill.run(input_ids, attention_mask, position_ids, past)
+        return self._prefill.run(input_ids, *self._behind_prefix(attention_mask, position_ids, past), past)
 
     def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs a step on the decode graph."""
-        return self._decode.run(input_ids, attention_mask, position_ids, past)
+        graph = self._prefill if self._prefix and past is None else self._decode  # only that one has the prefix
+        return graph.run(input_ids, *self._behind_prefix(attention_mask, position_ids, past), past)
+
+    def _behind_prefix(self, attention_mask: Array, position_ids: Array, past: Cache | None) -> tuple[Array, Array]:
+        """Mask and positions for a cache that begins with the prefix."""
+        if self._prefix is None or past is None:
+            return attention_mask, position_ids
+        return behind_prefix(attention_mask, position_ids, self._prefix)
 
 
-def graph_files(folder: Path) -> dict[str, Path]:
-    """Role (`prefill`, `decode`, `unified`) to file: as the manifest says, else by the usual names.
+def behind_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry) -> tuple[Array, Array]:
+    """Mask and positions of tokens whose cache begins with a prefix, from those of the same tokens without one."""
+    ones = np.ones((len(attention_mask), prefix.length), dtype=np.int64)
+    return np.concatenate([ones, attention_mask], axis=1), position_ids + prefix.first_position
 
-    Raises:
-        MalformedInput: the manifest names a file that is no plain name.
-    """
-    listed = read_manifest(folder).graphs
-    names = {role: entry.get("file", "") for role, entry in listed.items()} or {
-        role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()
-    }
-    for role, name in names.items():
-        if not isinstance(name, str) or not name or Path(name).name != name:
-            raise MalformedInput(f"the manifest names {name!r} as the {role} graph", hint="run `llmconv export` again")
-    return {role: folder / name for role, name in names.items()}
+
+def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
+    """A graph of a folder, see `OrtGraph`."""
+    return OrtGraph(folder / entry.files[0], settings, entry=entry)
 
 
 def _int64(array: Array) -> ort.OrtValue:
     return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=np.int64))
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:300] if text else type(error).__name__

@@ -26,16 +26,32 @@ class Cache(Protocol):
 
 
 @dataclass(frozen=True)
+class Choices:
+    """The likeliest tokens, likeliest first, as the graph itself chose them.
+
+    Attributes:
+        tokens: int64 [batch, new tokens, K].
+        scores: their log-probabilities over the whole vocabulary, [batch, new tokens, K].
+    """
+
+    tokens: Array
+    scores: Array
+
+
+@dataclass(frozen=True)
 class Step:
     """The outputs of one call.
 
     Attributes:
-        logits: [batch, new tokens, vocabulary] (one row when the graph gives the last logits only).
+        logits: [batch, new tokens, vocabulary] (one row when the graph gives the last logits only); of no use where
+            there are `choices`.
         present: the cache, past and new tokens together; the next call's `past`.
+        choices: what the graph gives instead of logits; None where it gives logits.
     """
 
     logits: Array
     present: Cache
+    choices: Choices | None = None
 
 
 class Runner(Protocol):

@@ -45,6 +45,29 @@ def pick_token(logits: Array, sampling: Sampling, generator: np.random.Generator
     return int(np.searchsorted(cumulative, generator.random() * cumulative[-1], side="right"))
 
 
+def pick_choice(tokens: Array, scores: Array, sampling: Sampling, generator: np.random.Generator) -> int:
+    """The next token from the likeliest ones that a graph chose; the same as from all logits, ties aside.
+
+    Args:
+        tokens: int64 [K], likeliest first.
+        scores: their log-probabilities [K].
+        sampling: its top-k may not be more than K, and not all tokens.
+        generator: advanced by one number.
+
+    Raises:
+        UsageProblem: the sampling needs tokens that the graph does not give.
+    """
+    if sampling.temperature == 0:
+        return int(tokens[0])
+    if not 0 < sampling.top_k <= len(tokens):
+        raise UsageProblem(
+            f"the graph gives {len(tokens)} tokens to sample from, top-k {sampling.top_k or 'of all'} needs more",
+            hint=f"give `--temperature 0`, or `--top-k {len(tokens)}` or less, or export another `--postprocess`",
+        )
+    order = np.argsort(tokens)  # the order of the vocabulary, so that a seed gives the text that logits give
+    return int(tokens[order[pick_token(scores[order], sampling, generator)]])
+
+
 def keep_top_k(scores: Array, top_k: int) -> Array:
     """`scores` with all but the `top_k` largest at minus infinity."""
     if not 0 < top_k < len(scores):

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from llmconv.export.exporter import export
 from llmconv.verify import Report, verify
 from llmconv.verify.truth import Eager
+from tests.export.prefix_models import save_adapter
 from tests.verify.mutants import Mutant
 
 Tiny = Callable[[str], Path]
@@ -30,6 +32,28 @@ def exported(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
             export(target, prefill=True, incremental=True, overwrite=True)
             folders[model_type] = target
         return folders[model_type]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def optioned(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`optioned(model_type, last_logits=True, …)` is a folder exported with options; do not write into it.
+
+    `prefix` is the kind of an adapter, see `save_adapter`.
+    """
+    folders: dict[tuple[object, ...], Path] = {}
+
+    def folder(model_type: str, **options: Any) -> Path:
+        key = (model_type, *sorted(options.items()))
+        if key not in folders:
+            target = tmp_path_factory.mktemp("optioned") / model_type
+            shutil.copytree(tiny(model_type), target)
+            if "prefix" in options:
+                options["prefix"] = save_adapter(target, target.parent / "adapter", options["prefix"])
+            export(target, prefill=True, incremental=True, **options)
+            folders[key] = target
+        return folders[key]
 
     return folder
 

@@ -1,0 +1,194 @@
+"""One bound decoder -> the ONNX files that were asked for, and what the manifest says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from llmconv.errors import UsageProblem
+from llmconv.export.graph_options import GraphOptions
+from llmconv.export.layouts import DEFAULT, Content, Dressing, Graphs
+from llmconv.export.passes.choice import choose
+from llmconv.export.passes.last_logits import keep_last_logits
+from llmconv.export.passes.opset import to_opset
+from llmconv.export.prefix_file import PrefixFile, require_fit
+from llmconv.export.stages import require_stages, split
+from llmconv.export.trace import OPSET, TracedGraph
+from llmconv.runtime.graph_entry import GRAPH_FILES
+
+PROMPT_ROLES = {"prefill", "unified"}
+"""The graphs that a prompt may be given to; the prefix is in the cache afterwards."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What an export writes.
+
+    Attributes:
+        files: content by path in the folder, of the clients' files too.
+        entries: of the manifest's `graphs`, by role.
+        config: fields that clients want in the `config.json` of a new folder.
+    """
+
+    files: dict[str, Content] = field(default_factory=dict)
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all graphs and prefixes; links have none."""
+        files = [content for name, content in self.files.items() if name.endswith((".onnx", ".graph", ".safetensors"))]
+        return sum(len(content) for content in files if isinstance(content, bytes))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Which graphs to make of a decoder, and how.
+
+    Attributes:
+        roles: `prefill`, `decode`, `unified`, in the order they are written.
+        dressing: what clients want beside them.
+        options: what changes them.
+
+    Raises:
+        UsageProblem: options that clients cannot work with.
+        InputRefused: a client cannot run this model.
+    """
+
+    roles: tuple[str, ...]
+    dressing: Dressing
+    options: GraphOptions = field(default_factory=GraphOptions)
+
+    def __post_init__(self) -> None:
+        if odd := self.options.for_own_runner():
+            for layout in self.dressing.chosen:
+                if layout.name != DEFAULT:
+                    raise UsageProblem(
+                        f"layout `{layout.name}` can do nothing with `{odd}`", hint=f"leave out `{odd}` or the layout"
+                    )
+        self.dressing.check()
+
+    def names(self, role: str) -> list[str]:
+        """The files of a role: one, or one per stage."""
+        whole, count = GRAPH_FILES[role], self.options.stages
+        if count == 1:
+            return [whole]
+        return [f"{whole.removesuffix('.onnx')}-{number}-of-{count}.onnx" for number in range(1, count + 1)]
+
+    def replaced(self, complete: Mapping[str, Any]) -> list[str]:
+        """The files that would be written over, by the manifest's `graphs` of the folder."""
+        return [name for role in self.roles if role in complete for name in self.names(role)] + [*self.dressing.names]
+
+    def recorded(self) -> dict[str, Any]:
+        """What the manifest says of this step."""
+        options = self.options
+        return {
+            "layouts": tuple(layout.name for layout in self.dressing.chosen if layout.name != DEFAULT),
+            **options.recorded(),
+            "stages": options.stages if options.stages > 1 else None,
+            "prefix": options.prefix.kind if options.prefix else None,
+            "opset": options.opset if options.opset != OPSET else None,
+        }
+
+    def check(self, traced: TracedGraph) -> None:
+        """Raises what `draw` would, before anything is written; the graph need not be bound yet."""
+        require_stages(self.options.stages, traced.num_layers)
+        if self.options.prefix and not PROMPT_ROLES.intersection(self.roles):
+            raise UsageProblem(
+                "`--prefix` is for the graph of a prompt, and none is made",
+                hint="give `--prefill` or `--unified` too; the decode graph finds the prefix in its cache",
+            )
+        if self.options.prefix:
+            require_fit(self.options.prefix, traced.model)
+        if self.options != GraphOptions():
+            self._change(traced.model.clone())
+
+    def draw(self, traced: TracedGraph, folder: Path, weights: tuple[str, ...]) -> Drawn:
+        """The files.
+
+        Args:
+            traced: named, and bound to the weights; is changed.
+            folder: of the weights.
+            weights: names of the files that they lie in.
+        """
+        drawn = Drawn()
+        if self.options.prefix:
+            prefix = PrefixFile.make(self.options.prefix, traced.model, folder)
+            prompt = traced.model.clone()
+            prefix.prepend(prompt)
+            drawn.files[prefix.name] = prefix.content
+            self._draw(prompt, traced, drawn, [role for role in self.roles if role in PROMPT_ROLES], prefix.recorded())
+        self._draw(traced.model, traced, drawn, [role for role in self.roles if role not in drawn.entries], {})
+        self._dress(drawn, weights)
+        return drawn
+
+    def _draw(
+        self, model: ir.Model, traced: TracedGraph, drawn: Drawn, roles: Sequence[str], more: dict[str, Any]
+    ) -> None:
+        """Files and entries of roles whose graphs are all alike."""
+        if not roles:
+            return
+        self._change(model)
+        whole = ir.to_proto(model)
+        parts = [whole]
+        if self.options.stages > 1:
+            parts = split(whole, self.options.stages, traced.layers_name, traced.num_layers)
+        contents = [encode(part) for part in parts]
+        for role in roles:
+            names = self.names(role)
+            drawn.files.update(zip(names, contents, strict=True))
+            entry = {**_places(names, parts), "opset": opset_of(whole), **_ports(whole)}
+            drawn.entries[role] = {**entry, **self.options.recorded(), **more}
+
+    def _dress(self, drawn: Drawn, weights: tuple[str, ...]) -> None:
+        """What clients want beside the graphs, or in their place; none wants stages."""
+        if self.options.stages > 1:
+            return
+        files = {role: GRAPH_FILES[role] for role in self.roles}
+        contents = {role: drawn.files[name] for role, name in files.items()}
+        graphs = Graphs({role: c for role, c in contents.items() if isinstance(c, bytes)}, files, weights)
+        drawn.files.update(self.dressing.files(graphs))
+        drawn.config.update(self.dressing.config(graphs))
+
+    def _change(self, model: ir.Model) -> None:
+        if self.options.last_logits:
+            keep_last_logits(model)
+        if self.options.choice:
+            choose(model, self.options.choice)
+        if self.options.opset != model.opset_imports[""]:
+            to_opset(model, self.options.opset)
+
+
+def files_of(entry: dict[str, Any]) -> list[str]:
+    """The files that an entry of the manifest names."""
+    parts = [*entry.get("stages", [entry]), entry.get("prefix", {})]
+    return [part["file"] for part in parts if "file" in part]
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    """The version of the standard operators."""
+    return int(next(opset.version for opset in model.opset_import if not opset.domain))
+
+
+def encode(model: onnx.ModelProto) -> bytes:
+    """The bytes of an ONNX file; the same model gives the same bytes."""
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+def _places(names: list[str], parts: list[onnx.ModelProto]) -> dict[str, Any]:
+    """`file`, or the `stages` with the ports of each."""
+    if len(names) == 1:
+        return {"file": names[0]}
+    return {"stages": [{"file": name, **_ports(part)} for name, part in zip(names, parts, strict=True)]}
+
+
+def _ports(model: onnx.ModelProto) -> dict[str, list[str]]:
+    return {
+        "inputs": [port.name for port in model.graph.input],
+        "outputs": [port.name for port in model.graph.output],
+    }

@@ -1,0 +1,246 @@
+"""`--stages K`: one graph becomes a chain of K, each with some of the layers and hidden states in and out.
+
+What depends on tokens alone (masks, rotary tables, shapes) is cheap, so each stage computes it anew; what depends on
+weights too is computed once and handed over. Each stage maps the weights of its own layers only. Values keep their
+names in every stage; the hidden state that enters layer 8 is called `hidden_states.8`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import onnx
+
+from llmconv.errors import UsageProblem
+
+CACHE_LAYER = re.compile(r"(?:past|present|prefix)\w*\.(\d+)\.")
+
+
+@dataclass
+class _Places:
+    """Where every value is made.
+
+    Attributes:
+        stage: of the nodes that are computed once, by node name.
+        made: stage that makes a value, for values that are computed once.
+    """
+
+    stage: dict[str, int] = field(default_factory=dict)
+    made: dict[str, int] = field(default_factory=dict)
+
+
+def split(model: onnx.ModelProto, count: int, layers_name: str, num_layers: int) -> list[onnx.ModelProto]:
+    """The stages of a graph, in order.
+
+    Args:
+        model: a whole decoder, its weights mapped; nodes are named after their modules.
+        count: how many stages; each gets `num_layers / count` layers, rounded.
+        layers_name: name of the list of layers, such as `model.layers`.
+        num_layers: how many layers the model has, at least `count`.
+    """
+    starts = [-(-index * num_layers // count) for index in range(count)]
+    splitter = _Splitter(model, layers_name, starts)
+    return [splitter.stage(index) for index in range(count)]
+
+
+def require_stages(count: int, num_layers: int) -> None:
+    """Refuses a number of stages that cannot be.
+
+    Raises:
+        UsageProblem: there are more stages than layers, or none.
+    """
+    if not 1 <= count <= num_layers:
+        raise UsageProblem(
+            f"`--stages {count}` does not fit the {num_layers} layers of the model",
+            hint="every stage needs a layer; give fewer stages",
+        )
+
+
+class _Splitter:
+    """Looks at the graph once; then cuts out one stage after another."""
+
+    def __init__(self, model: onnx.ModelProto, layers_name: str, starts: list[int]) -> None:
+        self._model, self._starts = model, starts
+        self._layer = re.compile(re.escape(layers_name) + r"\.(\d+)[./]")
+        self._ports = {port.name: port for port in model.graph.input}
+        self._weights = {tensor.name for tensor in model.graph.initializer if tensor.external_data}
+        self._maker = {name: node for node in model.graph.node for name in node.output}
+        self._places = self._place()
+        self._roots = [self._roots_of(stage) for stage in range(len(starts))]
+        self._carried = self._carry()
+        self._types: Mapping[str, onnx.ValueInfoProto] = self._infer()
+
+    def stage(self, index: int) -> onnx.ModelProto:
+        """One stage as a model of its own."""
+        nodes, _ = self._closure(index)
+        made = {name for node in nodes for name in node.output}
+        part = onnx.ModelProto()
+        part.CopyFrom(self._model)
+        graph = part.graph
+        for repeated in (graph.node, graph.input, graph.output, graph.initializer):
+            del repeated[:]
+        graph.node.extend(self._with_own_ports(node, index) for node in nodes)
+        read = {name for node in graph.node for name in references(node)}
+        graph.initializer.extend(tensor for tensor in self._model.graph.initializer if tensor.name in read)
+        graph.input.extend(port for name, port in self._ports.items() if name in read)
+        graph.input.extend(self._types[name] for name in self._carried if name in read and name not in made)
+        graph.output.extend(port for port in self._model.graph.output if self._places.made[port.name] == index)
+        graph.output.extend(self._types[name] for name in self._carried if self._places.made[name] == index)
+        _rename(graph, self._carried)
+        return part
+
+    def _place(self) -> _Places:
+        """Stages of the nodes that are computed once; the others are computed wherever they are needed."""
+        places = _Places()
+        tokens: dict[str, bool] = {}
+        weighs: dict[str, bool] = {}
+        for node in self._model.graph.node:
+            sources = references(node)
+            on_tokens = any(tokens.get(name, name in self._ports) for name in sources)
+            on_weights = any(weighs.get(name, name in self._weights) for name in sources)
+            stages = [places.made[name] for name in sources if name in places.made]
+            for name in node.output:
+                tokens[name], weighs[name] = on_tokens, on_weights
+            if stages or (on_tokens and on_weights) or self._holds_cache(node):
+                found = max([*stages, self._stage_of(self._layer_of(node))])
+                places.stage[node.name] = found
+                places.made.update(dict.fromkeys(node.output, found))
+        for port in self._model.graph.output:
+            places.made.setdefault(port.name, 0)
+        return places
+
+    def _layer_of(self, node: onnx.NodeProto) -> int:
+        """The layer that a node's name or inputs say; the first where none does."""
+        for text in (node.name, *node.input):
+            for pattern in (self._layer, CACHE_LAYER):
+                found = pattern.match(text)
+                if found:
+                    return int(found[1])
+        return 0
+
+    def _stage_of(self, layer: int) -> int:
+        return max(index for index, start in enumerate(self._starts) if start <= layer)
+
+    def _holds_cache(self, node: onnx.NodeProto) -> bool:
+        """It reads a past as such; a length of it can be had from any other of the same shape."""
+        return any(
+            name in self._ports and CACHE_LAYER.match(name) and not self._is_length_of(node, name)
+            for name in node.input
+        )
+
+    def _is_length_of(self, node: onnx.NodeProto, name: str) -> bool:
+        return node.op_type == "Shape" and all(self._own(name, index) for index in range(len(self._starts)))
+
+    def _own(self, name: str, stage: int) -> str:
+        """The first past input of a stage that has the axes of the past input `name`; empty where there is none."""
+        for other, port in self._ports.items():
+            layer = CACHE_LAYER.match(other)
+            if layer and self._stage_of(int(layer[1])) == stage and _axes(port) == _axes(self._ports[name]):
+                return str(other)
+        return ""
+
+    def _roots_of(self, stage: int) -> list[onnx.NodeProto]:
+        return [node for node in self._model.graph.node if self._places.stage.get(node.name) == stage]
+
+    def _closure(self, stage: int) -> tuple[list[onnx.NodeProto], set[str]]:
+        """The nodes that a stage computes, in order, and the names that they read."""
+        wanted = {node.name for node in self._roots[stage]}
+        outputs = {port.name for port in self._model.graph.output if self._places.made[port.name] == stage}
+        waiting = [*self._roots[stage], *(self._maker[name] for name in outputs if name in self._maker)]
+        read: set[str] = set(outputs)
+        while waiting:
+            for name in references(waiting.pop()):
+                read.add(name)
+                maker = self._maker.get(name)
+                if maker is not None and maker.name not in wanted and maker.name not in self._places.stage:
+                    wanted.add(maker.name)
+                    waiting.append(maker)
+        return [node for node in self._model.graph.node if node.name in wanted], read
+
+    def _carry(self) -> dict[str, str]:
+        """Values that cross a border, in graph order, and the names that they get."""
+        crossing: set[str] = set()
+        for stage in range(len(self._starts)):
+            _, read = self._closure(stage)
+            crossing |= {name for name in read if self._places.made.get(name, stage) < stage}
+        names: dict[str, str] = {}
+        counts: dict[int, int] = {}
+        for node in self._model.graph.node:
+            for name in (name for name in node.output if name in crossing):
+                border = self._starts[self._places.made[name] + 1]
+                number = counts[border] = counts.get(border, -1) + 1
+                names[name] = f"hidden_states.{border}" + (f".{number}" if number else "")
+        return names
+
+    def _infer(self) -> dict[str, onnx.ValueInfoProto]:
+        """Element types and axes of the values that cross a border."""
+        if not self._carried:
+            return {}
+        inferred = onnx.shape_inference.infer_shapes(self._model).graph.value_info
+        found = {value.name: value for value in inferred if value.name in self._carried}
+        return {name: _described(name, found.get(name)) for name in self._carried}
+
+    def _with_own_ports(self, node: onnx.NodeProto, stage: int) -> onnx.NodeProto:
+        """The node; a length is read of a past input or hidden state that the stage has anyway."""
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        if node.op_type != "Shape" or node.input[0] not in self._ports:
+            return copy
+        name = node.input[0]
+        if CACHE_LAYER.match(name):
+            copy.input[0] = self._own(name, stage) or name
+        elif name == "input_ids" and stage:
+            self._read_tokens_shape(copy, stage)
+        return copy
+
+    def _read_tokens_shape(self, node: onnx.NodeProto, stage: int) -> None:
+        """`[batch_size, sequence_length]` of the one hidden state that comes in, whose first axes they are."""
+        incoming = [name for name in self._carried if self._places.made[name] == stage - 1]
+        if len(incoming) != 1 or len(self._types[incoming[0]].type.tensor_type.shape.dim) != 3:
+            return
+        node.input[0] = incoming[0]
+        if not any(attribute.name == "end" for attribute in node.attribute):
+            node.attribute.append(onnx.helper.make_attribute("end", 2))
+
+
+def references(node: onnx.NodeProto) -> list[str]:
+    """The values that a node reads, those of its subgraphs too."""
+    names = [name for name in node.input if name]
+    for attribute in node.attribute:
+        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            own = {name for inner in graph.node for name in inner.output} | {port.name for port in graph.input}
+            names += [name for inner in graph.node for name in references(inner) if name not in own]
+            names += [port.name for port in graph.output if port.name not in own]
+    return names
+
+
+def _axes(port: onnx.ValueInfoProto) -> list[object]:
+    return [axis.dim_param or axis.dim_value for axis in port.type.tensor_type.shape.dim]
+
+
+def _described(name: str, found: onnx.ValueInfoProto | None) -> onnx.ValueInfoProto:
+    """The declaration of a value at a border; symbols that inference made up are left out."""
+    kind = found.type.tensor_type.elem_type if found is not None else onnx.TensorProto.FLOAT
+    if found is None or not found.type.tensor_type.HasField("shape"):
+        return onnx.helper.make_tensor_value_info(name, kind, None)
+    axes = [axis.dim_value if axis.HasField("dim_value") else None for axis in found.type.tensor_type.shape.dim]
+    if len(axes) == 3 and axes[2]:
+        return onnx.helper.make_tensor_value_info(name, kind, ["batch_size", "sequence_length", axes[2]])
+    return onnx.helper.make_tensor_value_info(name, kind, axes)
+
+
+def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    def rename(repeated: Iterable[onnx.NodeProto]) -> None:
+        for node in repeated:
+            for ends in (node.input, node.output):
+                for index, name in enumerate(ends):
+                    ends[index] = names.get(name, name)
+            for attribute in node.attribute:
+                for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                    rename(inner.node)
+
+    rename(graph.node)
+    for port in [*graph.input, *graph.output]:
+        port.name = names.get(port.name, port.name)

@@ -1,0 +1,72 @@
+"""Several sessions that hand values on by name, in the shape of one: a graph in stages runs like a whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+from llmconv.errors import MalformedInput
+from llmconv.runtime.guard import load_guarded
+
+
+class SessionChain:
+    """The sessions of a graph's files, in order; one for a graph that is whole.
+
+    Args:
+        paths: the files.
+        options: of every session.
+
+    Raises:
+        MalformedInput: the guard or onnxruntime refuses a file.
+    """
+
+    def __init__(self, paths: Sequence[Path], options: ort.SessionOptions) -> None:
+        self._sessions = [_open(path, options) for path in paths]
+
+    def get_inputs(self) -> list[Any]:
+        """What must be fed: inputs that no earlier session makes, each once, as onnxruntime declares them."""
+        made: set[str] = set()
+        fed: dict[str, Any] = {}
+        for session in self._sessions:
+            fed.update({arg.name: fed.get(arg.name, arg) for arg in session.get_inputs() if arg.name not in made})
+            made |= {arg.name for arg in session.get_outputs()}
+        return list(fed.values())
+
+    def get_outputs(self) -> list[Any]:
+        """What comes out: outputs that no session takes; the last session's results first, then those of the others."""
+        taken = {arg.name for session in self._sessions for arg in session.get_inputs()}
+        given = [arg for session in self._sessions for arg in session.get_outputs() if arg.name not in taken]
+        return sorted(given, key=lambda arg: arg.name.startswith("present"))
+
+    def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
+        """The values called `names`.
+
+        Args:
+            names: outputs of any session.
+            feeds: every input that no session makes.
+        """
+        values = dict(feeds)
+        for session in self._sessions:
+            wanted = [arg.name for arg in session.get_outputs()]
+            taken = {arg.name: values[arg.name] for arg in session.get_inputs()}
+            values.update(zip(wanted, session.run_with_ort_values(wanted, taken), strict=True))
+        return [values[name] for name in names]
+
+
+def _open(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+    load_guarded(path)
+    try:
+        return ort.InferenceSession(path, options, ["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's exceptions share no base class of their own
+        raise MalformedInput(
+            f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What an exception says first."""
+    text = str(error).strip().splitlines()
+    return text[0][:300] if text else type(error).__name__

@@ -1,0 +1,61 @@
+"""Text from graphs that choose tokens themselves is the text from graphs that give logits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmconv.errors import UsageProblem
+from llmconv.export.exporter import export
+from llmconv.runtime import generate
+from llmconv.runtime.sampling import Sampling, pick_choice, pick_token
+
+PROMPTS = ["Hello", "What is it?"]
+Choosing = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def choosing(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Choosing:
+    """`choosing(postprocess)` is the talking Llama with graphs that choose tokens."""
+    folders: dict[str, Path] = {}
+
+    def folder(postprocess: str) -> Path:
+        if postprocess not in folders:
+            home = tmp_path_factory.mktemp("choosing")
+            ignored = shutil.ignore_patterns("*.onnx", "llmconv.json")
+            folders[postprocess] = Path(shutil.copytree(talking, home / "llama", ignore=ignored))
+            export(folders[postprocess], postprocess=postprocess, last_logits=True)
+        return folders[postprocess]
+
+    return folder
+
+
+@pytest.mark.parametrize("postprocess", ["argmax", "topk:4"])
+def test_greedy_text_is_the_same(talking: Path, choosing: Choosing, postprocess: str) -> None:
+    expected = generate(talking, PROMPTS, max_new_tokens=8).completions
+    assert generate(choosing(postprocess), PROMPTS, max_new_tokens=8).completions == expected
+
+
+def test_sampled_text_is_the_same(talking: Path, choosing: Choosing) -> None:
+    sampling = Sampling(temperature=0.9, top_k=4, top_p=0.9, seed=5)
+    expected = generate(talking, PROMPTS, max_new_tokens=8, sampling=sampling).completions
+    assert generate(choosing("topk:4"), PROMPTS, max_new_tokens=8, sampling=sampling).completions == expected
+
+
+@pytest.mark.parametrize(("postprocess", "top_k"), [("argmax", 0), ("topk:4", 0), ("topk:4", 5)])
+def test_sampling_from_more_tokens_than_there_are_is_refused(choosing: Choosing, postprocess: str, top_k: int) -> None:
+    with pytest.raises(UsageProblem, match="tokens to sample from"):
+        generate(choosing(postprocess), PROMPTS, sampling=Sampling(temperature=1, top_k=top_k))
+
+
+def test_a_choice_is_that_of_the_logits() -> None:
+    rng, sampling = np.random.default_rng(0), Sampling(temperature=1.3, top_k=6, top_p=0.8)
+    logits = rng.normal(size=50)
+    tokens = np.argsort(-logits)[:6]
+    for seed in range(20):
+        expected = pick_token(logits, sampling, np.random.default_rng(seed))
+        assert pick_choice(tokens, logits[tokens] - 7, sampling, np.random.default_rng(seed)) == expected
