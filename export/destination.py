@@ -12,7 +12,8 @@ import onnx_ir as ir
 from llmconv.checkpoint import Checkpoint, open_weights
 from llmconv.errors import InputRefused
 from llmconv.export.bind import bind
-from llmconv.export.trace import OPSET, TracedGraph
+from llmconv.export.form import GROWING
+from llmconv.export.trace import TracedGraph
 from llmconv.manifest import MANIFEST, Manifest, file_entry, read_manifest, steps_of_weights
 from llmconv.plan import plan_checkpoint
 from llmconv.safetensors_io import FileTensor
@@ -42,8 +43,8 @@ class Destination(Protocol):
     def check(self, checkpoint: Checkpoint, roles: Sequence[str]) -> None:
         """Raises InputRefused where `write` could not succeed."""
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, roles: Sequence[str], step: dict[str, Any]) -> Sizes:
-        """Binds the graph, writes it once per role, and enters it in the manifest."""
+    def write(self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, step: dict[str, Any]) -> Sizes:
+        """Binds the graphs, writes each to the file of its role, and enters them in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -76,20 +77,19 @@ class InPlace:
         if existing and not self.overwrite:
             raise InputRefused(f"`{self.folder / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, roles: Sequence[str], step: dict[str, Any]) -> Sizes:
+    def write(self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, step: dict[str, Any]) -> Sizes:
         """Each graph by temporary file and rename; the manifest last, so that only complete sets are announced."""
-        mapped = bind(traced, file_tensors(checkpoint))
-        content = encode(traced.model)
+        contents, mapped = _bound(graphs, file_tensors(checkpoint))
         manifest = read_manifest(self.folder)
         with failing_safely():
-            for role in roles:
+            for role, content in contents.items():
                 write_durably(self.folder / GRAPH_FILES[role], content)
                 manifest.files[GRAPH_FILES[role]] = file_entry(content)
-            manifest.graphs.update(_entries(traced.model, roles))
+            manifest.graphs.update(_entries(graphs))
             manifest.steps = [*(old for old in manifest.steps if old != step), step]
             write_durably(self.folder / MANIFEST, manifest.encode())
             sync_folder(self.folder)
-        return Sizes(len(content) * len(roles), mapped, 0)
+        return Sizes(sum(map(len, contents.values())), mapped, 0)
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,16 @@ class NewFolder:
         """Refuses an existing folder without `overwrite`."""
         require_free(self.folder, self.overwrite)
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, roles: Sequence[str], step: dict[str, Any]) -> Sizes:
+    def write(self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, step: dict[str, Any]) -> Sizes:
         """Weights, side files, graphs and manifest become visible together."""
         sizes: list[Sizes] = []
 
         def add_graphs(staged: StagedFolder, manifest: Manifest) -> None:
-            mapped = bind(traced, file_tensors(open_weights(staged.path)))
-            content = encode(traced.model)
-            for role in roles:
+            contents, mapped = _bound(graphs, file_tensors(open_weights(staged.path)))
+            for role, content in contents.items():
                 staged.write_file(GRAPH_FILES[role], content)
-            manifest.graphs = _entries(traced.model, roles)
-            sizes.append(Sizes(len(content) * len(roles), mapped, plan.nbytes))
+            manifest.graphs = _entries(graphs)
+            sizes.append(Sizes(sum(map(len, contents.values())), mapped, plan.nbytes))
 
         plan = plan_checkpoint(self._cast(checkpoint), self.max_shard_size)
         write_checkpoint(
@@ -147,10 +146,24 @@ def encode(model: ir.Model) -> bytes:
     return bytes(ir.to_proto(model).SerializeToString(deterministic=True))
 
 
-def _entries(model: ir.Model, roles: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _bound(graphs: Mapping[str, TracedGraph], tensors: Mapping[str, FileTensor]) -> tuple[dict[str, bytes], int]:
+    """The file's content for every role, and how many bytes of weights each graph maps; roles may share a graph."""
+    contents: dict[int, bytes] = {}
+    mapped = 0
+    for traced in graphs.values():
+        if id(traced) not in contents:
+            mapped = bind(traced, tensors)
+            contents[id(traced)] = encode(traced.model)
+    return {role: contents[id(traced)] for role, traced in graphs.items()}, mapped
+
+
+def _entries(graphs: Mapping[str, TracedGraph]) -> dict[str, dict[str, Any]]:
     """The manifest's `graphs`."""
-    ports = {
-        "inputs": [value.name for value in model.graph.inputs],
-        "outputs": [value.name for value in model.graph.outputs],
-    }
-    return {role: {"file": GRAPH_FILES[role], "opset": OPSET, **ports} for role in roles}
+    return {role: {"file": GRAPH_FILES[role], **_entry(traced)} for role, traced in graphs.items()}
+
+
+def _entry(traced: TracedGraph) -> dict[str, Any]:
+    graph = traced.model.graph
+    ports = {"inputs": [value.name for value in graph.inputs], "outputs": [value.name for value in graph.outputs]}
+    form = {} if traced.form == GROWING else {"form": traced.form.entry()}
+    return {"opset": traced.form.opset, **form, **ports}

@@ -10,6 +10,7 @@ from llmconv.errors import MalformedInput
 from llmconv.export.bind import match_weights
 from llmconv.export.destination import GRAPH_FILES, Destination, InPlace, NewFolder, Sizes
 from llmconv.export.fake_model import load_config
+from llmconv.export.form import forms
 from llmconv.export.graph import build_graph
 from llmconv.export.input_maps import find_input_map
 from llmconv.manifest import step
@@ -49,6 +50,11 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
+    shapes: str = "dynamic",
+    batch_size: int = 1,
+    max_seq_len: int | None = None,
+    prompt_len: int | None = None,
+    cache: str = "growing",
 ) -> Exported:
     """Exports decoder graphs: `prefill.onnx`, `decode.onnx` and, on demand, `model.onnx` for both.
 
@@ -65,8 +71,14 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         max_shard_size: largest safetensors file, when weights are written.
         overwrite, resume: replace existing graphs or an existing `output`; continue an interrupted run.
         dry_run: build and check everything, write nothing.
+        shapes: `dynamic`, or `static`: every axis is a number, and the cache lies in a buffer that is filled in place.
+        batch_size, max_seq_len, prompt_len: sizes of static graphs: sequences, tokens that the cache holds, new tokens
+            of one call of the prefill graph (see `form.forms`).
+        cache: of dynamic graphs: `growing`, or `shared-buffer`: past and present are one buffer that is filled in
+            place, as ORT-GenAI's `past_present_share_buffer` wants it.
 
     Raises:
+        UsageProblem: sizes that do not fit each other.
         InputRefused: a `model_type` without input map, weights that do not fit the config, existing graphs, …
         OutputFailed: writing failed.
     """
@@ -75,16 +87,20 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     input_map = find_input_map(model_type_of(checkpoint))
     config = load_config(checkpoint.config)
     roles = _roles(prefill, incremental, unified)
+    wanted = forms(roles, "static" if shapes == "static" else cache, batch_size, max_seq_len, prompt_len)
     destination: Destination = InPlace(folder, dtype, overwrite or dry_run)
     if output is not None and output.resolve() != folder.resolve():
         destination = NewFolder(output, dtype, max_shard_size, overwrite, resume)
     destination.check(checkpoint, roles)
-    traced, traced_layers = build_graph(config, input_map)
-    match_weights(traced, checkpoint)
+    built = {form: build_graph(config, input_map, form) for form in dict.fromkeys(wanted.values())}
+    for traced, _ in built.values():
+        match_weights(traced, checkpoint)
+    traced_layers = max(layers for _, layers in built.values())
     sizes = None
     if not dry_run:
         options = {"graphs": roles, "dtype": dtype, "layers_traced": traced_layers}
-        sizes = destination.write(traced, checkpoint, roles, step("export", Path(model), **options))
+        graphs = {role: built[form][0] for role, form in wanted.items()}
+        sizes = destination.write(graphs, checkpoint, step("export", Path(model), **options))
     files = {role: GRAPH_FILES[role] for role in roles}
     return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, config.num_hidden_layers)
 

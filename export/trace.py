@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +24,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
+from llmconv.export.buffers import buffer_cache
 from llmconv.export.fake_model import build
-from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap
+from llmconv.export.form import GROWING, Form
+from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, TOTAL, InputMap, Port
+from llmconv.runtime.buffers import SLOTS, WRITE_INDICES
 
 ATTENTION = "llmconv"
-OPSET = 23
-EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5}
+EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5, TOTAL: 8, SLOTS: 13}
 """Sizes traced with; none is 0 or 1, because torch.export would specialise the axis."""
 
 SCOPES = "pkg.torch.onnx.name_scopes"
@@ -46,6 +48,7 @@ class TracedGraph:
         num_layers: how many layers were traced.
         tied: parameter name -> name of the parameter it shares its memory with.
         base_prefix: name of the inner model (`transformer`), which some checkpoints leave out of their tensor names.
+        form: how the cache is kept, and which axes are numbers.
     """
 
     model: ir.Model
@@ -54,6 +57,7 @@ class TracedGraph:
     num_layers: int
     tied: dict[str, str]
     base_prefix: str
+    form: Form
 
 
 class PastLayer(DynamicLayer):  # type: ignore[misc]
@@ -77,15 +81,23 @@ class PastLayer(DynamicLayer):  # type: ignore[misc]
 class CacheAsTensors(nn.Module):
     """The model with its cache spelled out as flat tensors, key before value, layers in order."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, form: Form) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._form = model, form
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, past: list[Tensor]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor | None,
+        write_indices: Tensor | None,
+        past: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits `[batch, sequence, vocab]` and the grown cache."""
-        cache = Cache(layers=[PastLayer(*pair) for pair in zip(past[::2], past[1::2], strict=True)])
+        """Logits `[batch, sequence, vocab]` and the cache with the new tokens in it."""
+        if self._form == GROWING:
+            cache = Cache(layers=[PastLayer(*pair) for pair in zip(past[::2], past[1::2], strict=True)])
+        else:
+            cache = buffer_cache(past, input_ids, attention_mask, write_indices)
         positions = {} if position_ids is None else {"position_ids": position_ids}
         result = self.model(
             input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **positions
@@ -120,7 +132,7 @@ def onnx_attention(
         attributes,
         dtypes=[query.dtype],
         shapes=[(*query.shape[:-1], value.shape[-1])],
-        version=OPSET,
+        version=GROWING.opset,
     )
     return output.transpose(1, 2), None
 
@@ -128,7 +140,7 @@ def onnx_attention(
 def additive_mask(
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     *,
     mask_function: Callable[..., Tensor],
@@ -143,7 +155,8 @@ def additive_mask(
     Returns:
         `[batch or 1, 1, q_length, kv_length]`.
     """
-    queries = (torch.arange(q_length) + q_offset)[None, None, :, None]
+    offset = q_offset.reshape(-1, 1, 1, 1) if isinstance(q_offset, Tensor) else q_offset
+    queries = torch.arange(q_length)[None, None, :, None] + offset
     keys = (torch.arange(kv_length) + kv_offset)[None, None, None, :]
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     seen = mask_function(zero, zero, queries, keys)
@@ -156,20 +169,21 @@ AttentionInterface.register(ATTENTION, onnx_attention)
 AttentionMaskInterface.register(ATTENTION, additive_mask)
 
 
-def trace(config: Any, input_map: InputMap) -> TracedGraph:
-    """Traces all layers of `config` (shorten it first) for any batch, sequence and past length."""
+def trace(config: Any, input_map: InputMap, form: Form = GROWING) -> TracedGraph:
+    """Traces all layers of `config` (shorten it first), for any batch, sequence and past length that `form` leaves open."""
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
+        inputs, outputs = form.inputs(input_map.inputs(config)), form.outputs(input_map.outputs(config))
         model.config._attn_implementation = ATTENTION
         program = torch.export.export(
-            CacheAsTensors(model), _example(config, input_map), dynamic_shapes=_dynamic(config, input_map), strict=False
+            CacheAsTensors(model, form), _example(inputs), dynamic_shapes=_dynamic(inputs), strict=False
         )
-        onnx_program = torch.onnx.export(program, optimize=False, opset_version=OPSET, verbose=False)
+        onnx_program = torch.onnx.export(program, optimize=False, opset_version=form.opset, verbose=False)
     assert onnx_program is not None
     graph_model = onnx_program.model
     weights = _weights_to_inputs(graph_model, model)
     onnxscript.optimizer.optimize(graph_model)
-    _name_ports(graph_model, config, input_map)
+    _name_ports(graph_model, inputs, outputs)
     return TracedGraph(
         graph_model,
         weights,
@@ -177,6 +191,7 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
         config.num_hidden_layers,
         dict(model._tied_weights_keys or {}) if config.tie_word_embeddings else {},
         model.base_model_prefix,
+        form,
     )
 
 
@@ -187,22 +202,33 @@ def scopes(node: ir.Node) -> list[str]:
     return [name.removeprefix("model").removeprefix(".") for name in names]
 
 
-def _example(config: Any, input_map: InputMap) -> tuple[Any, ...]:
-    batch, new, past = EXAMPLE[BATCH], EXAMPLE[SEQUENCE], EXAMPLE[PAST]
-    cache = [port for port in input_map.inputs(config) if port.name.startswith("past_key_values")]
-    positions = torch.arange(past, past + new).repeat(batch, 1) if input_map.position_ids else None
-    return (
-        torch.ones(batch, new, dtype=torch.int64),
-        torch.ones(batch, past + new, dtype=torch.int64),
-        positions,
-        [torch.zeros([axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]) for port in cache],
-    )
+def _example(inputs: Sequence[Port]) -> tuple[Any, ...]:
+    """Arguments of the traced module: one per input, the cache as one list."""
+    tokens = [torch.ones(_sizes(port), dtype=torch.int64) for port in inputs if not _is_cache(port)]
+    # One number seen as a whole buffer: a static cache may be larger than memory.
+    cache = [torch.zeros(1).expand(_sizes(port)) for port in inputs if _is_cache(port)]
+    return (*_with_optional(inputs, tokens), cache)
 
 
-def _dynamic(config: Any, input_map: InputMap) -> tuple[Any, ...]:
-    tokens = {0: Dim.AUTO, 1: Dim.AUTO}
-    cache = [{0: Dim.AUTO, 2: Dim.AUTO}] * (2 * config.num_hidden_layers)
-    return (tokens, tokens, tokens if input_map.position_ids else None, cache)
+def _dynamic(inputs: Sequence[Port]) -> tuple[Any, ...]:
+    symbols = [{at: Dim.AUTO for at, axis in enumerate(port.axes) if isinstance(axis, str)} for port in inputs]
+    first = next(at for at, port in enumerate(inputs) if _is_cache(port))
+    return (*_with_optional(inputs, symbols[:first]), symbols[first:])
+
+
+def _with_optional(inputs: Sequence[Port], given: Sequence[Any]) -> list[Any]:
+    """What belongs to each token input in the order of the module's arguments; None for inputs that there are not."""
+    by_name = {port.name: value for port, value in zip(inputs, given, strict=False)}
+    names = ["input_ids", "attention_mask", "position_ids", WRITE_INDICES]
+    return [by_name.get(name) for name in names]
+
+
+def _sizes(port: Port) -> list[int]:
+    return [axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]
+
+
+def _is_cache(port: Port) -> bool:
+    return port.name.startswith("past_key_values")
 
 
 def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
@@ -220,11 +246,11 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
     return weights
 
 
-def _name_ports(model: ir.Model, config: Any, input_map: InputMap) -> None:
-    for value, port in zip(model.graph.inputs, input_map.inputs(config), strict=False):
+def _name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
+    for value, port in zip(model.graph.inputs, inputs, strict=False):
         value.name = port.name
         value.shape = ir.Shape(port.axes)
-    for value, port in zip(model.graph.outputs, input_map.outputs(config), strict=True):
+    for value, port in zip(model.graph.outputs, outputs, strict=True):
         value.name = port.name
         value.shape = ir.Shape(port.axes)
 

@@ -34,13 +34,20 @@ class Candidate:
     @property
     def last_logits(self) -> bool:
         """The graph gives the logits of the last token only."""
-        return any(graph.outputs["logits"][1] == 1 for graph in self.graphs if "logits" in graph.outputs)
+        shapes = [(graph.inputs.get("input_ids"), graph.outputs.get("logits")) for graph in self.graphs]
+        return any(logits[1] == 1 and ids[1] != 1 for ids, logits in shapes if ids and logits)
 
     def refuses(self, call: Call) -> str:
         """Why a call cannot be run by design; empty when it can."""
         for graph in self.graphs:
             if not call.uniform and not graph.takes_positions:
                 return "the graph has no position_ids"
+            if graph.sizes:
+                rows, new = call.input_ids.shape
+                reason = graph.sizes.refusal(rows, call.attention_mask.shape[1] - new, new)
+                if reason:
+                    return reason
+                continue
             shape = graph.inputs.get("input_ids", [])
             if any(
                 isinstance(axis, int) and axis != size for axis, size in zip(shape, call.input_ids.shape, strict=False)

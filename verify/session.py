@@ -145,7 +145,7 @@ def _open(
     graphs = []
     for path in paths:
         try:
-            graphs.append(OrtGraph(path, settings))
+            graphs.append(OrtGraph(path, replace(settings or SessionSettings(), garbage=True)))
         except LlmconvError as error:
             add([Check("structure", path.name, "", verdict="fail", detail=error.message)])
     return graphs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx
 
+from llmconv.runtime.buffers import SLOTS, WRITE_INDICES
 from llmconv.runtime.guard import nodes
 from llmconv.runtime.ort import OrtGraph
 from llmconv.verify.report import Check
@@ -18,7 +19,7 @@ TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
 def check_structure(
-    graph: OrtGraph, model: onnx.ModelProto, cache_shapes: list[tuple[int, int]], *, static: bool = False
+    graph: OrtGraph, model: onnx.ModelProto, cache_shapes: list[tuple[int, int]]
 ) -> Check:
     """The graph's signature against the contract and the eager model.
 
@@ -26,11 +27,10 @@ def check_structure(
         graph: the graph, opened.
         model: the same without weights.
         cache_shapes: (kv_heads, head_dim) of every layer, as the eager model has them.
-        static: axes may be numbers.
     """
     problems = [
         *name_problems(graph, len(cache_shapes)),
-        *_axis_problems(graph, cache_shapes, static),
+        *_axis_problems(graph, cache_shapes, static=graph.sizes is not None and graph.sizes.indexed),
         *_type_problems(graph),
         *_dead_inputs(model),
     ]
@@ -45,6 +45,8 @@ def cache_names(prefix: str, layers: int) -> list[str]:
 def name_problems(graph: OrtGraph, layers: int) -> list[str]:
     """Inputs or outputs that are missing, extra or out of order; such a graph is not run."""
     tokens = [*TOKEN_INPUTS, *(["position_ids"] if graph.takes_positions else [])]
+    if graph.sizes and graph.sizes.indexed:
+        tokens.append(WRITE_INDICES)
     problems = []
     for kind, found, wanted in (
         ("inputs", list(graph.inputs), tokens + cache_names("past_key_values", layers)),
@@ -59,7 +61,7 @@ def name_problems(graph: OrtGraph, layers: int) -> list[str]:
 def _axis_problems(graph: OrtGraph, cache_shapes: list[tuple[int, int]], static: bool) -> list[str]:
     problems = []
     for name, shape in [*graph.inputs.items(), *graph.outputs.items()]:
-        for found, wanted in zip(shape, _axes(name, cache_shapes) or shape, strict=False):
+        for found, wanted in zip(shape, _axes(name, cache_shapes, graph) or shape, strict=False):
             if not _axis_fits(found, wanted, static, is_output=name in graph.outputs):
                 problems.append(f"{name} has axis {found}, not {wanted}")
     return problems
@@ -72,12 +74,12 @@ def _axis_fits(found: str | int, wanted: str | int | None, static: bool, is_outp
     return wanted is None or found == wanted
 
 
-def _axes(name: str, cache_shapes: list[tuple[int, int]]) -> list[str | int | None]:
+def _axes(name: str, cache_shapes: list[tuple[int, int]], graph: OrtGraph) -> list[str | int | None]:
     prefix, _, rest = name.partition(".")
     layer = rest.partition(".")[0]
     if prefix in CACHE_LENGTH and layer.isdigit() and int(layer) < len(cache_shapes):
         heads, size = cache_shapes[int(layer)]
-        return ["batch_size", heads, CACHE_LENGTH[prefix], size]
+        return ["batch_size", heads, SLOTS if graph.sizes else CACHE_LENGTH[prefix], size]
     return AXES.get(name, [])
 
 

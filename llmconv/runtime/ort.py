@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput
 from llmconv.manifest import read_manifest
-from llmconv.runtime.guard import load_guarded
+from llmconv.runtime.buffers import BufferedSession, FixedSizes
+from llmconv.runtime.guard import load_guarded, nodes
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
 
@@ -37,11 +38,13 @@ class SessionSettings:
         prepack: copies weights into a layout of its own: prefill 20-25 % faster, but each session then holds the
             weights once more and two sessions no longer share the mapped file.
         optimization: `all`, `extended`, `basic` or `disable`.
+        garbage: buffers of a fixed length start with large numbers in place of zeros, for `verify`.
     """
 
     threads: int = 0
     prepack: bool = False
     optimization: str = "all"
+    garbage: bool = False
 
     def options(self) -> ort.SessionOptions:
         """As onnxruntime's own object."""
@@ -83,18 +86,18 @@ class OrtGraph:
         name: the file's name.
         inputs, outputs: name to declared shape (ints and symbols), in the graph's order.
         dtype: element type of the logits.
+        sizes: of a graph that fills buffers in place; None where the cache grows.
 
     Raises:
         MalformedInput: the guard or onnxruntime refuses the file.
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
-        load_guarded(path)
+        model = load_guarded(path)
+        settings = settings or SessionSettings()
         self.name = path.name
         try:
-            self._session = ort.InferenceSession(
-                path, (settings or SessionSettings()).options(), ["CPUExecutionProvider"]
-            )
+            self._session = ort.InferenceSession(path, settings.options(), ["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             raise MalformedInput(
                 f"onnxruntime cannot open `{path.name}`: {_first_line(error)}", hint="run `llmconv export` again"
@@ -107,6 +110,9 @@ class OrtGraph:
         self.present_names = [arg.name for arg in results if arg.name.startswith("present.")]
         self.takes_positions = "position_ids" in self.inputs
         self.dtype = np.dtype(TENSOR_DTYPES.get(self.types.get("logits", ""), np.float32))
+        single = any(node.op_type == "GroupQueryAttention" for node in nodes(model))
+        self.sizes = FixedSizes.of(self.inputs, self.outputs, single)
+        self._buffered = BufferedSession(self._session, self.sizes, settings.garbage) if self.sizes else None
 
     def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
@@ -115,14 +121,22 @@ class OrtGraph:
             MalformedInput: onnxruntime cannot run the graph on them.
         """
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        feeds = {name: _int64(array) for name, array in given.items() if name in self.inputs}
-        feeds |= zip(self.past_names, self._past_values(past, len(input_ids)), strict=False)
         try:
-            logits, *present = self._session.run_with_ort_values(["logits", *self.present_names], feeds)
+            if self._buffered:
+                return self._buffered.run(**given, past=past)
+            return self._grow(given, past)
+        except LlmconvError:
+            raise
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             raise MalformedInput(
                 f"`{self.name}` fails in onnxruntime: {_first_line(error)}", hint="run `llmconv verify` on the folder"
             ) from error
+
+    def _grow(self, given: dict[str, Array], past: Cache | None) -> Step:
+        """Runs a graph whose present is its past and what is new."""
+        feeds = {name: _int64(array) for name, array in given.items() if name in self.inputs}
+        feeds |= zip(self.past_names, self._past_values(past, len(given["input_ids"])), strict=False)
+        logits, *present = self._session.run_with_ort_values(["logits", *self.present_names], feeds)
         return Step(logits.numpy(), OrtCache(present))
 
     def _past_values(self, past: Cache | None, batch: int) -> Sequence[ort.OrtValue]:

@@ -1,0 +1,98 @@
+"""Form: what is fixed about a graph, apart from the family: how its cache is kept, and which axes are numbers.
+
+    cache           past and present                     where new keys go
+    growing         past_sequence_length, total…         behind the past (Concat)
+    shared-buffer   both max_sequence_length, in place   at total_sequence_length - sequence_length
+    static          both --max-seq-len, in place         at the input `write_indices`, one per row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from llmconv.errors import UsageProblem
+from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, TOTAL, Port
+from llmconv.runtime.buffers import SLOTS, WRITE_INDICES
+
+CACHES = ("growing", "shared-buffer")
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of graph.
+
+    Attributes:
+        cache: `growing`, `shared-buffer` or `static`.
+        batch_size, slots, sequence: rows, places in the buffer, new tokens of one call; None leaves the axis open.
+    """
+
+    cache: str = "growing"
+    batch_size: int | None = None
+    slots: int | None = None
+    sequence: int | None = None
+
+    @property
+    def opset(self) -> int:
+        """Version of the standard operators: `TensorScatter` came with 24."""
+        return 23 if self.cache == "growing" else 24
+
+    def entry(self) -> dict[str, str | int]:
+        """For the manifest: what is fixed."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def inputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
+        """The inputs of a family's growing graph as this form has them; `write_indices` stands before the cache."""
+        fixed = [self._fixed(port) for port in ports]
+        if self.cache != "static":
+            return tuple(fixed)
+        first = next(at for at, port in enumerate(ports) if PAST in port.axes)
+        batch = self.batch_size or BATCH
+        return (*fixed[:first], Port(WRITE_INDICES, "int64", (batch,)), *fixed[first:])
+
+    def outputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
+        """The outputs of a family's growing graph as this form has them."""
+        return tuple(self._fixed(port) for port in ports)
+
+    def _fixed(self, port: Port) -> Port:
+        sizes: dict[str | int, str | int] = {BATCH: self.batch_size or BATCH, SEQUENCE: self.sequence or SEQUENCE}
+        slots = self.slots or SLOTS
+        if self.cache == "static":
+            sizes |= {PAST: slots, TOTAL: slots}
+        elif self.cache == "shared-buffer":
+            sizes |= {PAST: slots, TOTAL: slots if len(port.axes) > len((BATCH, TOTAL)) else TOTAL}
+        return replace(port, axes=tuple(sizes.get(axis, axis) for axis in port.axes))
+
+
+GROWING = Form()
+PROMPT_LIMIT = 128
+"""Tokens at most of one call of a static prefill graph, where nothing else is asked for."""
+
+
+def forms(roles: Sequence[str], cache: str, batch_size: int, slots: int | None, prompt: int | None) -> dict[str, Form]:
+    """The form of every graph; a static decode graph takes one token, and a static unified one any number.
+
+    Args:
+        roles: `prefill`, `decode`, `unified`.
+        cache: `growing`, `shared-buffer` or `static`.
+        batch_size, slots: of a static cache.
+        prompt: new tokens of one call of a static prefill graph; the largest divisor of `slots` up to 128 when left
+            out, so that every prompt that fits can be cut into such pieces.
+
+    Raises:
+        UsageProblem: sizes that do not fit each other, or belong to another cache.
+    """
+    if cache != "static":
+        if slots or prompt:
+            raise UsageProblem("`--max-seq-len` and `--prompt-len` fix axes", hint="give `--shapes static` too")
+        return dict.fromkeys(roles, Form(cache))
+    if not slots:
+        raise UsageProblem("`--shapes static` needs the cache's length", hint="give `--max-seq-len S`")
+    prompt = prompt or max(length for length in range(1, PROMPT_LIMIT + 1) if slots % length == 0)
+    if slots % prompt:
+        raise UsageProblem(
+            f"a cache of {slots} tokens cannot be filled by pieces of {prompt}",
+            hint="make `--max-seq-len` a multiple of `--prompt-len`",
+        )
+    sequences = {"prefill": prompt, "decode": 1, "unified": None}
+    return {role: Form("static", batch_size, slots, sequences[role]) for role in roles}
