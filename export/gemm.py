@@ -68,11 +68,14 @@ class _Rewriter:
 
     def _full_shape(self, features: int) -> ir.Value:
         """`[batch_size, sequence_length, features]`, computed once for all layers of that width."""
+        tokens = self._graph.inputs[0].shape
+        if tokens is not None and tokens.is_static():
+            return self._constant(f"full_{features}", [*tokens.numpy(), features])
         if features not in self._shapes:
             first = self._graph[0]
-            tokens = self._insert(first, "Shape", [self._graph.inputs[0]], of_module=False)
+            shape = self._insert(first, "Shape", [self._graph.inputs[0]], of_module=False)
             width = self._constant(f"width_{features}", [features])
-            self._shapes[features] = self._insert(first, "Concat", [tokens, width], {"axis": 0}, of_module=False)
+            self._shapes[features] = self._insert(first, "Concat", [shape, width], {"axis": 0}, of_module=False)
         return self._shapes[features]
 
     def _bias(self, matmul: ir.Node) -> tuple[ir.Node, ir.Value] | tuple[None, None]:

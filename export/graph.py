@@ -7,6 +7,7 @@ from typing import Any
 from llmconv.export.fake_model import period, refusing, shortened
 from llmconv.export.form import GROWING, Form
 from llmconv.export.gemm import bind_linear_layers
+from llmconv.export.grouped_query import share_buffers
 from llmconv.export.input_maps import InputMap
 from llmconv.export.naming import name_everything
 from llmconv.export.nonpad import tell_length
@@ -64,3 +65,5 @@ def _improve(traced: TracedGraph) -> None:
     """What the exporter's nodes become, in place."""
     bind_linear_layers(traced)
     tell_length(traced)
+    if traced.form.cache == "shared-buffer":
+        share_buffers(traced)
