@@ -6,7 +6,7 @@ data of a safetensors file are raw little-endian rows. Weights stored in half pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import onnx_ir as ir
@@ -27,32 +27,41 @@ BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.ro
 """Tensors older checkpoints hold although the model computes them; a graph does not need them."""
 
 
-def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
+def match_weights(
+    traced: TracedGraph, tensors: Mapping[str, LazyTensor], prefixes: Sequence[str] = ()
+) -> dict[str, str]:
     """Which tensor each weight of the graph is: parameter name -> checkpoint name (tied parameters share one).
+
+    Args:
+        traced: the graph.
+        tensors: the checkpoint's.
+        prefixes: of a multi-modal checkpoint, what stands before the language model's names; other tensors are let be.
 
     Raises:
         InputRefused: a weight has no tensor or another shape, or a tensor belongs to no weight.
     """
-    matches = {name: _resolve(name, traced, tensors) for name in traced.weights}
+    matches = {name: _resolve(name, traced, tensors, prefixes) for name in traced.weights}
     for name, source in matches.items():
         _require_shape(source, tensors[source], traced.weights[name])
-    _require_all_used(tensors, set(matches.values()) | set(traced.tied))
+    if not prefixes:
+        _require_all_used(tensors, set(matches.values()) | set(traced.tied))
     return matches
 
 
-def bind(traced: TracedGraph, tensors: Mapping[str, FileTensor]) -> int:
+def bind(traced: TracedGraph, tensors: Mapping[str, FileTensor], prefixes: Sequence[str] = ()) -> int:
     """Points every weight input of the graph at its tensor; returns how many bytes are mapped.
 
     Args:
         traced: the graph; its weight inputs become initializers.
         tensors: the checkpoint's tensors by name, in files that will lie beside the graph.
+        prefixes: see `match_weights`.
 
     Raises:
         InputRefused: see `match_weights`.
     """
     graph = traced.model.graph
     read: dict[str, ir.Value] = {}
-    for name, source in match_weights(traced, tensors).items():
+    for name, source in match_weights(traced, tensors, prefixes).items():
         if source not in read:
             read[source] = _initializer(graph, traced.weights[name], source, tensors[source])
         traced.weights[name].replace_all_uses_with(read[source])
@@ -63,9 +72,19 @@ def bind(traced: TracedGraph, tensors: Mapping[str, FileTensor]) -> int:
     return sum(tensors[name].nbytes for name in read)
 
 
-def _resolve(name: str, traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> str:
+def require_language_model_used(tensors: Iterable[str], used: set[str], prefixes: Sequence[str]) -> None:
+    """Every tensor of a multi-modal checkpoint's language model must be in some graph; other parts are let be.
+
+    Raises:
+        InputRefused: one is in none.
+    """
+    own = tuple(prefix for prefix in prefixes if any(name.startswith(prefix) for name in used))
+    _require_all_used([name for name in tensors if name.startswith(own) and not name.endswith("lm_head.weight")], used)
+
+
+def _resolve(name: str, traced: TracedGraph, tensors: Mapping[str, LazyTensor], prefixes: Sequence[str]) -> str:
     """The checkpoint's name of a parameter: its own, without the inner model's name, or that of the tied parameter."""
-    for candidate in _candidates(name, traced):
+    for candidate in _candidates(name, traced, prefixes):
         if candidate in tensors:
             return candidate
     raise InputRefused(
@@ -74,12 +93,15 @@ def _resolve(name: str, traced: TracedGraph, tensors: Mapping[str, LazyTensor]) 
     )
 
 
-def _candidates(name: str, traced: TracedGraph) -> Iterable[str]:
+def _candidates(name: str, traced: TracedGraph, prefixes: Sequence[str]) -> Iterable[str]:
     for spelling in (traced.tied.get(name), name):
         if spelling is not None:
             yield spelling
             yield spelling.removeprefix(f"{traced.base_prefix}.")
             yield f"{traced.base_prefix}.{spelling}"
+            for prefix in prefixes:
+                yield f"{prefix}{spelling}"
+                yield f"{prefix}{spelling.removeprefix(f'{traced.base_prefix}.')}"
 
 
 def _require_shape(name: str, tensor: LazyTensor, value: ir.Value) -> None:

@@ -21,7 +21,12 @@ from llmconv.staging import StagedFolder, failing_safely, require_free, sync_fol
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 from llmconv.writer import write_checkpoint
 
-GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
+GRAPH_FILES = {
+    "prefill": "prefill.onnx",
+    "decode": "decode.onnx",
+    "unified": "model.onnx",
+    "embeddings": "embeddings.onnx",
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,17 @@ class Destination(Protocol):
     def check(self, checkpoint: Checkpoint, roles: Sequence[str]) -> None:
         """Raises InputRefused where `write` could not succeed."""
 
-    def write(self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, step: dict[str, Any]) -> Sizes:
-        """Binds the graphs, writes each to the file of its role, and enters them in the manifest."""
+    def write(
+        self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, step: dict[str, Any], prefixes: Sequence[str]
+    ) -> Sizes:
+        """Binds the graphs, writes each to the file of its role, and enters them in the manifest.
+
+        Args:
+            graphs: by role.
+            checkpoint: its weights.
+            step: for the manifest.
+            prefixes: of the tensors' names, see `bind.match_weights`.
+        """
 
 
 @dataclass(frozen=True)
@@ -77,9 +91,11 @@ class InPlace:
         if existing and not self.overwrite:
             raise InputRefused(f"`{self.folder / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
-    def write(self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, step: dict[str, Any]) -> Sizes:
+    def write(
+        self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, step: dict[str, Any], prefixes: Sequence[str]
+    ) -> Sizes:
         """Each graph by temporary file and rename; the manifest last, so that only complete sets are announced."""
-        contents, mapped = _bound(graphs, file_tensors(checkpoint))
+        contents, mapped = _bound(graphs, file_tensors(checkpoint), prefixes)
         manifest = read_manifest(self.folder)
         with failing_safely():
             for role, content in contents.items():
@@ -106,12 +122,14 @@ class NewFolder:
         """Refuses an existing folder without `overwrite`."""
         require_free(self.folder, self.overwrite)
 
-    def write(self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, step: dict[str, Any]) -> Sizes:
+    def write(
+        self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, step: dict[str, Any], prefixes: Sequence[str]
+    ) -> Sizes:
         """Weights, side files, graphs and manifest become visible together."""
         sizes: list[Sizes] = []
 
         def add_graphs(staged: StagedFolder, manifest: Manifest) -> None:
-            contents, mapped = _bound(graphs, file_tensors(open_weights(staged.path)))
+            contents, mapped = _bound(graphs, file_tensors(open_weights(staged.path)), prefixes)
             for role, content in contents.items():
                 staged.write_file(GRAPH_FILES[role], content)
             manifest.graphs = _entries(graphs)
@@ -146,13 +164,15 @@ def encode(model: ir.Model) -> bytes:
     return bytes(ir.to_proto(model).SerializeToString(deterministic=True))
 
 
-def _bound(graphs: Mapping[str, TracedGraph], tensors: Mapping[str, FileTensor]) -> tuple[dict[str, bytes], int]:
+def _bound(
+    graphs: Mapping[str, TracedGraph], tensors: Mapping[str, FileTensor], prefixes: Sequence[str]
+) -> tuple[dict[str, bytes], int]:
     """The file's content for every role, and how many bytes of weights each graph maps; roles may share a graph."""
     contents: dict[int, bytes] = {}
     mapped = 0
     for traced in graphs.values():
         if id(traced) not in contents:
-            mapped = bind(traced, tensors)
+            mapped = max(mapped, bind(traced, tensors, prefixes))
             contents[id(traced)] = encode(traced.model)
     return {role: contents[id(traced)] for role, traced in graphs.items()}, mapped
 

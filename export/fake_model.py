@@ -34,8 +34,9 @@ def load_config(fields: dict[str, Any]) -> Any:
     known = {name: value for name, value in fields.items() if name not in (*CODE_FIELDS, "model_type")}
     with refusing("read this config"):
         config = AutoConfig.for_model(fields["model_type"], **known)
-        if config.num_hidden_layers < 1:
-            raise ValueError(f"it has {config.num_hidden_layers} layers")
+        layers = config.get_text_config(decoder=True).num_hidden_layers
+        if layers < 1:
+            raise ValueError(f"it has {layers} layers")
         return config
 
 

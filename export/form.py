@@ -1,9 +1,9 @@
 """Form: what is fixed about a graph, apart from the family: how its cache is kept, and which axes are numbers.
 
-    cache           past and present                     where new keys go
-    growing         past_sequence_length, total…         behind the past (Concat)
-    shared-buffer   both max_sequence_length, in place   at total_sequence_length - sequence_length
-    static          both --max-seq-len, in place         at the input `write_indices`, one per row
+cache           past and present                     where new keys go
+growing         past_sequence_length, total…         behind the past (Concat)
+shared-buffer   both max_sequence_length, in place   at total_sequence_length - sequence_length
+static          both --max-seq-len, in place         at the input `write_indices`, one per row
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from llmconv.errors import UsageProblem
 from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, TOTAL, Port
 from llmconv.runtime.buffers import SLOTS, WRITE_INDICES
+from llmconv.runtime.embeddings import INPUTS_EMBEDS
 
-CACHES = ("growing", "shared-buffer")
+CACHE_RANK = 4
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,16 @@ class Form:
     Attributes:
         cache: `growing`, `shared-buffer` or `static`.
         batch_size, slots, sequence: rows, places in the buffer, new tokens of one call; None leaves the axis open.
+        embeddings: the graph takes `inputs_embeds` of this size in the place of `input_ids`.
+        target: the runtime whose own operators may be used, `ort-cpu`; None for standard ones.
     """
 
     cache: str = "growing"
     batch_size: int | None = None
     slots: int | None = None
     sequence: int | None = None
+    embeddings: int | None = None
+    target: str | None = None
 
     @property
     def opset(self) -> int:
@@ -43,6 +48,8 @@ class Form:
 
     def inputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
         """The inputs of a family's growing graph as this form has them; `write_indices` stands before the cache."""
+        if self.embeddings:
+            ports = [_embedded(port, self.embeddings) for port in ports]
         fixed = [self._fixed(port) for port in ports]
         if self.cache != "static":
             return tuple(fixed)
@@ -60,7 +67,7 @@ class Form:
         if self.cache == "static":
             sizes |= {PAST: slots, TOTAL: slots}
         elif self.cache == "shared-buffer":
-            sizes |= {PAST: slots, TOTAL: slots if len(port.axes) > len((BATCH, TOTAL)) else TOTAL}
+            sizes |= {PAST: slots, TOTAL: slots if len(port.axes) == CACHE_RANK else TOTAL}
         return replace(port, axes=tuple(sizes.get(axis, axis) for axis in port.axes))
 
 
@@ -69,7 +76,25 @@ PROMPT_LIMIT = 128
 """Tokens at most of one call of a static prefill graph, where nothing else is asked for."""
 
 
-def forms(roles: Sequence[str], cache: str, batch_size: int, slots: int | None, prompt: int | None) -> dict[str, Form]:
+def cache_kind(shapes: str, cache: str) -> str:
+    """`growing`, `shared-buffer` or `static`.
+
+    Raises:
+        UsageProblem: static shapes and a shared buffer.
+    """
+    if shapes == "static" and cache != "growing":
+        raise UsageProblem("static graphs have a cache of their own", hint=f"leave out `--cache {cache}`")
+    return "static" if shapes == "static" else cache
+
+
+def forms(
+    roles: Sequence[str],
+    cache: str,
+    batch_size: int | None,
+    slots: int | None,
+    prompt: int | None,
+    embeddings: int | None = None,
+) -> dict[str, Form]:
     """The form of every graph; a static decode graph takes one token, and a static unified one any number.
 
     Args:
@@ -78,14 +103,17 @@ def forms(roles: Sequence[str], cache: str, batch_size: int, slots: int | None, 
         batch_size, slots: of a static cache.
         prompt: new tokens of one call of a static prefill graph; the largest divisor of `slots` up to 128 when left
             out, so that every prompt that fits can be cut into such pieces.
+        embeddings: size of the embeddings that the graphs take in the place of tokens.
 
     Raises:
         UsageProblem: sizes that do not fit each other, or belong to another cache.
     """
     if cache != "static":
-        if slots or prompt:
-            raise UsageProblem("`--max-seq-len` and `--prompt-len` fix axes", hint="give `--shapes static` too")
-        return dict.fromkeys(roles, Form(cache))
+        if batch_size or slots or prompt:
+            raise UsageProblem(
+                "`--batch-size`, `--max-seq-len` and `--prompt-len` fix axes", hint="give `--shapes static` too"
+            )
+        return dict.fromkeys(roles, Form(cache, embeddings=embeddings))
     if not slots:
         raise UsageProblem("`--shapes static` needs the cache's length", hint="give `--max-seq-len S`")
     prompt = prompt or max(length for length in range(1, PROMPT_LIMIT + 1) if slots % length == 0)
@@ -95,4 +123,8 @@ def forms(roles: Sequence[str], cache: str, batch_size: int, slots: int | None, 
             hint="make `--max-seq-len` a multiple of `--prompt-len`",
         )
     sequences = {"prefill": prompt, "decode": 1, "unified": None}
-    return {role: Form("static", batch_size, slots, sequences[role]) for role in roles}
+    return {role: Form("static", batch_size or 1, slots, sequences[role], embeddings) for role in roles}
+
+
+def _embedded(port: Port, size: int) -> Port:
+    return Port(INPUTS_EMBEDS, "float32", (*port.axes, size)) if port.name == "input_ids" else port

@@ -70,10 +70,10 @@ class _Rewriter:
         """`[batch_size, sequence_length, features]`, computed once for all layers of that width."""
         tokens = self._graph.inputs[0].shape
         if tokens is not None and tokens.is_static():
-            return self._constant(f"full_{features}", [*tokens.numpy(), features])
+            return self._constant(f"full_{features}", [*tokens.numpy()[:2], features])
         if features not in self._shapes:
             first = self._graph[0]
-            shape = self._insert(first, "Shape", [self._graph.inputs[0]], of_module=False)
+            shape = self._insert(first, "Shape", [self._graph.inputs[0]], {"end": 2}, of_module=False)
             width = self._constant(f"width_{features}", [features])
             self._shapes[features] = self._insert(first, "Concat", [shape, width], {"axis": 0}, of_module=False)
         return self._shapes[features]

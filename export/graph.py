@@ -6,13 +6,14 @@ from typing import Any
 
 from llmconv.export.fake_model import period, refusing, shortened
 from llmconv.export.form import GROWING, Form
+from llmconv.export.fused_norms import fuse_norms
 from llmconv.export.gemm import bind_linear_layers
 from llmconv.export.grouped_query import share_buffers
 from llmconv.export.input_maps import InputMap
 from llmconv.export.naming import name_everything
 from llmconv.export.nonpad import tell_length
 from llmconv.export.replicate import NotIsomorphic, replicate, warm_up
-from llmconv.export.trace import TracedGraph, trace
+from llmconv.export.trace import TracedGraph, trace, trace_embeddings
 from llmconv.progress import say
 
 
@@ -31,6 +32,18 @@ def build_graph(config: Any, input_map: InputMap, form: Form = GROWING) -> tuple
     """
     with refusing("trace this model"):
         return _build(config, input_map, form)
+
+
+def build_embeddings(config: Any) -> TracedGraph:
+    """The graph of the embedding table.
+
+    Raises:
+        UnsupportedInput: transformers or torch cannot build or trace the model.
+    """
+    with refusing("trace this model"):
+        traced = trace_embeddings(config)
+        name_everything(traced.model)
+        return traced
 
 
 def _build(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGraph, int]:
@@ -67,3 +80,5 @@ def _improve(traced: TracedGraph) -> None:
     tell_length(traced)
     if traced.form.cache == "shared-buffer":
         share_buffers(traced)
+    if traced.form.target == "ort-cpu":
+        fuse_norms(traced)

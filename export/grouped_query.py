@@ -95,7 +95,9 @@ class _Rewriter:
         heads, (kv_heads, size) = query.shape[1], keys.sizes
         flat = [self._flat(attention, value) for value in (query, keys.new, values.new)]
         seqlens, total = self._lengths_of_mask()
-        attributes = {name: attention.attributes[name].value for name in ("scale", "softcap") if name in attention.attributes}
+        attributes = {
+            name: attention.attributes[name].value for name in ("scale", "softcap") if name in attention.attributes
+        }
         node = ir.Node(
             DOMAIN,
             "GroupQueryAttention",
@@ -115,7 +117,7 @@ class _Rewriter:
         return self._insert(place, "Reshape", [swapped, self._constant([0, 0, -1])])
 
     def _lengths_of_mask(self) -> tuple[ir.Value, ir.Value]:
-        """Past and new tokens less one, int32 `[batch]`, the same for every row; and past and new tokens, int32 scalar."""
+        """`seqlens_k`: tokens of past and present less one, int32 `[batch]`; `total_sequence_length`: int32 scalar."""
         if self._lengths is None:
             ids, attention_mask = self._graph.inputs[:2]
             first = self._graph[0]

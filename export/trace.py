@@ -29,6 +29,7 @@ from llmconv.export.fake_model import build
 from llmconv.export.form import GROWING, Form
 from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, TOTAL, InputMap, Port
 from llmconv.runtime.buffers import SLOTS, WRITE_INDICES
+from llmconv.runtime.embeddings import INPUTS_EMBEDS
 
 ATTENTION = "llmconv"
 EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5, TOTAL: 8, SLOTS: 13}
@@ -93,16 +94,28 @@ class CacheAsTensors(nn.Module):
         write_indices: Tensor | None,
         past: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits `[batch, sequence, vocab]` and the cache with the new tokens in it."""
-        if self._form == GROWING:
+        """Logits `[batch, sequence, vocab]` and the cache with the new tokens in it; tokens may be embeddings."""
+        if self._form.cache == GROWING.cache:
             cache = Cache(layers=[PastLayer(*pair) for pair in zip(past[::2], past[1::2], strict=True)])
         else:
             cache = buffer_cache(past, input_ids, attention_mask, write_indices)
         positions = {} if position_ids is None else {"position_ids": position_ids}
-        result = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **positions
-        )
+        tokens = {INPUTS_EMBEDS if self._form.embeddings else "input_ids": input_ids}
+        result = self.model(**tokens, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **positions)
         return result.logits, [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+class Embedded(nn.Module):
+    """The embedding table alone."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """What the model makes of tokens before its first layer."""
+        embedded: Tensor = self.model.get_input_embeddings()(input_ids)
+        return embedded
 
 
 def onnx_attention(
@@ -170,7 +183,7 @@ AttentionMaskInterface.register(ATTENTION, additive_mask)
 
 
 def trace(config: Any, input_map: InputMap, form: Form = GROWING) -> TracedGraph:
-    """Traces all layers of `config` (shorten it first), for any batch, sequence and past length that `form` leaves open."""
+    """Traces all layers of `config` (shorten it first), for any sizes that `form` leaves open."""
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
         inputs, outputs = form.inputs(input_map.inputs(config)), form.outputs(input_map.outputs(config))
@@ -180,7 +193,35 @@ def trace(config: Any, input_map: InputMap, form: Form = GROWING) -> TracedGraph
         )
         onnx_program = torch.onnx.export(program, optimize=False, opset_version=form.opset, verbose=False)
     assert onnx_program is not None
-    graph_model = onnx_program.model
+    return _traced(onnx_program.model, model, config, form, inputs, outputs)
+
+
+def trace_embeddings(config: Any) -> TracedGraph:
+    """The embedding table as a graph: `input_ids` to `inputs_embeds`, float32 `[batch, sequence, hidden]`."""
+    tokens = Port("input_ids", "int64", (BATCH, SEQUENCE))
+    embedded = Port(INPUTS_EMBEDS, "float32", (BATCH, SEQUENCE, config.hidden_size))
+    with _quiet_libraries(), torch.no_grad():
+        model = build(config)
+        program = torch.export.export(
+            Embedded(model),
+            (torch.ones(_sizes(tokens), dtype=torch.int64),),
+            dynamic_shapes=(_axes(tokens),),
+            strict=False,
+        )
+        onnx_program = torch.onnx.export(program, optimize=False, opset_version=GROWING.opset, verbose=False)
+    assert onnx_program is not None
+    return _traced(onnx_program.model, model, config, GROWING, [tokens], [embedded])
+
+
+def _traced(
+    graph_model: ir.Model,
+    model: PreTrainedModel,
+    config: Any,
+    form: Form,
+    inputs: Sequence[Port],
+    outputs: Sequence[Port],
+) -> TracedGraph:
+    """The exporter's graph with its weights as inputs, and its ports named."""
     weights = _weights_to_inputs(graph_model, model)
     onnxscript.optimizer.optimize(graph_model)
     _name_ports(graph_model, inputs, outputs)
@@ -204,14 +245,14 @@ def scopes(node: ir.Node) -> list[str]:
 
 def _example(inputs: Sequence[Port]) -> tuple[Any, ...]:
     """Arguments of the traced module: one per input, the cache as one list."""
-    tokens = [torch.ones(_sizes(port), dtype=torch.int64) for port in inputs if not _is_cache(port)]
+    tokens = [torch.ones(_sizes(port), dtype=getattr(torch, port.dtype)) for port in inputs if not _is_cache(port)]
     # One number seen as a whole buffer: a static cache may be larger than memory.
     cache = [torch.zeros(1).expand(_sizes(port)) for port in inputs if _is_cache(port)]
     return (*_with_optional(inputs, tokens), cache)
 
 
 def _dynamic(inputs: Sequence[Port]) -> tuple[Any, ...]:
-    symbols = [{at: Dim.AUTO for at, axis in enumerate(port.axes) if isinstance(axis, str)} for port in inputs]
+    symbols = [_axes(port) for port in inputs]
     first = next(at for at, port in enumerate(inputs) if _is_cache(port))
     return (*_with_optional(inputs, symbols[:first]), symbols[first:])
 
@@ -219,8 +260,12 @@ def _dynamic(inputs: Sequence[Port]) -> tuple[Any, ...]:
 def _with_optional(inputs: Sequence[Port], given: Sequence[Any]) -> list[Any]:
     """What belongs to each token input in the order of the module's arguments; None for inputs that there are not."""
     by_name = {port.name: value for port, value in zip(inputs, given, strict=False)}
-    names = ["input_ids", "attention_mask", "position_ids", WRITE_INDICES]
-    return [by_name.get(name) for name in names]
+    names = ["attention_mask", "position_ids", WRITE_INDICES]
+    return [given[0], *(by_name.get(name) for name in names)]
+
+
+def _axes(port: Port) -> dict[int, Any]:
+    return {at: Dim.AUTO for at, axis in enumerate(port.axes) if isinstance(axis, str)}
 
 
 def _sizes(port: Port) -> list[int]:
@@ -239,6 +284,8 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
         if value is None:
             continue
         model.graph.initializers.pop(f"model.{name}")
+        if not value.uses():
+            continue  # the table of a decoder that takes embeddings
         value.const_value = None
         value.name = name
         model.graph.inputs.append(value)

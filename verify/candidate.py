@@ -34,7 +34,7 @@ class Candidate:
     @property
     def last_logits(self) -> bool:
         """The graph gives the logits of the last token only."""
-        shapes = [(graph.inputs.get("input_ids"), graph.outputs.get("logits")) for graph in self.graphs]
+        shapes = [(next(iter(graph.inputs.values()), None), graph.outputs.get("logits")) for graph in self.graphs]
         return any(logits[1] == 1 and ids[1] != 1 for ids, logits in shapes if ids and logits)
 
     def refuses(self, call: Call) -> str:

@@ -13,10 +13,12 @@ from llmconv import __version__
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
+from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, graph_files
 from llmconv.verify.candidate import Agreement, Candidate, candidates, check_scenario
 from llmconv.verify.compare import GATES
+from llmconv.verify.embeddings import check_embeddings
 from llmconv.verify.localise import localise
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import scenarios
@@ -68,14 +70,18 @@ def verify(
     source = Source.of(folder, truth_folder)
     add(audit_files(folder))
     _audit(models, source, report, add)
+    table = files.pop("embeddings", None)
     graphs = _open(files.values(), settings, add)
     if graphs:
         eager = eager or Eager(truth_folder, graphs[0].dtype.name)
+        if table:
+            add([check_embeddings(table, eager, settings)])
         shapes = eager.cache_shapes()
         add([check_structure(graph, models[graph.name], shapes) for graph in graphs])
         graphs = [graph for graph in graphs if not name_problems(graph, len(shapes))]
         _compare(eager, graphs, report, add)
-        _compare_twins(eager, [folder / graph.name for graph in graphs], models, settings, report, add)
+        tables = [table] if table else []
+        _compare_twins(eager, [*(folder / graph.name for graph in graphs), *tables], models, settings, report, add)
     report.where = localise(report.checks)
     return report
 
@@ -187,7 +193,7 @@ def _compare_twins(
     for change in CHANGES:
         twin = eager.twin(change)
         with scaled_copy(folder, paths, change) as copy:
-            graphs = _open([copy / path.name for path in paths], settings, add)
+            graphs = _open([copy / path.name for path in paths if path.name != EMBEDDINGS], settings, add)
             for scenario, chains in scenarios(report.suite, twin.facts()):
                 if scenario.name not in TWIN_SCENARIOS:
                     continue

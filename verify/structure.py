@@ -5,11 +5,13 @@ from __future__ import annotations
 import onnx
 
 from llmconv.runtime.buffers import SLOTS, WRITE_INDICES
+from llmconv.runtime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.guard import nodes
 from llmconv.runtime.ort import OrtGraph
 from llmconv.verify.report import Check
 
 AXES: dict[str, list[str | int | None]] = {
+    INPUTS_EMBEDS: ["batch_size", "sequence_length", None],
     "input_ids": ["batch_size", "sequence_length"],
     "attention_mask": ["batch_size", "total_sequence_length"],
     "position_ids": ["batch_size", "sequence_length"],
@@ -18,9 +20,7 @@ CACHE_LENGTH = {"past_key_values": "past_sequence_length", "present": "total_seq
 TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
-def check_structure(
-    graph: OrtGraph, model: onnx.ModelProto, cache_shapes: list[tuple[int, int]]
-) -> Check:
+def check_structure(graph: OrtGraph, model: onnx.ModelProto, cache_shapes: list[tuple[int, int]]) -> Check:
     """The graph's signature against the contract and the eager model.
 
     Args:
@@ -44,7 +44,8 @@ def cache_names(prefix: str, layers: int) -> list[str]:
 
 def name_problems(graph: OrtGraph, layers: int) -> list[str]:
     """Inputs or outputs that are missing, extra or out of order; such a graph is not run."""
-    tokens = [*TOKEN_INPUTS, *(["position_ids"] if graph.takes_positions else [])]
+    first = INPUTS_EMBEDS if INPUTS_EMBEDS in graph.inputs else "input_ids"
+    tokens = [first, "attention_mask", *(["position_ids"] if graph.takes_positions else [])]
     if graph.sizes and graph.sizes.indexed:
         tokens.append(WRITE_INDICES)
     problems = []

@@ -48,6 +48,10 @@ class Eager:
         present = self._exact.prefill(one, one + 1, one).present
         return [(key.shape[1], key.shape[3]) for key, _ in present.arrays()]
 
+    def embed(self, input_ids: Array) -> tuple[Array, Array]:
+        """Embeddings of tokens, exact and as the graph's dtype has them."""
+        return self._exact.embed(input_ids).astype(np.float64), self._rounded.embed(input_ids)
+
     def twin(self, change: Change) -> Eager:
         """The same model with scaled weights."""
         if self._kept is not None and change.name in self._twins:

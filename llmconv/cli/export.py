@@ -15,8 +15,14 @@ from llmconv.cli import options
 @click.option("--prefill", is_flag=True, help="Write prefill.onnx.")
 @click.option("--incremental", is_flag=True, help="Write decode.onnx.")
 @click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
-@click.option("--shapes", type=click.Choice(["dynamic", "static"]), default="dynamic", show_default=True, help="Axes.")
-@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Static: sequences per call.")
+@click.option(
+    "--shapes",
+    type=click.Choice(["dynamic", "static"]),
+    default="dynamic",
+    show_default=True,
+    help="static: all axes fixed.",
+)
+@click.option("--batch-size", type=click.IntRange(1), help="Static: sequences per call; default: 1.")
 @click.option("--max-seq-len", type=click.IntRange(1), help="Static: tokens that the cache holds.")
 @click.option("--prompt-len", type=click.IntRange(1), help="Static: tokens per call of prefill.onnx.")
 @click.option(
@@ -26,6 +32,7 @@ from llmconv.cli import options
     show_default=True,
     help="shared-buffer: past and present are one buffer, filled in place.",
 )
+@click.option("--target", type=click.Choice(["ort-cpu"]), help="Use operators that this runtime alone has.")
 @options.dtype
 @options.max_shard_size
 @options.overwrite

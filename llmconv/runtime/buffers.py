@@ -7,13 +7,14 @@ room for, the caller gets all the same: rows are added, prompts are cut into pie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused
+from llmconv.runtime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
 
@@ -88,11 +89,12 @@ class FixedSizes:
     def of(cls, inputs: Shapes, outputs: Shapes, single: bool = False) -> FixedSizes | None:
         """As the graph's inputs and outputs say; None for a cache that grows."""
         past, present = inputs.get("past_key_values.0.key"), outputs.get("present.0.key")
-        if past is None or present is None or past[2] != present[2]:
+        tokens = inputs.get("input_ids") or inputs.get(INPUTS_EMBEDS)
+        if past is None or present is None or tokens is None or past[2] != present[2]:
             return None
-        axes = past[0], past[2], inputs["input_ids"][1]
-        rows, slots, tokens = (axis if isinstance(axis, int) else None for axis in axes)
-        return cls(rows, slots, tokens, WRITE_INDICES in inputs, single)
+        axes = past[0], past[2], tokens[1]
+        rows, slots, new = (axis if isinstance(axis, int) else None for axis in axes)
+        return cls(rows, slots, new, WRITE_INDICES in inputs, single)
 
     def refusal(self, rows: int, past: int, new: int) -> str:
         """Why a call cannot be run; empty when it can.
@@ -123,11 +125,18 @@ class BufferedSession:
     Args:
         session: onnxruntime's.
         sizes: of the graph.
+        embed: what the graph takes in the place of `input_ids`, by name.
         garbage: slots that were never written hold large numbers, so that a graph that reads them shows.
     """
 
-    def __init__(self, session: ort.InferenceSession, sizes: FixedSizes, garbage: bool = False) -> None:
-        self._session, self.sizes, self._fill = session, sizes, GARBAGE if garbage else 0.0
+    def __init__(
+        self,
+        session: ort.InferenceSession,
+        sizes: FixedSizes,
+        embed: Callable[[Array], dict[str, Array]],
+        garbage: bool = False,
+    ) -> None:
+        self._session, self.sizes, self._embed, self._fill = session, sizes, embed, GARBAGE if garbage else 0.0
         self._ports = {port.name: port.shape for port in session.get_inputs()}
         self._past = [name for name in self._ports if name.startswith("past_key_values.")]
         self._present = [port.name for port in session.get_outputs() if port.name.startswith("present.")]
@@ -152,13 +161,14 @@ class BufferedSession:
             logits.append(self._run(buffers, input_ids[:, piece], mask, position_ids[:, piece]))
             buffers.filled = filled + piece.stop
         last_only = logits[-1].shape[1] < min(width, new - (len(logits) - 1) * width)
-        return Step(logits[-1] if last_only else np.concatenate(logits, axis=1), BufferCache(buffers, rows, filled + new))
+        return Step(
+            logits[-1] if last_only else np.concatenate(logits, axis=1), BufferCache(buffers, rows, filled + new)
+        )
 
     def _buffers(self, past: Cache | None, rows: int, needed: int) -> Buffers:
         """The past's own buffers where they end with it and have room, else larger ones with its content."""
-        if isinstance(past, BufferCache) and past.length == past.buffers.filled and past.rows == rows:
-            if self.sizes.slots in (None, past.buffers.slots) and needed <= past.buffers.slots:
-                return past.buffers
+        if isinstance(past, BufferCache) and past.rows == rows and self._continues(past, needed):
+            return past.buffers
         slots = self.sizes.slots or self._more(past, needed)
         content = [array for pair in past.arrays() for array in pair] if past else []
         arrays = []
@@ -171,6 +181,11 @@ class BufferedSession:
             arrays.append(array)
         return Buffers(arrays, past.length if past else 0)
 
+    def _continues(self, past: BufferCache, needed: int) -> bool:
+        """Whether the graph can go on in the past's own memory."""
+        is_end, slots = past.length == past.buffers.filled, past.buffers.slots
+        return is_end and needed <= slots and self.sizes.slots in (None, slots)
+
     def _more(self, past: Cache | None, needed: int) -> int:
         slots = 2 * past.buffers.slots if isinstance(past, BufferCache) else 0
         return -(-max(needed, slots) // ROUNDING) * ROUNDING
@@ -181,7 +196,7 @@ class BufferedSession:
         batch, width = self.sizes.rows or rows, self.sizes.tokens or new
         total = buffers.slots if self.sizes.indexed else attention_mask.shape[1]
         feeds = {
-            "input_ids": filled_up(input_ids, batch, width),
+            **self._embed(filled_up(input_ids, batch, width)),
             "attention_mask": filled_up(attention_mask, batch, total),
             "position_ids": filled_up(position_ids, batch, width),
             WRITE_INDICES: np.full(batch, buffers.filled),
@@ -189,8 +204,7 @@ class BufferedSession:
         binding = self._session.io_binding()
         for name, array in feeds.items():
             if name in self._ports:
-                value = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=np.int64))
-                binding.bind_ortvalue_input(name, value)
+                binding.bind_ortvalue_input(name, as_input(array))
         binding.bind_output("logits")
         for past, present, value in zip(self._past, self._present, buffers.values, strict=True):
             binding.bind_ortvalue_input(past, value)
@@ -206,3 +220,9 @@ def filled_up(array: Array, rows: int, columns: int) -> Array:
     result[: array.shape[0], : array.shape[1]] = array
     result[array.shape[0] :] = result[:1]
     return result
+
+
+def as_input(array: Array) -> ort.OrtValue:
+    """An input of a graph: tokens, mask and positions as int64, embeddings as they are."""
+    dtype = array.dtype if array.dtype.kind == "f" else np.int64
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=dtype))

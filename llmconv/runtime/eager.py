@@ -15,7 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+)
 from transformers.utils import logging as transformers_logging
 
 from llmconv.errors import InputRefused
@@ -74,7 +80,7 @@ class EagerRunner:
         transformers_logging.disable_progress_bar()
         load = "float32" if dtype == "float64" else dtype
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = _class_of(folder).from_pretrained(
                 folder,
                 dtype=getattr(torch, load),
                 attn_implementation="eager",
@@ -95,8 +101,13 @@ class EagerRunner:
 
     @property
     def config(self) -> Any:
-        """The transformers config."""
-        return self.model.config
+        """The transformers config of the language model."""
+        return self.model.config.get_text_config(decoder=True)
+
+    def embed(self, input_ids: Array) -> Array:
+        """What the model makes of tokens before its first layer, [batch, tokens, hidden]."""
+        with torch.no_grad():
+            return to_numpy(self.model.get_input_embeddings()(torch.from_numpy(input_ids)))
 
     @property
     def vocab_size(self) -> int:
@@ -125,6 +136,12 @@ class EagerRunner:
         with torch.no_grad(), one_thread() if self._is_small else nullcontext(), exact:
             output = self.model(**tensors, past_key_values=cache, use_cache=True)
         return Step(to_numpy(output.logits), EagerCache(output.past_key_values))
+
+
+def _class_of(folder: Path) -> Any:
+    """The class that loads a folder: of a language model, or of one that takes images too."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
 @contextmanager

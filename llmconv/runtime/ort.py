@@ -12,7 +12,8 @@ import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput
 from llmconv.manifest import read_manifest
-from llmconv.runtime.buffers import BufferedSession, FixedSizes
+from llmconv.runtime.buffers import BufferedSession, FixedSizes, as_input
+from llmconv.runtime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.guard import load_guarded, nodes
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
@@ -98,6 +99,9 @@ class OrtGraph:
         self.name = path.name
         try:
             self._session = ort.InferenceSession(path, settings.options(), ["CPUExecutionProvider"])
+            self._embeddings = self._embedding_graph(path, settings)
+        except LlmconvError:
+            raise
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             raise MalformedInput(
                 f"onnxruntime cannot open `{path.name}`: {_first_line(error)}", hint="run `llmconv export` again"
@@ -112,7 +116,21 @@ class OrtGraph:
         self.dtype = np.dtype(TENSOR_DTYPES.get(self.types.get("logits", ""), np.float32))
         single = any(node.op_type == "GroupQueryAttention" for node in nodes(model))
         self.sizes = FixedSizes.of(self.inputs, self.outputs, single)
-        self._buffered = BufferedSession(self._session, self.sizes, settings.garbage) if self.sizes else None
+        self._buffered = (
+            BufferedSession(self._session, self.sizes, self.embed, settings.garbage) if self.sizes else None
+        )
+
+    def _embedding_graph(self, path: Path, settings: SessionSettings) -> EmbeddingGraph | None:
+        """What turns tokens into the input of a graph that takes none itself."""
+        if not any(port.name == INPUTS_EMBEDS for port in self._session.get_inputs()):
+            return None
+        return EmbeddingGraph(path.with_name(EMBEDDINGS), settings.options())
+
+    def embed(self, input_ids: Array) -> dict[str, Array]:
+        """`input_ids`, or `inputs_embeds` where the graph takes those."""
+        if self._embeddings is None:
+            return {"input_ids": input_ids}
+        return {INPUTS_EMBEDS: self._embeddings.run(input_ids)}
 
     def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
@@ -134,8 +152,10 @@ class OrtGraph:
 
     def _grow(self, given: dict[str, Array], past: Cache | None) -> Step:
         """Runs a graph whose present is its past and what is new."""
-        feeds = {name: _int64(array) for name, array in given.items() if name in self.inputs}
-        feeds |= zip(self.past_names, self._past_values(past, len(given["input_ids"])), strict=False)
+        rows = len(given["input_ids"])
+        tokens = {**given, **self.embed(given["input_ids"])}
+        feeds = {name: as_input(array) for name, array in tokens.items() if name in self.inputs}
+        feeds |= zip(self.past_names, self._past_values(past, rows), strict=False)
         logits, *present = self._session.run_with_ort_values(["logits", *self.present_names], feeds)
         return Step(logits.numpy(), OrtCache(present))
 
@@ -171,7 +191,8 @@ class OrtRunner:
             raise InputRefused(
                 f"`{folder}` holds no graphs", hint=f"make them: `llmconv export {folder}`, or give `--backend torch`"
             )
-        graph = OrtGraph(files.get("unified") or next(iter(files.values())), settings)
+        decoders = [path for path in files.values() if path.name != EMBEDDINGS]
+        graph = OrtGraph(files.get("unified") or decoders[0], settings)
         return cls(graph, graph)
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
@@ -197,10 +218,6 @@ def graph_files(folder: Path) -> dict[str, Path]:
         if not isinstance(name, str) or not name or Path(name).name != name:
             raise MalformedInput(f"the manifest names {name!r} as the {role} graph", hint="run `llmconv export` again")
     return {role: folder / name for role, name in names.items()}
-
-
-def _int64(array: Array) -> ort.OrtValue:
-    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=np.int64))
 
 
 def _first_line(error: Exception) -> str:

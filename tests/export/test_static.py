@@ -110,7 +110,9 @@ def test_rows_of_different_lengths_need_no_padding(static: Tiny) -> None:
         logits, *present = session.run(None, {**feeds, "write_indices": write, **cache})
         cache = dict(zip(cache, present, strict=True))
     for row in rows:
-        alone = OrtRunner.from_folder(static("llama")).prefill(*(part[row : row + 1, : row + 2] for part in prompt(3, 4)))
+        alone = OrtRunner.from_folder(static("llama")).prefill(
+            *(part[row : row + 1, : row + 2] for part in prompt(3, 4))
+        )
         np.testing.assert_allclose(logits[row, 0], alone.logits[0, -1], atol=1e-5)
 
 
