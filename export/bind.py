@@ -25,20 +25,25 @@ BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.ro
 def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dict[str, Expression]:
     """What each weight of the graph is made of, by parameter name (tied parameters share one).
 
+    Args:
+        traced: the graph.
+        tensors: the checkpoint's; those that are not the graph's own are let be.
+
     Raises:
         InputRefused: a weight has no tensor or another shape, or a tensor belongs to no weight.
     """
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(traced.own)}
     shapes = {name: static_shape(value) for name, value in traced.weights.items()}
     wanted = {**shapes, **{tied: shapes[name] for name, tied in traced.tied.items() if name in shapes}}
-    stored = {name: tensor.shape for name, tensor in tensors.items()}
+    stored = {name: tensor.shape for name, tensor in own.items()}
     found = expressions({**wanted, **traced.unused}, stored, traced.transforms, traced.base_prefix)
     matches = {name: _require(name, found, traced) for name in traced.weights}
     for name, expression in matches.items():
         _require_shape(name, expression, shapes[name])
         for source in leaves(expression):
-            _require_dtype(source.name, tensors[source.name])
+            _require_dtype(source.name, own[source.name])
     known = {leaf.name for expression in found.values() for leaf in leaves(expression)}
-    _require_all_used(tensors, known)
+    _require_all_used(own, known)
     return matches
 
 

@@ -49,8 +49,17 @@ class Destination(Protocol):
     def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
         """Raises InputRefused where `write` could not succeed."""
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]) -> Sizes:
-        """Binds the graph, draws and writes its files, and enters them in the manifest."""
+    def write(
+        self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]
+    ) -> Sizes:
+        """Binds the graphs, draws and writes their files, and enters them in the manifest.
+
+        Args:
+            graphs: by role; roles may share one.
+            checkpoint: its weights.
+            drawing: what becomes of them.
+            step: for the manifest.
+        """
 
 
 @dataclass(frozen=True)
@@ -81,11 +90,13 @@ class InPlace:
         if existing and not self.overwrite:
             raise InputRefused(f"`{self.folder / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]) -> Sizes:
+    def write(
+        self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]
+    ) -> Sizes:
         """Each file by temporary file and rename; the manifest last, so that only complete sets are announced."""
         tensors = file_tensors(checkpoint)
-        mapped = bind(traced, tensors)
-        drawn = drawing.draw(traced, self.folder, _files(tensors))
+        mapped = _bind_all(graphs, tensors)
+        drawn = drawing.draw(graphs, self.folder, _files(tensors))
         manifest = read_manifest(self.folder)
         with failing_safely():
             for name, content in drawn.files.items():
@@ -125,14 +136,16 @@ class NewFolder:
         """Refuses an existing folder without `overwrite`, and one inside the model's."""
         require_free(self.folder, self.overwrite, [checkpoint.path])
 
-    def write(self, traced: TracedGraph, checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]) -> Sizes:
+    def write(
+        self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]
+    ) -> Sizes:
         """Weights, side files, graphs and manifest become visible together."""
         sizes: list[Sizes] = []
 
         def add_graphs(staged: StagedFolder, manifest: Manifest) -> None:
             tensors = file_tensors(open_weights(staged.path))
-            mapped = bind(traced, tensors)
-            drawn = drawing.draw(traced, staged.path, _files(tensors))
+            mapped = _bind_all(graphs, tensors)
+            drawn = drawing.draw(graphs, staged.path, _files(tensors))
             contents = dict(drawn.files)
             if drawn.config:
                 contents["config.json"] = json_bytes({**plan.checkpoint.config, **drawn.config})
@@ -166,6 +179,12 @@ class NewFolder:
 def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:
     """Those tensors that lie in files as they are."""
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
+
+
+def _bind_all(graphs: Mapping[str, TracedGraph], tensors: Mapping[str, FileTensor]) -> int:
+    """Binds each graph once; returns how many bytes of weights the largest maps."""
+    distinct = {id(traced): traced for traced in graphs.values()}
+    return max(bind(traced, tensors) for traced in distinct.values())
 
 
 def _files(tensors: Mapping[str, FileTensor]) -> tuple[str, ...]:

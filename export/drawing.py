@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from llmconv.errors import UsageProblem
+from llmconv.export.form import GROWING, Form
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.layouts import DEFAULT, Content, Dressing, Graphs
 from llmconv.export.passes.choice import choose
@@ -18,9 +19,11 @@ from llmconv.export.passes.last_logits import keep_last_logits
 from llmconv.export.passes.opset import to_opset
 from llmconv.export.prefix_file import PrefixFile, require_fit
 from llmconv.export.stages import require_stages, split
-from llmconv.export.trace import OPSET, TracedGraph
-from llmconv.runtime.graph_entry import GRAPH_FILES
+from llmconv.export.trace import TracedGraph
+from llmconv.runtime.embeddings import EMBEDDINGS
+from llmconv.runtime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES
 
+FILES = {**GRAPH_FILES, EMBEDDINGS_ROLE: EMBEDDINGS}
 PROMPT_ROLES = {"prefill", "unified"}
 """The graphs that a prompt may be given to; the prefix is in the cache afterwards."""
 
@@ -51,89 +54,98 @@ class Drawing:
     """Which graphs to make of a decoder, and how.
 
     Attributes:
-        roles: `prefill`, `decode`, `unified`, in the order they are written.
+        forms: by role (`prefill`, `decode`, `unified`), in the order they are written.
         dressing: what clients want beside them.
         options: what changes them.
 
     Raises:
-        UsageProblem: options that clients cannot work with.
+        UsageProblem: options that do not fit each other, or that clients cannot work with.
         InputRefused: a client cannot run this model.
     """
 
-    roles: tuple[str, ...]
+    forms: Mapping[str, Form]
     dressing: Dressing
     options: GraphOptions = field(default_factory=GraphOptions)
 
     def __post_init__(self) -> None:
-        if odd := self.options.for_own_runner():
-            for layout in self.dressing.chosen:
-                if layout.name != DEFAULT:
-                    raise UsageProblem(
-                        f"layout `{layout.name}` can do nothing with `{odd}`", hint=f"leave out `{odd}` or the layout"
-                    )
-        self.dressing.check()
+        form, options = next(iter(self.forms.values())), self.options
+        if options.prefix and not PROMPT_ROLES & self.forms.keys():
+            raise UsageProblem(
+                "`--prefix` is for the graph of a prompt, and none is made",
+                hint="give `--prefill` or `--unified` too; the decode graph finds the prefix in its cache",
+            )
+        odd = "--prefix" if options.prefix else "--stages" if options.stages > 1 else ""
+        if odd and (form.cache != GROWING.cache or form.embeddings):
+            raise UsageProblem(
+                f"`{odd}` is for graphs that take tokens and whose cache grows", hint=f"leave out `{odd}`"
+            )
+        self.dressing.check(options.for_own_runner(), form.cache, takes_embeddings=bool(form.embeddings))
 
     def names(self, role: str) -> list[str]:
         """The files of a role: one, or one per stage."""
-        whole, count = GRAPH_FILES[role], self.options.stages
+        whole, count = FILES[role], self.options.stages
         if count == 1:
             return [whole]
         return [f"{whole.removesuffix('.onnx')}-{number}-of-{count}.onnx" for number in range(1, count + 1)]
 
     def replaced(self, complete: Mapping[str, Any]) -> list[str]:
         """The files that would be written over, by the manifest's `graphs` of the folder."""
-        return [name for role in self.roles if role in complete for name in self.names(role)] + [*self.dressing.names]
+        return [name for role in self.forms if role in complete for name in self.names(role)] + [*self.dressing.names]
 
     def recorded(self) -> dict[str, Any]:
         """What the manifest says of this step."""
-        options = self.options
+        options, form = self.options, next(iter(self.forms.values()))
         return {
+            "graphs": list(self.forms),
             "layouts": tuple(layout.name for layout in self.dressing.chosen if layout.name != DEFAULT),
             **options.recorded(),
             "stages": options.stages if options.stages > 1 else None,
             "prefix": options.prefix.kind if options.prefix else None,
-            "opset": options.opset if options.opset != OPSET else None,
+            "opset": options.opset,
+            **form.recorded(),
         }
 
-    def check(self, traced: TracedGraph) -> None:
-        """Raises what `draw` would, before anything is written; the graph need not be bound yet."""
+    def check(self, graphs: Mapping[str, TracedGraph]) -> None:
+        """Raises what `draw` would, before anything is written; the graphs need not be bound yet."""
+        traced = next(iter(graphs.values()))
         require_stages(self.options.stages, traced.num_layers)
-        if self.options.prefix and not PROMPT_ROLES.intersection(self.roles):
-            raise UsageProblem(
-                "`--prefix` is for the graph of a prompt, and none is made",
-                hint="give `--prefill` or `--unified` too; the decode graph finds the prefix in its cache",
-            )
         if self.options.prefix:
             require_fit(self.options.prefix, traced.model)
         if self.options != GraphOptions():
-            self._change(traced.model.clone())
+            for role, graph in graphs.items():
+                self._change(graph.model.clone(), role)
 
-    def draw(self, traced: TracedGraph, folder: Path, weights: tuple[str, ...]) -> Drawn:
+    def draw(self, graphs: Mapping[str, TracedGraph], folder: Path, weights: tuple[str, ...]) -> Drawn:
         """The files.
 
         Args:
-            traced: named, and bound to the weights; is changed.
+            graphs: by role, named, and bound to the weights; are changed.
             folder: of the weights.
             weights: names of the files that they lie in.
         """
         drawn = Drawn()
-        if self.options.prefix:
+        for traced in {id(traced): traced for traced in graphs.values()}.values():
+            self._draw(traced, [role for role, graph in graphs.items() if graph is traced], drawn, folder)
+        self._dress(drawn, weights)
+        return drawn
+
+    def _draw(self, traced: TracedGraph, roles: Sequence[str], drawn: Drawn, folder: Path) -> None:
+        """Files and entries of one graph, which serves some roles; that of a prompt may begin with a prefix."""
+        prompts = [role for role in roles if role in PROMPT_ROLES]
+        if self.options.prefix and prompts:
             prefix = PrefixFile.make(self.options.prefix, traced.model, folder)
             prompt = traced.model.clone()
             prefix.prepend(prompt)
             drawn.files[prefix.name] = prefix.content
-            self._draw(prompt, traced, drawn, [role for role in self.roles if role in PROMPT_ROLES], prefix.recorded())
-        self._draw(traced.model, traced, drawn, [role for role in self.roles if role not in drawn.entries], {})
-        self._dress(drawn, weights)
-        return drawn
+            self._enter(prompt, traced, prompts, drawn, prefix.recorded())
+            roles = [role for role in roles if role not in prompts]
+        if roles:
+            self._enter(traced.model, traced, roles, drawn, {})
 
-    def _draw(
-        self, model: ir.Model, traced: TracedGraph, drawn: Drawn, roles: Sequence[str], more: dict[str, Any]
+    def _enter(
+        self, model: ir.Model, traced: TracedGraph, roles: Sequence[str], drawn: Drawn, more: dict[str, Any]
     ) -> None:
-        """Files and entries of roles whose graphs are all alike."""
-        if not roles:
-            return
-        self._change(model)
+        self._change(model, roles[0])
         whole = ir.to_proto(model)
         parts = [whole]
         if self.options.stages > 1:
@@ -143,25 +155,27 @@ class Drawing:
             names = self.names(role)
             drawn.files.update(zip(names, contents, strict=True))
             entry = {**_places(names, parts), "opset": opset_of(whole), **_ports(whole)}
-            drawn.entries[role] = {**entry, **self.options.recorded(), **more}
+            options = self.options.recorded() if role in self.forms else {}
+            drawn.entries[role] = {**entry, **options, **traced.form.recorded(), **more}
 
     def _dress(self, drawn: Drawn, weights: tuple[str, ...]) -> None:
         """What clients want beside the graphs, or in their place; none wants stages."""
         if self.options.stages > 1:
             return
-        files = {role: GRAPH_FILES[role] for role in self.roles}
+        files = {role: FILES[role] for role in self.forms}
         contents = {role: drawn.files[name] for role, name in files.items()}
         graphs = Graphs({role: c for role, c in contents.items() if isinstance(c, bytes)}, files, weights)
         drawn.files.update(self.dressing.files(graphs))
         drawn.config.update(self.dressing.config(graphs))
 
-    def _change(self, model: ir.Model) -> None:
-        if self.options.last_logits:
+    def _change(self, model: ir.Model, role: str) -> None:
+        options = self.options
+        if options.last_logits and role in self.forms:
             keep_last_logits(model)
-        if self.options.choice:
-            choose(model, self.options.choice)
-        if self.options.opset != model.opset_imports[""]:
-            to_opset(model, self.options.opset)
+        if options.choice and role in self.forms:
+            choose(model, options.choice)
+        if options.opset and options.opset != model.opset_imports[""]:
+            to_opset(model, options.opset)
 
 
 def files_of(entry: dict[str, Any]) -> list[str]:

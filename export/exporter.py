@@ -7,19 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint, open_checkpoint, read_json
-from llmconv.errors import MalformedInput
+from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.export.bind import match_weights
+from llmconv.export.decoder import open_decoder
 from llmconv.export.destination import Destination, InPlace, NewFolder, Sizes
 from llmconv.export.drawing import Drawing
-from llmconv.export.fake_model import depth, load_config
-from llmconv.export.graph import build_graph
+from llmconv.export.fake_model import depth
+from llmconv.export.form import forms
 from llmconv.export.graph_options import GraphOptions
-from llmconv.export.input_maps import find_input_map
 from llmconv.export.layouts import Dressing, Model, by_names, roles_for
-from llmconv.export.passes.choice import Choice
-from llmconv.export.prefixes import open_prefix
-from llmconv.export.trace import OPSET
 from llmconv.manifest import step
 from llmconv.storage import local_path
 
@@ -30,7 +26,7 @@ class Exported:
 
     Attributes:
         folder: where the graphs lie.
-        graphs: role (`prefill`, `decode`, `unified`) -> file names, several where there are stages.
+        graphs: role (`prefill`, `decode`, `unified`, `embeddings`) -> file names, several where there are stages.
         sizes: bytes of graphs, of mapped and of copied weights; None for a dry run.
         weight_bytes: bytes of the model's weights.
         traced_layers: how many layers were traced; the rest was replicated.
@@ -59,7 +55,13 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     postprocess: str | None = None,
     stages: int = 1,
     prefix: Path | None = None,
-    opset: int = OPSET,
+    opset: int | None = None,
+    shapes: str = "dynamic",
+    batch_size: int | None = None,
+    max_seq_len: int | None = None,
+    prompt_len: int | None = None,
+    cache: str = "growing",
+    target: str | None = None,
     dtype: str = "keep",
     max_shard_size: str = "5GB",
     overwrite: bool = False,
@@ -76,56 +78,42 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         output: folder to make.
         prefill, incremental, unified: write `prefill.onnx`, `decode.onnx` (the default), `model.onnx`.
         layout: the clients that shall open the folder (one file each in `export/layouts/`); some imply a graph.
-        last_logits: run the head on the last position only: `logits` are `[batch_size, 1, vocab]`.
-        postprocess: `argmax` or `topk:K`: outputs `tokens` and `scores` instead of `logits`, see `passes.choice`.
-        stages: write each graph as a chain of so many, each with some of the layers, see `llmconv.export.stages`.
-        prefix: adapter of prefix tuning or prompt tuning, which the graphs of a prompt begin with.
-        opset: 21 spells newer operators out, for older runtimes; 23 or 24.
+        last_logits, postprocess, stages, prefix, opset: what graphs give and begin with, see `GraphOptions`.
+        shapes, batch_size, max_seq_len, prompt_len, cache, target: how the cache is kept, see `form.forms`.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: how the weights are stored.
         max_shard_size: largest safetensors file, when weights are written.
         overwrite, resume: replace existing graphs or an existing `output`; continue an interrupted run.
         dry_run: build and check everything, write nothing.
 
     Raises:
-        UsageProblem: an unknown layout, or one that can do nothing with the graphs asked for.
+        UsageProblem: options that do not fit each other.
         InputRefused: a `model_type` without input map, weights that do not fit the config, existing graphs, …
         OutputFailed: writing failed.
     """
     layouts = by_names([layout] if isinstance(layout, str) else layout)
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
-    choice = Choice.parse(postprocess) if postprocess else None
-    options = GraphOptions(last_logits, choice, stages, open_prefix(prefix) if prefix else None, opset)
+    options = GraphOptions.read(last_logits, postprocess, stages, prefix, opset)
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
-    input_map = find_input_map(model_type_of(checkpoint))
-    config = load_config(checkpoint.config)
-    drawing = Drawing(tuple(roles), Dressing(layouts, Model(config, input_map, _generation(folder))), options)
+    decoder = open_decoder(checkpoint)
+    wanted = forms(roles, shapes, cache, batch_size, max_seq_len, prompt_len, decoder.embeddings, target)
+    dressing = Dressing(layouts, Model(decoder.config, decoder.input_map, _generation(folder), cache))
+    drawing = Drawing(wanted, dressing, options)
     destination: Destination = InPlace(folder, dtype, overwrite or dry_run)
     if output and output.resolve() != folder.resolve():
         destination = NewFolder(output, dtype, max_shard_size, overwrite, resume)
     destination.check(checkpoint, drawing)
-    traced, traced_layers = build_graph(config, input_map)
-    match_weights(traced, checkpoint)
-    drawing.check(traced)
+    graphs, traced_layers = decoder.build(wanted)
+    for traced in graphs.values():
+        match_weights(traced, checkpoint)
+    drawing.check(graphs)
     sizes = None
     if not dry_run:
-        done = step("export", Path(model), graphs=roles, dtype=dtype, layers_traced=traced_layers, **drawing.recorded())
-        sizes = destination.write(traced, checkpoint, drawing, done)
-    files = {role: drawing.names(role) for role in roles}
-    beside = drawing.dressing.names
-    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, depth(config), beside)
-
-
-def model_type_of(checkpoint: Checkpoint) -> str:
-    """The `model_type` of `config.json`.
-
-    Raises:
-        MalformedInput: it has none.
-    """
-    model_type = checkpoint.config.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        raise MalformedInput("`config.json` names no `model_type`", hint="copy the config of the original model again")
-    return model_type
+        done = step("export", Path(model), dtype=dtype, layers_traced=traced_layers, **drawing.recorded())
+        sizes = destination.write(graphs, checkpoint, drawing, done)
+    files = {role: drawing.names(role) for role in graphs}
+    layers = depth(decoder.config)
+    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, layers, dressing.names)
 
 
 def _asked(prefill: bool, incremental: bool, unified: bool) -> list[str]:

@@ -35,8 +35,8 @@ def load_config(fields: dict[str, Any]) -> Any:
     known = {name: _number(value) for name, value in fields.items() if name not in (*CODE_FIELDS, "model_type")}
     with refusing("read this config"):
         config = AutoConfig.for_model(fields["model_type"], **known)
-        if depth(config) < 1:
-            raise ValueError(f"it has {depth(config)} layers")
+        if (layers := depth(config.get_text_config(decoder=True))) < 1:
+            raise ValueError(f"it has {layers} layers")
         return config
 
 

@@ -81,14 +81,17 @@ class _Rewriter:
         """The product's shape; `[batch_size, sequence_length, features]` is computed once for all of that width."""
         source = matmul.inputs[0]
         assert source is not None
+        if source.shape is not None and source.shape[:-1] and all(isinstance(axis, int) for axis in source.shape[:-1]):
+            sizes = [int(axis) for axis in source.shape[:-1]]  # type: ignore[arg-type]
+            return self._constant("full_" + "_".join(map(str, [*sizes, features])), [*sizes, features])
         if source.shape is None or tuple(str(axis) for axis in source.shape[:-1]) != self._token_axes:
             start = self._insert(matmul, "Shape", [source], {"start": 0, "end": -1})
             return self._insert(matmul, "Concat", [start, self._constant(f"width_{features}", [features])], {"axis": 0})
         if features not in self._shapes:
             first = self._graph[0]
-            tokens = self._insert(first, "Shape", [self._graph.inputs[0]], of_module=False)
+            shape = self._insert(first, "Shape", [self._graph.inputs[0]], {"end": 2}, of_module=False)
             width = self._constant(f"width_{features}", [features])
-            self._shapes[features] = self._insert(first, "Concat", [tokens, width], {"axis": 0}, of_module=False)
+            self._shapes[features] = self._insert(first, "Concat", [shape, width], {"axis": 0}, of_module=False)
         return self._shapes[features]
 
     def _bias(self, matmul: ir.Node) -> tuple[ir.Node, ir.Value] | tuple[None, None]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from llmconv.export.fake_model import depth, period, refusing, shortened
+from llmconv.export.form import GROWING, Form
+from llmconv.export.fused_norms import fuse_norms
 from llmconv.export.gemm import bind_linear_layers
+from llmconv.export.grouped_query import share_buffers
 from llmconv.export.input_maps import InputMap
 from llmconv.export.naming import name_everything
+from llmconv.export.nonpad import tell_length
 from llmconv.export.replicate import NotIsomorphic, replicate, warm_up
-from llmconv.export.trace import TracedGraph, trace
+from llmconv.export.trace import TracedGraph, trace, trace_embeddings
 from llmconv.progress import say
 
 
-def build_graph(config: Any, input_map: InputMap) -> tuple[TracedGraph, int]:
+def build_graph(config: Any, input_map: InputMap, form: Form = GROWING) -> tuple[TracedGraph, int]:
     """The graph of all layers, and how many of them were traced.
 
     Three periods of layers are traced and the last is replicated; where the periods differ, all layers are traced.
@@ -21,26 +25,39 @@ def build_graph(config: Any, input_map: InputMap) -> tuple[TracedGraph, int]:
     Args:
         config: a transformers config.
         input_map: the row of its `model_type`.
+        form: how the cache is kept, and which axes are numbers.
 
     Raises:
         UnsupportedInput: transformers or torch cannot build or trace the model.
     """
     with refusing("trace this model"):
-        return _build(config, input_map)
+        return _build(config, input_map, form)
 
 
-def _build(config: Any, input_map: InputMap) -> tuple[TracedGraph, int]:
+def build_embeddings(config: Any) -> TracedGraph:
+    """The graph of the embedding table.
+
+    Raises:
+        UnsupportedInput: transformers or torch cannot build or trace the model.
+    """
+    with refusing("trace this model"):
+        traced = trace_embeddings(shortened(config, period(config)))
+        name_everything(traced.model)
+        return traced
+
+
+def _build(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGraph, int]:
     total = depth(config)
-    replicated = _replicated(config, input_map)
+    replicated = _replicated(config, input_map, form)
     if replicated is not None:
         return replicated
-    traced = trace(config, input_map)
-    bind_linear_layers(traced)
+    traced = trace(config, input_map, form)
+    _improve(traced)
     name_everything(traced.model)
     return traced, total
 
 
-def _replicated(config: Any, input_map: InputMap) -> tuple[TracedGraph, int] | None:
+def _replicated(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGraph, int] | None:
     """The grown graph and how many layers were traced; None where that saves nothing, or layers are not alike.
 
     The first layers may be others than the rest (dense ones before those with experts): then one more period goes in
@@ -51,8 +68,8 @@ def _replicated(config: Any, input_map: InputMap) -> tuple[TracedGraph, int] | N
     difference: NotIsomorphic | None = None
     for traced_layers in (few, few + repeat):
         if traced_layers < total:
-            traced = trace(shortened(config, traced_layers), input_map)
-            bind_linear_layers(traced)
+            traced = trace(shortened(config, traced_layers), input_map, form)
+            _improve(traced)
             try:
                 replicate(traced, total, repeat)
             except NotIsomorphic as found:
@@ -63,3 +80,13 @@ def _replicated(config: Any, input_map: InputMap) -> tuple[TracedGraph, int] | N
     if difference is not None:
         say(f"tracing all {total} layers: the layers are not alike ({difference})")
     return None
+
+
+def _improve(traced: TracedGraph) -> None:
+    """What the exporter's nodes become, in place."""
+    bind_linear_layers(traced)
+    tell_length(traced)
+    if traced.form.cache == "shared-buffer":
+        share_buffers(traced)
+    if traced.form.target == "ort-cpu":
+        fuse_norms(traced)

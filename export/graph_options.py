@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from llmconv.export.passes.choice import Choice
-from llmconv.export.prefixes import Prefix
-from llmconv.export.trace import OPSET
+from llmconv.export.prefixes import Prefix, open_prefix
 
 
 @dataclass(frozen=True)
@@ -15,18 +15,31 @@ class GraphOptions:
     """Options of `llmconv export` that change what a graph computes, takes or gives.
 
     Attributes:
-        last_logits: the head runs on the last position only.
-        choice: tokens and scores instead of logits; None for logits.
-        stages: how many graphs share the layers.
+        last_logits: the head runs on the last position only: `logits` are `[batch_size, 1, vocab]`.
+        choice: `tokens` and `scores` instead of `logits`, see `passes.choice`; None for logits.
+        stages: how many graphs share the layers, see `llmconv.export.stages`.
         prefix: what the graphs of a prompt begin with; None for nothing.
-        opset: version of the standard operators.
+        opset: version of the standard operators, 21, 23 or 24; None for that of the form, 23 or 24.
     """
 
     last_logits: bool = False
     choice: Choice | None = None
     stages: int = 1
     prefix: Prefix | None = None
-    opset: int = OPSET
+    opset: int | None = None
+
+    @classmethod
+    def read(
+        cls, last_logits: bool, postprocess: str | None, stages: int, prefix: Path | None, opset: int | None
+    ) -> GraphOptions:
+        """The options as the command gives them: `argmax` or `topk:K`, and the folder of a prefix.
+
+        Raises:
+            UsageProblem: a choice that there is not.
+            InputRefused: the folder holds no prefix.
+        """
+        choice = Choice.parse(postprocess) if postprocess else None
+        return cls(last_logits, choice, stages, open_prefix(prefix) if prefix else None, opset)
 
     def recorded(self) -> dict[str, Any]:
         """What the manifest says of every graph, options that were left out omitted; see `PrefixFile` for a prefix."""

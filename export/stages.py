@@ -178,7 +178,7 @@ class _Splitter:
         """Element types and axes of the values that cross a border."""
         if not self._carried:
             return {}
-        inferred = onnx.shape_inference.infer_shapes(self._model).graph.value_info
+        inferred = onnx.shape_inference.infer_shapes(self._model, data_prop=True).graph.value_info
         found = {value.name: value for value in inferred if value.name in self._carried}
         return {name: _described(name, found.get(name)) for name in self._carried}
 

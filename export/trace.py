@@ -11,7 +11,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,17 +28,20 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
 from llmconv.errors import UnsupportedInput
+from llmconv.export.buffers import buffer_cache
 from llmconv.export.caches.functions import define_functions
 from llmconv.export.caches.layers import TracedCache
 from llmconv.export.complex_pairs import complex_as_pairs
 from llmconv.export.fake_model import build, depth
-from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap, Port
+from llmconv.export.form import GROWING, Form
+from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, TOTAL, InputMap, Port
 from llmconv.export.library_fixes import TRANSLATIONS, fix_program, library_fixes
 from llmconv.export.probe import ports_of
+from llmconv.runtime.buffers import SLOTS, WRITE_INDICES
+from llmconv.runtime.embeddings import INPUTS_EMBEDS
 
 ATTENTION = "llmconv"
-OPSET = 23
-EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5}
+EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5, TOTAL: 8, SLOTS: 13}
 """Sizes traced with; none is 0 or 1, because torch.export would specialise the axis."""
 
 SCOPES = "pkg.torch.onnx.name_scopes"
@@ -58,6 +61,8 @@ class TracedGraph:
         transforms: how a checkpoint's tensors become parameters, see `llmconv.export.stored`.
         unused: shapes of parameters and buffers that no node reads, by name.
         token_axes: the trace's symbols of batch size and sequence length.
+        form: how the cache is kept, and which axes are numbers.
+        own: what the names of the checkpoint's tensors begin with that are the graph's; those of all do with nothing.
     """
 
     model: ir.Model
@@ -69,28 +74,53 @@ class TracedGraph:
     transforms: list[Any]
     unused: dict[str, tuple[int, ...]]
     token_axes: tuple[str, ...]
+    form: Form
+    own: tuple[str, ...] = ("",)
 
 
 class CacheAsTensors(nn.Module):
     """The model with its cache spelled out as flat tensors, in the order of `past`, its names."""
 
-    def __init__(self, model: PreTrainedModel, past: Sequence[str]) -> None:
+    def __init__(self, model: PreTrainedModel, past: Sequence[str], form: Form) -> None:
         super().__init__()
-        self.model, self._past = model, past
+        self.model, self._past, self._form = model, past, form
         self._cache_name = cache_argument(model)
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, past: list[Tensor]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor | None,
+        write_indices: Tensor | None,
+        past: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits `[batch, sequence, vocab]` and the grown cache."""
-        cache = TracedCache(self._past, past, depth(self.model.config))
+        """Logits `[batch, sequence, vocab]` and the cache with the new tokens in it; tokens may be embeddings."""
+        cache = self._cache(past, input_ids, attention_mask, write_indices)
         if self._cache_name == "cache_params":  # these models take the mask of the new tokens alone
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
-        positions = {} if position_ids is None else {"position_ids": position_ids}
-        result = self.model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **{self._cache_name: cache}, **positions
-        )
+        given = {INPUTS_EMBEDS if self._form.embeddings else "input_ids": input_ids, "attention_mask": attention_mask}
+        if position_ids is not None:
+            given["position_ids"] = position_ids
+        result = self.model(**given, use_cache=True, **{self._cache_name: cache})
         return result.logits, cache.tensors()
+
+    def _cache(self, past: list[Tensor], input_ids: Tensor, mask: Tensor, write_indices: Tensor | None) -> Any:
+        if self._form.cache == GROWING.cache:
+            return TracedCache(self._past, past, depth(self.model.config))
+        return buffer_cache(past, input_ids, mask, write_indices)
+
+
+class Embedded(nn.Module):
+    """The embedding table alone."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """What the model makes of tokens before its first layer."""
+        embedded: Tensor = self.model.get_input_embeddings()(input_ids)
+        return embedded
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -129,7 +159,7 @@ def onnx_attention(
         attributes,
         dtypes=[query.dtype],
         shapes=[(*query.shape[:-1], value.shape[-1])],
-        version=OPSET,
+        version=GROWING.opset,
     )
     return output.transpose(1, 2), None
 
@@ -148,7 +178,7 @@ def _with_sink(
 def additive_mask(
     q_length: int,
     kv_length: int,
-    q_offset: int = 0,
+    q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     *,
     mask_function: Callable[..., Tensor],
@@ -163,7 +193,8 @@ def additive_mask(
     Returns:
         `[batch or 1, 1, q_length, kv_length]`.
     """
-    queries = (torch.arange(q_length) + q_offset)[None, None, :, None]
+    offset = q_offset.reshape(-1, 1, 1, 1) if isinstance(q_offset, Tensor) else q_offset
+    queries = torch.arange(q_length)[None, None, :, None] + offset
     keys = (torch.arange(kv_length) + kv_offset)[None, None, None, :]
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     seen = mask_function(zero, zero, queries, keys)
@@ -176,33 +207,63 @@ AttentionInterface.register(ATTENTION, onnx_attention)
 AttentionMaskInterface.register(ATTENTION, additive_mask)
 
 
-def trace(config: Any, input_map: InputMap) -> TracedGraph:
-    """Traces all layers of `config` (shorten it first) for any batch, sequence and past length."""
+def trace(config: Any, input_map: InputMap, form: Form = GROWING) -> TracedGraph:
+    """Traces all layers of `config` (shorten it first), for any sizes that `form` leaves open."""
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
         with complex_as_pairs():
-            inputs, outputs = ports_of(model, input_map)
+            found = ports_of(model, input_map)
+        inputs, outputs = form.inputs(found[0]), form.outputs(found[1])
         past = [port.name for port in inputs if _is_cache(port)]
         model.set_attn_implementation(ATTENTION)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
         with library_fixes(), complex_as_pairs(), traceable:
             program = torch.export.export(
-                CacheAsTensors(model, past), _example(inputs), dynamic_shapes=_dynamic(inputs), strict=False
+                CacheAsTensors(model, past, form), _example(inputs), dynamic_shapes=_dynamic(inputs), strict=False
             )
             fix_program(program.graph_module)
             onnx_program = torch.onnx.export(
                 program,
                 optimize=False,
-                opset_version=OPSET,
+                opset_version=form.opset,
                 verbose=False,
                 custom_translation_table=TRANSLATIONS,
             )
     assert onnx_program is not None
-    graph_model = onnx_program.model
+    return _traced(onnx_program.model, model, form, inputs, outputs, input_map.kind.functions)
+
+
+def trace_embeddings(config: Any) -> TracedGraph:
+    """The embedding table as a graph: `input_ids` to `inputs_embeds`, float32 `[batch, sequence, hidden]`."""
+    tokens = Port("input_ids", "int64", (BATCH, SEQUENCE))
+    embedded = Port(INPUTS_EMBEDS, "float32", (BATCH, SEQUENCE, config.hidden_size))
+    with _quiet_libraries(), torch.no_grad():
+        model = build(config)
+        program = torch.export.export(
+            Embedded(model),
+            (torch.ones(_sizes(tokens), dtype=torch.int64),),
+            dynamic_shapes=(_axes(tokens),),
+            strict=False,
+        )
+        onnx_program = torch.onnx.export(program, optimize=False, opset_version=GROWING.opset, verbose=False)
+    assert onnx_program is not None
+    return _traced(onnx_program.model, model, GROWING, [tokens], [embedded])
+
+
+def _traced(
+    graph_model: ir.Model,
+    model: PreTrainedModel,
+    form: Form,
+    inputs: Sequence[Port],
+    outputs: Sequence[Port],
+    functions: Mapping[str, str] | None = None,
+) -> TracedGraph:
+    """The exporter's graph with its weights as inputs, and its ports named."""
+    config = model.config
     weights = _weights_to_inputs(graph_model, model)
     onnxscript.optimizer.optimize(graph_model)
-    define_functions(graph_model, input_map.kind.functions)
-    token_axes = tuple(str(axis) for axis in graph_model.graph.inputs[0].shape or ())
+    define_functions(graph_model, functions or {})
+    token_axes = tuple(str(axis) for axis in (graph_model.graph.inputs[0].shape or ())[:2])
     _name_ports(graph_model, inputs, outputs)
     return TracedGraph(
         graph_model,
@@ -214,6 +275,7 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
         get_model_conversion_mapping(model),
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in weights},
         token_axes,
+        form,
     )
 
 
@@ -225,30 +287,41 @@ def scopes(node: ir.Node) -> list[str]:
 
 
 def _example(inputs: Sequence[Port]) -> tuple[Any, ...]:
-    batch, new, past = EXAMPLE[BATCH], EXAMPLE[SEQUENCE], EXAMPLE[PAST]
-    cache = [port for port in inputs if _is_cache(port)]
-    positions = torch.arange(past, past + new).repeat(batch, 1) if _takes_positions(inputs) else None
-    return (
-        torch.ones(batch, new, dtype=torch.int64),
-        torch.ones(batch, past + new, dtype=torch.int64),
-        positions,
-        [torch.zeros([axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]) for port in cache],
-    )
+    """Arguments of the traced module: one per input, the cache as one list."""
+    tokens = [torch.ones(_sizes(port), dtype=getattr(torch, port.dtype)) for port in inputs if not _is_cache(port)]
+    cache = [_blank(port) for port in inputs if _is_cache(port)]
+    return (*_with_optional(inputs, tokens), cache)
+
+
+def _blank(port: Port) -> Tensor:
+    """Zeros; one number seen as a whole buffer where all sizes are fixed, which may be larger than memory."""
+    sizes = _sizes(port)
+    return torch.zeros(1).expand(sizes) if port.axes == tuple(sizes) else torch.zeros(sizes)
 
 
 def _dynamic(inputs: Sequence[Port]) -> tuple[Any, ...]:
-    tokens = {0: Dim.AUTO, 1: Dim.AUTO}
-    cache = [port for port in inputs if _is_cache(port)]
-    free = [{at: Dim.AUTO for at, axis in enumerate(port.axes) if axis in EXAMPLE} for port in cache]
-    return (tokens, tokens, tokens if _takes_positions(inputs) else None, free)
+    symbols = [_axes(port) for port in inputs]
+    first = next(at for at, port in enumerate(inputs) if _is_cache(port))
+    return (*_with_optional(inputs, symbols[:first]), symbols[first:])
+
+
+def _with_optional(inputs: Sequence[Port], given: Sequence[Any]) -> list[Any]:
+    """What belongs to each token input in the order of the module's arguments; None for inputs that there are not."""
+    by_name = {port.name: value for port, value in zip(inputs, given, strict=False)}
+    names = ["attention_mask", "position_ids", WRITE_INDICES]
+    return [given[0], *(by_name.get(name) for name in names)]
+
+
+def _axes(port: Port) -> dict[int, Any]:
+    return {at: Dim.AUTO for at, axis in enumerate(port.axes) if isinstance(axis, str)}
+
+
+def _sizes(port: Port) -> list[int]:
+    return [axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]
 
 
 def _is_cache(port: Port) -> bool:
     return port.name.startswith("past_")
-
-
-def _takes_positions(inputs: Sequence[Port]) -> bool:
-    return any(port.name == "position_ids" for port in inputs)
 
 
 def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
@@ -260,6 +333,8 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
         if value is None:
             continue
         model.graph.initializers.pop(f"model.{name}")
+        if not value.uses():
+            continue  # the table of a decoder that takes embeddings
         value.const_value = None
         value.name = name
         model.graph.inputs.append(value)

@@ -53,7 +53,8 @@ def require_width(graph: ir.Graph, width: int) -> ir.Node:
         UnsupportedInput: there is no such node.
     """
     tokens = input_named(graph, "input_ids")
-    table = next((use.node for use in tokens.uses() if use.node.op_type == "Gather"), None) if tokens else None
+    gathers = [node for node in graph if node.op_type == "Gather"]
+    table = next((node for node in gathers if tokens is not None and _shaped(node.inputs[1]) is tokens), None)
     rows = table.inputs[0] if table else None
     while rows is not None and rows.shape is None and rows.producer() is not None:  # cast from half precision
         rows = rows.producer().inputs[0]  # type: ignore[union-attr]
@@ -67,6 +68,13 @@ def require_width(graph: ir.Graph, width: int) -> ir.Node:
             hint="it was trained on another model; give that one's prompt",
         )
     return table
+
+
+def _shaped(value: ir.Value | None) -> ir.Value | None:
+    """What a value was before its shape was changed."""
+    while value is not None and (node := value.producer()) is not None and node.op_type == "Reshape":
+        value = node.inputs[0]
+    return value
 
 
 def _replace_embedding(graph: ir.Graph, width: int) -> None:

@@ -35,8 +35,11 @@ class Candidate:
 
     @property
     def last_logits(self) -> bool:
-        """The graph gives the results of the last token only."""
-        return any(graph.outputs[graph.result_names[0]][1] == 1 for graph in self.graphs)
+        """The graph gives the results of the last token only, of several."""
+        shapes = [
+            (next(iter(graph.inputs.values()), None), graph.outputs[graph.result_names[0]]) for graph in self.graphs
+        ]
+        return any(given[1] == 1 and (ids is None or ids[1] != 1) for ids, given in shapes)
 
     @property
     def role(self) -> str:
@@ -53,6 +56,12 @@ class Candidate:
         for graph in self.graphs:
             if not call.uniform and not graph.takes_positions:
                 return "the graph has no position_ids"
+            if graph.sizes:
+                rows, new = call.input_ids.shape
+                reason = graph.sizes.refusal(rows, call.attention_mask.shape[1] - new, new)
+                if reason:
+                    return reason
+                continue
             shape = graph.inputs.get("input_ids", [])
             if any(
                 isinstance(axis, int) and axis != size for axis, size in zip(shape, call.input_ids.shape, strict=False)

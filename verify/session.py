@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,10 +13,13 @@ from llmconv import __version__
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
+from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry, graph_entries
+from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, open_graph
 from llmconv.verify.candidate import Agreement, Candidate, candidates, check_scenario
 from llmconv.verify.compare import GATES
+from llmconv.verify.embeddings import check_embeddings, takes_embeddings
 from llmconv.verify.localise import localise
 from llmconv.verify.prefix import stored_start, trained_start
 from llmconv.verify.report import Check, Report
@@ -62,17 +65,21 @@ def verify(
         report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
         return report
     models = {entry.name: load_whole(folder, entry) for entry in entries}
+    if takes_embeddings(models.values()):
+        models[EMBEDDINGS] = load_guarded(folder / EMBEDDINGS)
     truth_folder = Path(reference or recorded_reference(folder))
     report.reference = truth_folder.name
 
     add = _collector(report, on_checks)
-    report.notes += changed_graphs(folder, [path for entry in entries for path in entry.paths(folder)])
+    report.notes += changed_graphs(folder, _paths(folder, entries, models))
     source = Source.of(folder, truth_folder, [entry.prefix.file for entry in entries if entry.prefix])
     add(audit_files(folder))
     _audit(models, source, report, add)
     graphs = _open(folder, entries, settings, add)
     if graphs:
         eager = eager or Eager(truth_folder, graphs[0].dtype.name)
+        if EMBEDDINGS in models:
+            add([check_embeddings(folder / EMBEDDINGS, eager, settings)])
         shapes = eager.cache_shapes()
         add([check_structure(graph, models[graph.name], shapes) for graph in graphs])
         graphs = [graph for graph in graphs if not name_problems(graph, shapes)]
@@ -109,6 +116,12 @@ def recorded_reference(folder: Path) -> Path:
     if not (path / "config.json").is_file():
         raise InputRefused(f"the model folder `{path}` has no config.json", hint="give `--reference HF_FOLDER`")
     return path
+
+
+def _paths(folder: Path, entries: Iterable[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> list[Path]:
+    """All graph files."""
+    table = [folder / EMBEDDINGS] if EMBEDDINGS in models else []
+    return [*(path for entry in entries for path in entry.paths(folder)), *table]
 
 
 def changed_graphs(folder: Path, paths: Iterable[Path]) -> list[str]:
@@ -150,7 +163,7 @@ def _open(
     graphs = []
     for entry in entries:
         try:
-            graphs.append(open_graph(folder, entry, settings))
+            graphs.append(open_graph(folder, entry, replace(settings or SessionSettings(), garbage=True)))
         except LlmconvError as error:
             add([Check("structure", entry.name, "", verdict="fail", detail=error.message)])
     return graphs
@@ -189,7 +202,7 @@ def _compare_twins(
     if not originals:
         return
     entries = [graph.entry for graph in originals]
-    paths = [path for entry in entries for path in entry.paths(folder)]
+    paths = _paths(folder, entries, models)
     reason = why_no_twin(folder, eager.folder, [models[entry.name] for entry in entries], report.suite)
     if reason:
         report.notes.append(f"no run on scaled weights: {reason}")

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 
 import onnx
 
+from llmconv.runtime.buffers import SLOTS, WRITE_INDICES
 from llmconv.runtime.cache_names import is_state, past_of
+from llmconv.runtime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.guard import nodes
 from llmconv.runtime.ort import OrtGraph
 from llmconv.verify.report import Check
 
 AXES: dict[str, list[str | int | None]] = {
+    INPUTS_EMBEDS: ["batch_size", "sequence_length", None],
     "input_ids": ["batch_size", "sequence_length"],
     "attention_mask": ["batch_size", "total_sequence_length"],
     "position_ids": ["batch_size", "sequence_length"],
@@ -26,20 +29,17 @@ OPEN_AXES = ("kv_heads", "head_dim")
 TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
-def check_structure(
-    graph: OrtGraph, model: onnx.ModelProto, cache_shapes: CacheShapes, *, static: bool = False
-) -> Check:
+def check_structure(graph: OrtGraph, model: onnx.ModelProto, cache_shapes: CacheShapes) -> Check:
     """The graph's signature against the contract and the eager model.
 
     Args:
         graph: the graph, opened.
         model: the same without weights.
         cache_shapes: of the eager model.
-        static: axes may be numbers.
     """
     problems = [
         *name_problems(graph, cache_shapes),
-        *_axis_problems(graph, cache_shapes, static),
+        *_axis_problems(graph, cache_shapes, static=graph.sizes is not None and graph.sizes.indexed),
         *_result_problems(graph),
         *_type_problems(graph),
         *_dead_inputs(model),
@@ -49,7 +49,10 @@ def check_structure(
 
 def name_problems(graph: OrtGraph, cache_shapes: CacheShapes) -> list[str]:
     """Inputs or outputs that are missing, extra or out of order; such a graph is not run."""
-    tokens = [*TOKEN_INPUTS, *(["position_ids"] if graph.takes_positions else [])]
+    first = INPUTS_EMBEDS if INPUTS_EMBEDS in graph.inputs else "input_ids"
+    tokens = [first, "attention_mask", *(["position_ids"] if graph.takes_positions else [])]
+    if graph.sizes and graph.sizes.indexed:
+        tokens.append(WRITE_INDICES)
     problems = []
     for kind, found, wanted in (
         ("inputs", list(graph.inputs), tokens + [past_of(name) for name in cache_shapes]),
@@ -73,7 +76,8 @@ def _result_problems(graph: OrtGraph) -> list[str]:
     problems = []
     for name in results_of(graph):
         positions = graph.outputs.get(name, ["", ""])[1]
-        if (positions == 1) != graph.entry.last_logits:
+        one = positions == 1 and next(iter(graph.inputs.values()))[1] != 1
+        if one != graph.entry.last_logits:
             wanted = "1" if graph.entry.last_logits else "sequence_length"
             problems.append(f"{name} has axis {positions}, not {wanted}")
     return problems
@@ -81,7 +85,8 @@ def _result_problems(graph: OrtGraph) -> list[str]:
 
 def _axis_problems(graph: OrtGraph, cache_shapes: CacheShapes, static: bool) -> list[str]:
     problems = []
-    wanted_axes = {**AXES, **_cache_axes(cache_shapes)}
+    lengths = (SLOTS, SLOTS) if graph.sizes else (PAST_LENGTH, TOTAL_LENGTH)
+    wanted_axes = {**AXES, **_cache_axes(cache_shapes, lengths)}
     for name, shape in [*graph.inputs.items(), *graph.outputs.items()]:
         for found, wanted in zip(shape, wanted_axes.get(name, shape), strict=False):
             if not _axis_fits(found, wanted, static, is_output=name in graph.outputs):
@@ -96,11 +101,11 @@ def _axis_fits(found: str | int, wanted: str | int | None, static: bool, is_outp
     return wanted is None or found == wanted or (found in OPEN_AXES and not is_output)
 
 
-def _cache_axes(cache_shapes: CacheShapes) -> dict[str, list[str | int | None]]:
+def _cache_axes(cache_shapes: CacheShapes, lengths: tuple[str, str]) -> dict[str, list[str | int | None]]:
     """The axes of the cache's inputs and outputs; a state has the same ones before and after."""
     axes: dict[str, list[str | int | None]] = {}
     for name, shape in cache_shapes.items():
-        for port, length in ((past_of(name), PAST_LENGTH), (name, TOTAL_LENGTH)):
+        for port, length in zip((past_of(name), name), lengths, strict=True):
             axes[port] = ["batch_size", *shape[1:]]
             if not is_state(name):
                 axes[port][2] = length

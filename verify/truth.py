@@ -37,7 +37,8 @@ class Eager:
         self._twins: dict[str, Eager] = {}
         self._model = EagerRunner(folder, "float64")
         self._exact: Runner = self._model
-        self._rounded: Runner = EagerRunner(folder, dtype)
+        self._rounded_model = EagerRunner(folder, dtype)
+        self._rounded: Runner = self._rounded_model
         self._floor = NoiseFloor(dtype)
         self._virtual = self._first_position = 0
 
@@ -73,6 +74,10 @@ class Eager:
         one = np.zeros((1, 1), dtype=np.int64)
         present = self._model.prefill(one, one + 1, one).present
         return {name: array.shape for name, array in present.arrays().items()}
+
+    def embed(self, input_ids: Array) -> tuple[Array, Array]:
+        """Embeddings of tokens, exact and as the graph's dtype has them."""
+        return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
     def twin(self, change: Change) -> Eager:
         """The same model with scaled weights."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from llmconv.errors import UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.input_maps import InputMap
 
 ROLES = ("prefill", "decode", "unified")
@@ -34,11 +34,13 @@ class Model:
         config: of transformers.
         input_map: the row of its `model_type`.
         generation: the content of `generation_config.json`, None where there is none.
+        cache: `growing`, or `shared-buffer`.
     """
 
     config: Any
     input_map: InputMap
     generation: Mapping[str, Any] | None = None
+    cache: str = "growing"
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Layout:
         roles: the graphs that are written where none was asked for.
         serves: sets of graphs that the client can run, the best first; with any others it can do nothing.
         adds: whether the best of them is added then to what was asked for; otherwise that contradicts the layout.
+        caches: the kinds of cache that it can keep.
         check: raises InputRefused for a model that the client cannot run.
         names: the files that `files` will give, apart from the graphs themselves.
         files: their content, and that of graphs which the client needs otherwise, by path in the folder.
@@ -85,6 +88,7 @@ class Layout:
     roles: tuple[str, ...]
     serves: tuple[frozenset[str], ...] = ()
     adds: bool = False
+    caches: tuple[str, ...] = ("growing",)
     check: Callable[[Model], None] = _no_problem
     names: tuple[str, ...] = ()
     files: Callable[[Model, Graphs], Mapping[str, Content]] = _nothing
@@ -144,9 +148,31 @@ class Dressing:
         """The files that will be added."""
         return tuple(name for layout in self.chosen for name in layout.names)
 
-    def check(self) -> None:
-        """Raises InputRefused for a model that a client cannot run."""
+    def check(self, odd: str, cache: str, *, takes_embeddings: bool) -> None:
+        """Whether the clients can run the graphs.
+
+        Args:
+            odd: an option that only llmconv's own runner understands; empty for none.
+            cache: of the graphs.
+            takes_embeddings: the graphs take no tokens.
+
+        Raises:
+            UsageProblem: one cannot, because of an option.
+            InputRefused: one cannot run this model.
+        """
         for layout in self.chosen:
+            if layout.name == DEFAULT:
+                continue
+            reason = odd or (f"a {cache} cache" if cache not in layout.caches else "")
+            if reason:
+                raise UsageProblem(
+                    f"layout `{layout.name}` can do nothing with `{reason}`", hint="leave out the one or the other"
+                )
+            if takes_embeddings:
+                raise UnsupportedInput(
+                    f"layout `{layout.name}` wants what makes features of images too, which is not exported",
+                    hint=f"leave out `--layout {layout.name}`",
+                )
             layout.check(self.model)
 
     def files(self, graphs: Graphs) -> dict[str, Content]:

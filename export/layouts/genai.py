@@ -133,14 +133,14 @@ def _ids(model: Model, name: str) -> list[int]:
 
 
 def _search(model: Model) -> Mapping[str, Any]:
-    """Greedy, unless `generation_config.json` says otherwise; the cache grows, so it is not one shared buffer."""
+    """Greedy, unless `generation_config.json` says otherwise."""
     given = model.generation or {}
     told = {name: kind(given[name]) for name, kind in SEARCH.items() if isinstance(given.get(name), int | float)}
     return {
         "do_sample": False,
         **told,
         "max_length": context_length(model.config),
-        "past_present_share_buffer": False,
+        "past_present_share_buffer": model.cache == "shared-buffer",
     }
 
 
@@ -149,6 +149,7 @@ LAYOUT = Layout(
     title="onnxruntime_genai.Model: genai_config.json over model.onnx, or over prefill.onnx and decode.onnx",
     roles=("unified",),
     serves=(frozenset({"unified"}), frozenset({"prefill", "decode"})),
+    caches=("growing", "shared-buffer"),
     check=check,
     names=(FILE,),
     files=files,

@@ -31,9 +31,25 @@ from llmconv.cli import options
 @click.option(
     "--prefix", type=click.Path(path_type=Path), help="Prefix or prompt tuning: PEFT adapter, pre_caches.npy."
 )
+@click.option("--opset", type=click.Choice([21, 23, 24]), help="21 is for older runtimes; default: 23, static: 24.")
 @click.option(
-    "--opset", type=click.Choice([21, 23, 24]), default=23, show_default=True, help="21 is for older runtimes."
+    "--shapes",
+    type=click.Choice(["dynamic", "static"]),
+    default="dynamic",
+    show_default=True,
+    help="static: all axes fixed.",
 )
+@click.option("--batch-size", type=click.IntRange(1), help="Static: sequences per call; default: 1.")
+@click.option("--max-seq-len", type=click.IntRange(1), help="Static: tokens that the cache holds.")
+@click.option("--prompt-len", type=click.IntRange(1), help="Static: tokens per call of prefill.onnx.")
+@click.option(
+    "--cache",
+    type=click.Choice(["growing", "shared-buffer"]),
+    default="growing",
+    show_default=True,
+    help="shared-buffer: past and present are one buffer, filled in place.",
+)
+@click.option("--target", type=click.Choice(["ort-cpu"]), help="Use operators that this runtime alone has.")
 @options.dtype
 @options.max_shard_size
 @options.overwrite

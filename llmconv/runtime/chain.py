@@ -9,11 +9,14 @@ from typing import Any
 import onnxruntime as ort
 
 from llmconv.errors import MalformedInput
-from llmconv.runtime.guard import load_guarded
+from llmconv.runtime.guard import load_guarded, nodes
 
 
 class SessionChain:
     """The sessions of a graph's files, in order; one for a graph that is whole.
+
+    Attributes:
+        op_types: operators that occur in it.
 
     Args:
         paths: the files.
@@ -24,7 +27,14 @@ class SessionChain:
     """
 
     def __init__(self, paths: Sequence[Path], options: ort.SessionOptions) -> None:
+        models = [load_guarded(path) for path in paths]
+        self.op_types = {node.op_type for model in models for node in nodes(model)}
         self._sessions = [_open(path, options) for path in paths]
+
+    @property
+    def whole(self) -> ort.InferenceSession:
+        """The last session, which is the only one of a graph that is whole."""
+        return self._sessions[-1]
 
     def get_inputs(self) -> list[Any]:
         """What must be fed: inputs that no earlier session makes, each once, as onnxruntime declares them."""
@@ -57,7 +67,6 @@ class SessionChain:
 
 
 def _open(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
-    load_guarded(path)
     try:
         return ort.InferenceSession(path, options, ["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions share no base class of their own

@@ -18,7 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 from transformers.utils import logging as transformers_logging
 
 from llmconv.errors import InputRefused
@@ -64,7 +69,7 @@ class EagerRunner:
         logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
         load = "float32" if dtype == "float64" else dtype
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = _class_of(folder).from_pretrained(
                 folder,
                 dtype=getattr(torch, load),
                 attn_implementation="eager",
@@ -88,8 +93,13 @@ class EagerRunner:
 
     @property
     def config(self) -> Any:
-        """The transformers config."""
-        return self.model.config
+        """The transformers config of the language model."""
+        return self.model.config.get_text_config(decoder=True)
+
+    def embed(self, input_ids: Array) -> Array:
+        """What the model makes of tokens before its first layer, [batch, tokens, hidden]."""
+        with torch.no_grad():
+            return to_numpy(self.model.get_input_embeddings()(torch.from_numpy(input_ids)))
 
     @property
     def vocab_size(self) -> int:
@@ -153,6 +163,12 @@ class EagerRunner:
         with torch.no_grad(), one_thread() if self._is_small else nullcontext(), exact:
             logits: torch.Tensor = self.model(**tensors, **{self._cache_name: cache}, use_cache=True).logits
         return logits
+
+
+def _class_of(folder: Path) -> Any:
+    """The class that loads a folder: of a language model, or of one that takes images too."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from llmconv.errors import MalformedInput
 from llmconv.manifest import read_manifest
 
 GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
+EMBEDDINGS_ROLE = "embeddings"
+"""What a manifest calls the embedding table that is a graph of its own, see `embeddings`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class GraphEntry:
 
 
 def graph_entries(folder: Path) -> list[GraphEntry]:
-    """The graphs of a folder: as the manifest says, else by the usual names.
+    """The decoders of a folder: as the manifest says, else by the usual names.
 
     Raises:
         MalformedInput: the manifest says of a graph what cannot be.
@@ -67,7 +69,7 @@ def graph_entries(folder: Path) -> list[GraphEntry]:
     if not listed:
         found = {role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()}
         return [GraphEntry(role, (name,)) for role, name in found.items()]
-    return [_read(role, content) for role, content in listed.items()]
+    return [_read(role, content) for role, content in listed.items() if role != EMBEDDINGS_ROLE]
 
 
 def _read(role: str, content: Any) -> GraphEntry:
@@ -85,7 +87,7 @@ def _files(role: str, content: dict[str, Any]) -> tuple[str, ...]:
     stages = content.get("stages", [content])
     if not isinstance(stages, list) or not stages:
         _refuse(role, stages)
-    names = [stage.get("file", "") if isinstance(stage, dict) else stage for stage in stages]
+    names = [stage.get("file") if isinstance(stage, dict) else None for stage in stages]
     return tuple(_plain(role, name) for name in names)
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from llmconv.errors import InputRefused, MalformedInput
-from llmconv.runtime.cache_names import is_past, is_present
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput
+from llmconv.runtime.buffers import BufferedSession, FixedSizes, as_input
+from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.chain import SessionChain, first_line
+from llmconv.runtime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.graph_entry import GraphEntry, PrefixEntry, graph_entries
 from llmconv.runtime.runner import Cache, Choices, Step
 from llmconv.tensors import Array
@@ -35,11 +37,13 @@ class SessionSettings:
         prepack: copies weights into a layout of its own: prefill 20-25 % faster, but each session then holds the
             weights once more and two sessions no longer share the mapped file.
         optimization: `all`, `extended`, `basic` or `disable`.
+        garbage: buffers of a fixed length start with large numbers in place of zeros, for `verify`.
     """
 
     threads: int = 0
     prepack: bool = False
     optimization: str = "all"
+    garbage: bool = False
 
     def options(self) -> ort.SessionOptions:
         """As onnxruntime's own object."""
@@ -90,15 +94,17 @@ class OrtGraph:
         name: the file's name.
         inputs, outputs: name to declared shape (ints and symbols), in the graph's order.
         dtype: element type of the logits.
+        sizes: of a graph that fills buffers in place; None where the cache grows.
 
     Raises:
         MalformedInput: the guard or onnxruntime refuses the file.
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None, *, entry: GraphEntry | None = None) -> None:
+        settings = settings or SessionSettings()
         self.entry = entry or GraphEntry("", (path.name,))
         self.name = self.entry.name
-        self._session = SessionChain(self.entry.paths(path.parent), (settings or SessionSettings()).options())
+        self._session = SessionChain(self.entry.paths(path.parent), settings.options())
         declared, results = self._session.get_inputs(), self._session.get_outputs()
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
         self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in results}
@@ -108,6 +114,19 @@ class OrtGraph:
         self.result_names = ["logits"] if "logits" in self.outputs else ["tokens", "scores"]
         self.takes_positions = "position_ids" in self.inputs
         self.dtype = np.dtype(TENSOR_DTYPES.get(self.types.get(self.result_names[-1], ""), np.float32))
+        self.sizes = FixedSizes.of(self.inputs, self.outputs, "GroupQueryAttention" in self._session.op_types)
+        self._table = None  # what turns tokens into the input of a graph that takes none itself
+        if INPUTS_EMBEDS in self.inputs:
+            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), settings.options())
+        self._buffered = None
+        if self.sizes:
+            self._buffered = BufferedSession(
+                self._session.whole, self.sizes, self.result_names, self.embed, settings.garbage
+            )
+
+    def embed(self, input_ids: Array) -> dict[str, Array]:
+        """`input_ids`, or `inputs_embeds` where the graph takes those."""
+        return {"input_ids": input_ids} if self._table is None else {INPUTS_EMBEDS: self._table.run(input_ids)}
 
     def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
@@ -116,17 +135,28 @@ class OrtGraph:
             MalformedInput: onnxruntime cannot run the graph on them.
         """
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-        feeds = {name: _int64(array) for name, array in given.items() if name in self.inputs}
-        feeds |= zip(self.past_names, self._past_values(past, len(input_ids)), strict=False)
         try:
-            outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
+            results, present = self._buffered.run(**given, past=past) if self._buffered else self._grow(given, past)
+        except LlmconvError:
+            raise
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             raise MalformedInput(
                 f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint="run `llmconv verify` on the folder"
             ) from error
+        return self._step(results, present)
+
+    def _grow(self, given: dict[str, Array], past: Cache | None) -> tuple[list[Array], Cache]:
+        """Runs a graph whose present is its past and what is new."""
+        tokens = {**given, **self.embed(given["input_ids"])}
+        feeds = {name: as_input(array) for name, array in tokens.items() if name in self.inputs}
+        feeds |= zip(self.past_names, self._past_values(past, len(given["input_ids"])), strict=False)
+        outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
         results = [value.numpy() for value in outputs[: len(self.result_names)]]
         present = outputs[len(self.result_names) :]
-        return self._step(results, OrtCache(self.present_names, present, attention_mask.shape[1]))
+        lengths = [
+            value.shape()[2] for name, value in zip(self.present_names, present, strict=True) if not is_state(name)
+        ]
+        return results, OrtCache(self.present_names, present, max(lengths, default=given["attention_mask"].shape[1]))
 
     def _step(self, results: Sequence[Array], present: Cache) -> Step:
         if self.result_names == ["logits"]:
@@ -207,7 +237,3 @@ def behind_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntr
 def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
     """A graph of a folder, see `OrtGraph`."""
     return OrtGraph(folder / entry.files[0], settings, entry=entry)
-
-
-def _int64(array: Array) -> ort.OrtValue:
-    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=np.int64))

@@ -1,0 +1,155 @@
+"""Static graphs: every axis a number, the cache filled in place, and still the eager model's outputs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from llmconv.errors import InputRefused, UsageProblem
+from llmconv.export import export
+from llmconv.export.form import forms
+from llmconv.manifest import read_manifest
+from llmconv.runtime import OrtGraph, OrtRunner, default_positions
+from llmconv.tensors import Array
+from llmconv.verify import verify
+from tests.conftest import CONFIGS
+from tests.verify.surgery import add_constant, maker, users
+
+Tiny = Callable[[str], Path]
+SIZES = {"shapes": "static", "batch_size": 3, "max_seq_len": 64, "prompt_len": 16}
+QUICK = ("llama", "gemma2")
+FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
+
+
+@pytest.fixture(scope="session")
+def static(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """`static(model_type)` is a folder with weights, prefill.onnx and decode.onnx of fixed sizes."""
+    folders: dict[str, Path] = {}
+
+    def folder(model_type: str) -> Path:
+        if model_type not in folders:
+            folders[model_type] = tmp_path_factory.mktemp("static") / model_type
+            shutil.copytree(tiny(model_type), folders[model_type])
+            export(folders[model_type], **SIZES)  # type: ignore[arg-type]
+        return folders[model_type]
+
+    return folder
+
+
+def prompt(rows: int, tokens: int) -> tuple[Array, Array, Array]:
+    """Ids, mask and positions of a batch without padding."""
+    mask = np.ones((rows, tokens), dtype=np.int64)
+    return np.random.default_rng(0).integers(0, 96, mask.shape), mask, default_positions(mask, tokens)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_scenario_that_fits_equals_the_eager_model(model_type: str, static: Tiny) -> None:
+    report = verify(static(model_type))
+    assert report.verdict == "pass", report.closing_lines()
+    assert {check.graph for check in report.checks if check.name == "left padding" and check.verdict == "pass"} == {
+        "prefill.onnx",
+        "decode.onnx",
+        "prefill.onnx+decode.onnx",
+    }
+
+
+@pytest.mark.parametrize("name", ["prefill.onnx", "decode.onnx"])
+def test_no_axis_and_no_node_depends_on_a_call(name: str, static: Tiny) -> None:
+    model = onnx.load(static("llama") / name, load_external_data=False)
+    ports = [*model.graph.input, *model.graph.output]
+    assert all(axis.HasField("dim_value") for port in ports for axis in port.type.tensor_type.shape.dim)
+    assert not users(model, "Shape")
+
+
+def test_the_manifest_tells_the_sizes(static: Tiny) -> None:
+    entries = read_manifest(static("llama")).graphs
+    form = {"cache": "static", "batch_size": 3, "slots": 64}
+    assert entries["decode"]["form"] == {**form, "sequence": 1}
+    assert entries["prefill"]["form"] == {**form, "sequence": 16}
+
+
+def test_a_length_that_is_one_too_small_is_caught(static: Tiny, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(static("llama"), tmp_path / "mutant"))
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    length = maker(model, users(model, "Attention")[0].input[6])
+    assert length is not None
+    length.input[1] = add_constant(model, np.array([0], dtype=np.int64))
+    onnx.save(model, folder / "decode.onnx")
+    assert verify(folder).verdict == "fail"
+
+
+def test_a_write_one_slot_too_far_is_caught(static: Tiny, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(static("llama"), tmp_path / "mutant"))
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    one = add_constant(model, np.array([1], dtype=np.int64))
+    model.graph.node.insert(0, onnx.helper.make_node("Add", ["write_indices", one], ["later"]))
+    for scatter in users(model, "TensorScatter")[2:4]:
+        scatter.input[2] = "later"
+    onnx.save(model, folder / "decode.onnx")
+    assert verify(folder).verdict == "fail"
+
+
+def test_rows_of_different_lengths_need_no_padding(static: Tiny) -> None:
+    """Each row is written at its own index, as a server with one sequence per row does."""
+    import onnxruntime  # noqa: PLC0415 - slow to import
+
+    session = onnxruntime.InferenceSession(static("llama") / "decode.onnx", providers=["CPUExecutionProvider"])
+    cache = {port.name: np.zeros(port.shape, np.float32) for port in session.get_inputs() if "past" in port.name}
+    ids, _, _ = prompt(3, 4)
+    mask = np.zeros((3, 64), dtype=np.int64)
+    rows = np.arange(3)
+    for step in range(4):
+        write = np.minimum(step, rows + 1)  # row k has k + 2 tokens and repeats its last
+        mask[rows, write] = 1
+        feeds = {"input_ids": ids[rows, write][:, None], "attention_mask": mask, "position_ids": write[:, None]}
+        logits, *present = session.run(None, {**feeds, "write_indices": write, **cache})
+        cache = dict(zip(cache, present, strict=True))
+    for row in rows:
+        one, seen, at = (part[row : row + 1, : row + 2] for part in prompt(3, 4))
+        alone = OrtRunner.from_folder(static("llama")).prefill(one, seen, at)
+        np.testing.assert_allclose(logits[row, 0], alone.logits[0, -1], atol=1e-5)
+
+
+def test_prompts_longer_than_one_call_and_smaller_batches_give_the_same(static: Tiny, deep: Tiny) -> None:
+    inputs = prompt(2, 37)
+    step = OrtRunner.from_folder(static("llama")).prefill(*inputs)
+    ids, mask, positions = (part[1:] for part in inputs)
+    alone = OrtRunner.from_folder(static("llama")).prefill(ids, mask, positions)
+    assert (step.logits.shape[:2], step.present.length) == ((2, 37), 37)
+    np.testing.assert_allclose(step.logits[1], alone.logits[0], atol=1e-5)
+
+
+def test_the_cache_is_filled_in_place_and_a_fork_leaves_it_alone(static: Tiny) -> None:
+    graph = OrtGraph(static("llama") / "decode.onnx")
+    ids, mask, positions = prompt(1, 6)
+    first = graph.run(ids[:, :4], mask[:, :4], positions[:, :4])
+    second = graph.run(ids[:, 4:5], mask[:, :5], positions[:, 4:5], first.present)
+    before = {name: array.copy() for name, array in second.present.arrays().items()}
+    other = graph.run(ids[:, 5:6], mask[:, :5], positions[:, 4:5], first.present)
+    assert second.present.buffers is first.present.buffers is not other.present.buffers  # type: ignore[attr-defined]
+    for name, now in second.present.arrays().items():
+        np.testing.assert_array_equal(before[name], now)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(4, 2), (1, 65)])
+def test_what_the_sizes_leave_no_room_for_is_refused(rows: int, tokens: int, static: Tiny) -> None:
+    with pytest.raises(InputRefused, match=f"not {max(rows, tokens)}") as refusal:
+        OrtGraph(static("llama") / "decode.onnx").run(*prompt(rows, tokens))
+    assert "--max-seq-len" in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("shapes", "slots", "prompt_len"), [("static", None, None), ("static", 64, 24), ("dynamic", 64, None)]
+)
+def test_sizes_that_do_not_fit_are_refused(shapes: str, slots: int | None, prompt_len: int | None) -> None:
+    with pytest.raises(UsageProblem):
+        forms(["prefill"], shapes, batch_size=1, max_seq_len=slots, prompt_len=prompt_len)
+
+
+def test_a_prompt_is_cut_into_pieces_that_fill_the_cache() -> None:
+    assert forms(["prefill"], "static", max_seq_len=1000)["prefill"].sequence == 125
