@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from llmconv.export.graph import build_graph
 from llmconv.export.input_maps import find_input_map
 from llmconv.export.layouts import DEFAULT, Dressing, Layout, Model, by_names, roles_for
 from llmconv.manifest import step
+from llmconv.runtime.own_code import code_files, runs_own_code
 from llmconv.storage import local_path
 
 
@@ -55,6 +56,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Exports decoder graphs: `prefill.onnx`, `decode.onnx` and, on demand, `model.onnx` for both.
 
@@ -70,6 +72,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         max_shard_size: largest safetensors file, when weights are written.
         overwrite, resume: replace existing graphs or an existing `output`; continue an interrupted run.
         dry_run: build and check everything, write nothing.
+        trust_remote_code: run the model's own code, which `auto_map` of `config.json` names and the folder holds.
 
     Raises:
         UsageProblem: an unknown layout, or one that can do nothing with the graphs asked for.
@@ -80,8 +83,11 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
+    code = folder if runs_own_code(checkpoint.config, trust_remote_code) else None
     input_map = find_input_map(model_type_of(checkpoint))
-    config = load_config(checkpoint.config)
+    config = load_config(checkpoint.config, code)
+    if code:
+        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
     dressing = Dressing(layouts, Model(config, input_map, _generation(folder)))
     dressing.check()
     destination: Destination = InPlace(folder, dtype, overwrite or dry_run)
