@@ -140,19 +140,26 @@ def _load(folder: Path, reference: str) -> Any:
     """The class `module.Name` of the folder.
 
     Raises:
-        MalformedInput: it is in another repository, or not there.
+        MalformedInput: it is in another repository, not there, or no class.
     """
-    found = REFERENCE.fullmatch(reference)
-    if not found or not (folder / (found["module"].replace(".", "/") + ".py")).is_file():
+    named = REFERENCE.fullmatch(reference)
+    if not named or not (folder / (named["module"].replace(".", "/") + ".py")).is_file():
         raise MalformedInput(
             f"`auto_map` names `{reference}`, which is not in `{folder}`",
             hint="copy the Python files of the model beside its `config.json`, and name them there as `module.Class`",
         )
     writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        return getattr(importlib.import_module(f"{_package(folder)}.{found['module']}"), found["name"])
+        module = importlib.import_module(f"{_package(folder)}.{named['module']}")
     finally:
         sys.dont_write_bytecode = writes_bytecode
+    found = getattr(module, named["name"], None)
+    if not isinstance(found, type):
+        raise MalformedInput(
+            f"`auto_map` names `{reference}`, and that module of `{folder}` has no such class",
+            hint="the Python files belong to another version of the model; copy them again",
+        )
+    return found
 
 
 def _package(folder: Path) -> str:
