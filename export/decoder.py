@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
@@ -56,8 +57,12 @@ class Decoder:
         return {**{role: parts[form] for role, form in forms.items()}, EMBEDDINGS_ROLE: table}, layers
 
 
-def open_decoder(checkpoint: Checkpoint) -> Decoder:
+def open_decoder(checkpoint: Checkpoint, code: Path | None = None) -> Decoder:
     """The language model of a checkpoint.
+
+    Args:
+        checkpoint: with its config.
+        code: a trusted folder whose own code builds the model.
 
     Raises:
         MalformedInput: `config.json` names no `model_type`.
@@ -66,7 +71,7 @@ def open_decoder(checkpoint: Checkpoint) -> Decoder:
     model_type = model_type_of(checkpoint)
     if model_type not in MULTI_MODAL:
         input_map = find_input_map(model_type)
-        return Decoder(load_config(checkpoint.config), input_map)
+        return Decoder(load_config(checkpoint.config, code), input_map)
     if note := MULTI_MODAL[model_type]:
         say(f"the language model alone: {note}")
     whole = load_config(checkpoint.config)

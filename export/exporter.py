@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from llmconv.export.form import forms
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.layouts import Dressing, Model, by_names, roles_for
 from llmconv.manifest import step
+from llmconv.runtime.own_code import code_files, runs_own_code
 from llmconv.storage import local_path
 
 
@@ -67,6 +68,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Exports decoder graphs: `prefill.onnx`, `decode.onnx` and, on demand, `model.onnx` for both.
 
@@ -84,6 +86,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         max_shard_size: largest safetensors file, when weights are written.
         overwrite, resume: replace existing graphs or an existing `output`; continue an interrupted run.
         dry_run: build and check everything, write nothing.
+        trust_remote_code: run the model's own code, which `auto_map` of `config.json` names and the folder holds.
 
     Raises:
         UsageProblem: options that do not fit each other.
@@ -95,7 +98,10 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     options = GraphOptions.read(last_logits, postprocess, stages, prefix, opset)
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
-    decoder = open_decoder(checkpoint)
+    code = folder if runs_own_code(checkpoint.config, trust_remote_code) else None
+    if code:
+        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
+    decoder = open_decoder(checkpoint, code)
     wanted = forms(roles, shapes, cache, batch_size, max_seq_len, prompt_len, decoder.embeddings, target)
     dressing = Dressing(layouts, Model(decoder.config, decoder.input_map, _generation(folder), cache))
     drawing = Drawing(wanted, dressing, options)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +18,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.export.experts import EXPERTS
+from llmconv.runtime.own_code import own_classes
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
 """Config fields that name code or kernels to load; a checkpoint is data, so they are not passed on."""
 
 
-def load_config(fields: dict[str, Any]) -> Any:
+def load_config(fields: dict[str, Any], code: Path | None = None) -> Any:
     """The transformers config of a `config.json`, without anything that would load code.
+
+    Args:
+        fields: of `config.json`.
+        code: the model's folder, where its own code is to build it; `build` then does so, too.
 
     Raises:
         UnsupportedInput: transformers does not know the `model_type`, or the weights are quantised.
@@ -34,7 +40,7 @@ def load_config(fields: dict[str, Any]) -> Any:
         )
     known = {name: _number(value) for name, value in fields.items() if name not in (*CODE_FIELDS, "model_type")}
     with refusing("read this config"):
-        config = AutoConfig.for_model(fields["model_type"], **known)
+        config = own_classes(code, fields)[0](**known) if code else AutoConfig.for_model(fields["model_type"], **known)
         if (layers := depth(config.get_text_config(decoder=True))) < 1:
             raise ValueError(f"it has {layers} layers")
         return config
@@ -92,7 +98,8 @@ def shortened(config: Any, num_layers: int) -> Any:
         elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
             fields[name] = {key: item for key, item in value.items() if int(key) < num_layers}
     kept = {name: value for name, value in fields.items() if not _is_computed(config, name)}
-    return AutoConfig.for_model(kept.pop("model_type"), **kept)
+    kept.pop("model_type", None)
+    return type(config)(**kept)
 
 
 def _is_computed(config: Any, name: str) -> bool:

@@ -270,7 +270,7 @@ def _traced(
         weights,
         _layers_name(model, depth(config)),
         depth(config),
-        dict(model._tied_weights_keys or {}) if config.tie_word_embeddings else {},
+        dict(model._tied_weights_keys or {}) if getattr(config, "tie_word_embeddings", False) else {},
         model.base_model_prefix,
         get_model_conversion_mapping(model),
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in weights},

@@ -42,6 +42,7 @@ def verify(
     settings: SessionSettings | None = None,
     on_checks: Callable[[list[Check]], None] | None = None,
     eager: Eager | None = None,
+    trust_remote_code: bool = False,
 ) -> Report:
     """Compares every graph of a folder with the eager model: every output, every scenario.
 
@@ -52,6 +53,7 @@ def verify(
         settings: of onnxruntime.
         on_checks: called with the checks as they come.
         eager: the reference, opened before; what it computed is used again.
+        trust_remote_code: run the reference's own code, which `auto_map` of its `config.json` names.
 
     Raises:
         InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
@@ -77,7 +79,8 @@ def verify(
     _audit(models, source, report, add)
     graphs = _open(folder, entries, settings, add)
     if graphs:
-        eager = eager or Eager(truth_folder, graphs[0].dtype.name)
+        code = truth_folder if trust_remote_code else None
+        eager = eager or Eager(truth_folder, graphs[0].dtype.name, code=code)
         if EMBEDDINGS in models:
             add([check_embeddings(folder / EMBEDDINGS, eager, settings)])
         shapes = eager.cache_shapes()

@@ -29,15 +29,16 @@ class Eager:
         folder: of the model.
         dtype: of the graphs.
         keep: remembers what it computed, for several folders with graphs of one model.
+        code: a folder that is trusted: the model's own code there builds the model, if it has any.
     """
 
-    def __init__(self, folder: Path, dtype: str, *, keep: bool = False) -> None:
-        self.folder, self.dtype = folder, dtype
+    def __init__(self, folder: Path, dtype: str, *, keep: bool = False, code: Path | None = None) -> None:
+        self.folder, self.dtype, self._code = folder, dtype, code
         self._kept: dict[str, Truths] | None = {} if keep else None
         self._twins: dict[str, Eager] = {}
-        self._model = EagerRunner(folder, "float64")
+        self._model = EagerRunner(folder, "float64", code=code)
         self._exact: Runner = self._model
-        self._rounded_model = EagerRunner(folder, dtype)
+        self._rounded_model = EagerRunner(folder, dtype, code=code)
         self._rounded: Runner = self._rounded_model
         self._floor = NoiseFloor(dtype)
         self._virtual = self._first_position = 0
@@ -84,7 +85,7 @@ class Eager:
         if self._kept is not None and change.name in self._twins:
             return self._twins[change.name]
         with scaled_copy(self.folder, (), change) as copy:
-            twin = Eager(copy, self.dtype, keep=self._kept is not None)
+            twin = Eager(copy, self.dtype, keep=self._kept is not None, code=self._code)
         self._twins = {**self._twins, change.name: twin} if self._kept is not None else {}
         return twin
 

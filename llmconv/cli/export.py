@@ -55,6 +55,7 @@ from llmconv.cli import options
 @options.overwrite
 @options.resume
 @options.dry_run
+@options.trust_remote_code
 @options.as_json
 @options.talk
 def command(model: str, output: Path | None, as_json: bool, **choices: object) -> None:

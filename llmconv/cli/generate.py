@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the sampling.")
 @click.option("--stream", is_flag=True, help="Print the text while it grows.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
+@options.trust_remote_code
 @options.as_json
 @options.talk
 def command(
@@ -40,6 +41,7 @@ def command(
     seed: int,
     stream: bool,
     threads: int,
+    trust_remote_code: bool,
     as_json: bool,
 ) -> None:
     """Continue prompts with the graphs in FOLDER, or with its eager model.
@@ -63,6 +65,7 @@ def command(
         sampling=Sampling(temperature, top_k, top_p, seed),
         settings=SessionSettings(threads=threads),
         on_text=OrderedWriter(len(prompts), write).push if streaming else None,
+        trust_remote_code=trust_remote_code,
     )
     if as_json:
         options.print_json(_as_dict(result))

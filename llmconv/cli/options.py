@@ -36,6 +36,9 @@ kept_shard_size = click.option(
 )
 overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT if llmconv made it.")
 resume = click.option("--resume", is_flag=True, help="Continue a run that was interrupted.")
+trust_remote_code = click.option(
+    "--trust-remote-code", is_flag=True, help="Run the Python code in the model's folder: only if you have read it."
+)
 dry_run = click.option("--dry-run", is_flag=True, help="Print the plan (tensors, bytes, disk needed) and stop.")
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.option("--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How much.")
 @click.option("--report", "report_folder", type=click.Path(path_type=Path), help="Write JSON, JUnit, Markdown, HTML.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
+@options.trust_remote_code
 @options.as_json
 @options.talk
 @click.pass_context
@@ -31,6 +32,7 @@ def command(
     suite: str,
     report_folder: Path | None,
     threads: int,
+    trust_remote_code: bool,
     as_json: bool,
 ) -> None:
     """Compare every output of the graphs in FOLDER with the eager model.
@@ -53,6 +55,7 @@ def command(
         suite=suite,
         settings=SessionSettings(threads=threads),
         on_checks=None if as_json else show,
+        trust_remote_code=trust_remote_code,
     )
     if report_folder:
         write_report(report, report_folder)

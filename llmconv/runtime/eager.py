@@ -26,8 +26,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused
 from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_numpy
+from llmconv.runtime.own_code import blaming, own_classes, runs_own_code
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
 
@@ -57,26 +59,31 @@ class EagerRunner:
 
     Args:
         folder: a Hugging Face folder with safetensors weights; nothing in it is executed.
+        code: a folder that is trusted: the model's own code there builds it, if it has any.
         dtype: `float64` (computed wholly in float64 from the float32 buffers), `float32`, `float16` or `bfloat16`.
 
     Raises:
         InputRefused: transformers cannot load the folder.
     """
 
-    def __init__(self, folder: Path, dtype: str = "float32") -> None:
+    def __init__(self, folder: Path, dtype: str = "float32", *, code: Path | None = None) -> None:
         transformers_logging.disable_progress_bar()
         # It tells that compiled scans are missing, which would be no reference.
         logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
         load = "float32" if dtype == "float64" else dtype
+        fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        self._code = code if runs_own_code(fields, code is not None) else None
         try:
-            model = _class_of(folder).from_pretrained(
-                folder,
-                dtype=getattr(torch, load),
-                attn_implementation="eager",
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-            )
+            with blaming(self._code):
+                source = own_classes(self._code, fields)[1] if self._code else _class_of(folder)
+                model = source.from_pretrained(
+                    folder,
+                    dtype=getattr(torch, load),
+                    attn_implementation="eager",
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise InputRefused(
                 f"transformers cannot load `{folder}`: {str(error).strip().splitlines()[0][:300]}",
@@ -160,7 +167,7 @@ class EagerRunner:
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
         tensors = {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         exact: Any = KeepDouble() if self.dtype == "float64" else nullcontext()  # type: ignore[no-untyped-call]
-        with torch.no_grad(), one_thread() if self._is_small else nullcontext(), exact:
+        with torch.no_grad(), one_thread() if self._is_small else nullcontext(), exact, blaming(self._code):
             logits: torch.Tensor = self.model(**tensors, **{self._cache_name: cache}, use_cache=True).logits
         return logits
 

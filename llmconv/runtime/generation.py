@@ -14,6 +14,7 @@ import numpy as np
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.runtime.ort import OrtRunner, SessionSettings
+from llmconv.runtime.own_code import TRUST, blaming, own_tokenizer, tokenizer_reference
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.runtime.sampling import Sampling, pick_choice, pick_token
 from llmconv.runtime.streaming import TextStream
@@ -88,6 +89,7 @@ def generate(
     sampling: Sampling | None = None,
     settings: SessionSettings | None = None,
     on_text: Callable[[int, str, bool], None] | None = None,
+    trust_remote_code: bool = False,
 ) -> Generation:
     """Continues every prompt; a batch gives what its prompts give one by one.
 
@@ -99,6 +101,7 @@ def generate(
         sampling: greedy when left out; every prompt has a random generator of its own, with the same seed.
         settings: of onnxruntime.
         on_text: called with the prompt's index, each piece of text as it becomes certain, and whether it is the last.
+        trust_remote_code: run the folder's own code, of the tokenizer and, for `torch`, of the model.
 
     Raises:
         InputRefused: no tokenizer, no graphs, or an empty prompt.
@@ -109,10 +112,10 @@ def generate(
     folder = Path(folder)
     if not folder.is_dir():
         raise InputRefused(f"`{folder}` is no folder", hint="give the folder that `llmconv export` wrote to")
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, trust_remote_code)
     generator_seed = (sampling or Sampling()).seed
     rows = [_Row(encode_prompt(tokenizer, prompt), np.random.default_rng(generator_seed)) for prompt in prompts]
-    runner = load_runner(folder, backend, settings)
+    runner = load_runner(folder, backend, settings, trust_remote_code)
     decode = _decoder(tokenizer)
     streams = [TextStream(decode) for _ in rows]
 
@@ -198,7 +201,9 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     return ids, mask
 
 
-def load_runner(folder: Path, backend: str, settings: SessionSettings | None = None) -> Runner:
+def load_runner(
+    folder: Path, backend: str, settings: SessionSettings | None = None, trust_remote_code: bool = False
+) -> Runner:
     """The graphs, or the eager model (only then is torch imported).
 
     Raises:
@@ -209,12 +214,13 @@ def load_runner(folder: Path, backend: str, settings: SessionSettings | None = N
         return OrtRunner.from_folder(folder, settings)
     if backend != "torch":
         raise UsageProblem(f"backend `{backend}` is unknown", hint="give `onnx` or `torch`")
-    runner: Runner = importlib.import_module("llmconv.runtime.eager").EagerRunner(folder)
+    code = folder if trust_remote_code else None
+    runner: Runner = importlib.import_module("llmconv.runtime.eager").EagerRunner(folder, code=code)
     return runner
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer.
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The folder's tokenizer; its own code runs only if it is trusted.
 
     Raises:
         InputRefused: there is none, or transformers cannot read it.
@@ -225,12 +231,18 @@ def load_tokenizer(folder: Path) -> Any:
             hint="convert with `llmconv to-hf … --tokenizer PATH`, or copy tokenizer.json",
         )
     transformers = importlib.import_module("transformers")
+    own = own_tokenizer(folder, trust_remote_code)
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        with blaming(folder if own else None):
+            return (own or transformers.AutoTokenizer).from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except (OSError, ValueError, KeyError, TypeError, ImportError, IndexError, AttributeError) as error:
         raise InputRefused(
             f"the tokenizer of `{folder}` cannot be read: {str(error).strip().splitlines()[0][:300]}",
-            hint="copy the tokenizer files of the original model into the folder",
+            hint=TRUST
+            if tokenizer_reference(folder)
+            else "copy the tokenizer files of the original model into the folder",
         ) from error
 
 

@@ -1,0 +1,7 @@
+"""The row of the family magpie: what a graph of it takes and gives."""
+
+from __future__ import annotations
+
+from llmconv.export import InputMap
+
+INPUT_MAPS = {"magpie": InputMap(position_ids=False, note="ALiBi; one key/value head; its own attention code")}

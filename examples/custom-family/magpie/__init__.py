@@ -1,0 +1,1 @@
+"""The code that travels with a Magpie checkpoint."""

@@ -1,0 +1,173 @@
+"""A model's own code: the classes that `auto_map` names, in Python modules beside `config.json`.
+
+    "auto_map": {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+
+A checkpoint is data: only what takes the word of the caller (`--trust-remote-code`) imports these modules. They are
+imported where they lie; nothing is copied into a cache, and nothing is left in the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from llmconv.checkpoint import read_json
+from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput
+
+CONFIG, MODEL, TOKENIZER = "AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"
+REFERENCE = re.compile(r"(?P<module>\w+(\.\w+)*)\.(?P<name>\w+)")
+
+HIDDEN = re.compile(r"(^|/)\.")
+
+TRUST = "read the code; if you trust it, `--trust-remote-code` runs it"
+
+
+def runs_own_code(fields: Mapping[str, Any], trusted: bool) -> bool:
+    """Whether a model is to be built by its own code: it has some, and the caller trusts it.
+
+    A `model_type` that transformers knows is built by transformers otherwise.
+
+    Args:
+        fields: of `config.json`.
+        trusted: whether the code may run.
+
+    Raises:
+        UnsupportedInput: there is no other code, and it is not trusted.
+    """
+    references = _auto_map(fields)
+    if MODEL not in references or trusted:
+        return MODEL in references
+    if str(fields.get("model_type")) in _native_configs():
+        return False
+    raise UnsupportedInput(
+        f"transformers has no model `{fields.get('model_type')}`, and the code beside `config.json`"
+        f" (`{references[MODEL]}`) is not executed",
+        hint=TRUST,
+    )
+
+
+def own_classes(folder: Path, fields: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Imports the folder's code and returns its classes of the config and of the model.
+
+    `AutoModelForCausalLM` knows the pair afterwards, so that it builds the model of such a config. Nothing else can
+    have such a config: where the class is transformers' own, this is a subclass made for the purpose.
+
+    Raises:
+        MalformedInput: `auto_map` names a class that is not there.
+        UnsupportedInput: the code fails.
+    """
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - only a model with code of its own pays for it
+
+    references = _auto_map(fields)
+    with blaming(folder):
+        model = _load(folder, references[MODEL])
+        if CONFIG in references:
+            config = _load(folder, references[CONFIG])
+        else:
+            native = _native_configs()[fields["model_type"]]
+            config = type(native.__name__, (native,), {"__module__": native.__module__})
+        AutoModelForCausalLM.register(config, model, exist_ok=True)
+    return config, model
+
+
+def own_tokenizer(folder: Path, trusted: bool) -> Any:
+    """The class of the tokenizer that the folder's code defines; None where it has none or is not trusted."""
+    reference = tokenizer_reference(folder)
+    if not (trusted and reference):
+        return None
+    with blaming(folder):
+        return _load(folder, reference)
+
+
+def tokenizer_reference(folder: Path) -> str:
+    """The class that `tokenizer_config.json` names, the fast one of two; empty where it names none."""
+    path = folder / "tokenizer_config.json"
+    found: Any = read_json(path).get("auto_map") if path.is_file() else None
+    found = found.get(TOKENIZER) if isinstance(found, dict) else found  # transformers 4.20 wrote the pair alone
+    names = [name for name in (found if isinstance(found, list) else [found]) if isinstance(name, str)]
+    return names[-1] if names else ""
+
+
+def code_files(folder: Path) -> dict[str, bytes]:
+    """The modules in a folder, by path."""
+    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py")) if path.is_file()}
+    return {name: path.read_bytes() for name, path in paths.items() if not HIDDEN.search(name)}
+
+
+@contextmanager
+def blaming(folder: Path | None) -> Iterator[None]:
+    """Whatever the code of a folder raises becomes one line; of other code (None) it passes.
+
+    Raises:
+        UnsupportedInput: something was raised.
+    """
+    try:
+        yield
+    except LlmconvError:
+        raise
+    except Exception as error:
+        if folder is None:
+            raise
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise UnsupportedInput(
+            f"the code in `{folder}` fails: {type(error).__name__}: {reason}",
+            hint="install what it imports; it may be for another version of transformers; `-v` shows where",
+        ) from error
+
+
+def _native_configs() -> Mapping[str, Any]:
+    """transformers' classes of configs, by `model_type`."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: PLC0415
+
+    mapping: Mapping[str, Any] = CONFIG_MAPPING
+    return mapping
+
+
+def _auto_map(fields: Mapping[str, Any]) -> dict[str, str]:
+    found = fields.get("auto_map")
+    named = found.items() if isinstance(found, dict) else ()
+    return {name: reference for name, reference in named if isinstance(reference, str)}
+
+
+def _load(folder: Path, reference: str) -> Any:
+    """The class `module.Name` of the folder.
+
+    Raises:
+        MalformedInput: it is in another repository, not there, or no class.
+    """
+    named = REFERENCE.fullmatch(reference)
+    if not named or not (folder / (named["module"].replace(".", "/") + ".py")).is_file():
+        raise MalformedInput(
+            f"`auto_map` names `{reference}`, which is not in `{folder}`",
+            hint="copy the Python files of the model beside its `config.json`, and name them there as `module.Class`",
+        )
+    writes_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        module = importlib.import_module(f"{_package(folder)}.{named['module']}")
+    finally:
+        sys.dont_write_bytecode = writes_bytecode
+    found = getattr(module, named["name"], None)
+    if not isinstance(found, type):
+        raise MalformedInput(
+            f"`auto_map` names `{reference}`, and that module of `{folder}` has no such class",
+            hint="the Python files belong to another version of the model; copy them again",
+        )
+    return found
+
+
+def _package(folder: Path) -> str:
+    """Makes the folder a package, so that its modules import each other; changed files are another package."""
+    content = hashlib.sha256(str(folder.resolve()).encode())
+    for name, text in code_files(folder).items():
+        content.update(b"%s\0%d\0" % (name.encode(), len(text)) + text)
+    package = ModuleType(f"llmconv_own_code_{content.hexdigest()[:16]}")
+    package.__path__ = [str(folder.resolve())]
+    sys.modules.setdefault(package.__name__, package)
+    return package.__name__
