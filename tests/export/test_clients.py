@@ -113,20 +113,39 @@ def test_genai_gives_the_tokens_of_the_eager_model_with_two_graphs(folders: dict
 
 def with_two_graphs(folder: Path, target: Path) -> Path:
     """A copy with prefill.onnx and decode.onnx only."""
-    ignored = shutil.ignore_patterns("*.onnx", "onnx", "*.onnx_data*", "llmconv.json", "genai_config.json")
-    shutil.copytree(folder, target, ignore=ignored)
-    return export(target, prefill=True, incremental=True, layout="genai").folder
+    return export(bare_copy(folder, target), prefill=True, incremental=True, layout="genai").folder
+
+
+def bare_copy(folder: Path, target: Path) -> Path:
+    """A copy without graphs."""
+    ignored = shutil.ignore_patterns("*.onnx", "onnx", "*.onnx_data*", "*.graph", "llmconv.json", "genai_config.json")
+    return Path(shutil.copytree(folder, target, ignore=ignored))
 
 
 def test_genai_takes_further_turns_on_the_same_cache(folders: dict[str, Path]) -> None:
     turns = [[5, 9, 11, 23], [33, 44, 55], [61]]
     answers = genai([{"folder": str(folder), "turns": turns, "new": 3} for folder in folders.values()])
     for folder, answer in zip(folders.values(), answers, strict=True):
-        expected: list[int] = []
-        for turn in turns:
-            expected += turn
-            expected += eager(folder, expected, 3)
-        assert answer == expected, folder.name
+        assert answer == conversation(folder, turns), folder.name
+
+
+def test_genai_takes_further_turns_over_one_shared_buffer(folders: dict[str, Path], tmp_path: Path) -> None:
+    turns, copies = [[5, 9, 11, 23], [33, 44, 55], [61]], []
+    for name, folder in folders.items():
+        copies.append(bare_copy(folder, tmp_path / name))
+        export(copies[-1], layout="genai", cache="shared-buffer")
+    answers = genai([{"folder": str(copy), "turns": turns, "new": 3} for copy in copies])
+    for copy, answer in zip(copies, answers, strict=True):
+        assert answer == conversation(copy, turns), copy.name
+
+
+def conversation(folder: Path, turns: list[list[int]]) -> list[int]:
+    """All tokens after the eager model answered each turn with three."""
+    tokens: list[int] = []
+    for turn in turns:
+        tokens += turn
+        tokens += eager(folder, tokens, 3)
+    return tokens
 
 
 def test_genai_takes_a_turn_after_an_answer_that_ended_by_itself(folders: dict[str, Path], tmp_path: Path) -> None:
