@@ -193,8 +193,12 @@ def additive_mask(
     Returns:
         `[batch or 1, 1, q_length, kv_length]`.
     """
-    offset = q_offset.reshape(-1, 1, 1, 1) if isinstance(q_offset, Tensor) else q_offset
-    queries = torch.arange(q_length)[None, None, :, None] + offset
+    queries = torch.arange(q_length)
+    if isinstance(q_offset, Tensor):  # rows of a static cache stand at different lengths
+        queries = queries + q_offset[:, None]
+    else:
+        queries = (queries + q_offset)[None]
+    queries = queries[:, None, :, None]
     keys = (torch.arange(kv_length) + kv_offset)[None, None, None, :]
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     seen = mask_function(zero, zero, queries, keys)
