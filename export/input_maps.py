@@ -123,6 +123,9 @@ INPUT_MAPS: dict[str, InputMap] = {
     "arcee": DECODER,
     "aria_text": DECODER,
     "axk1": DECODER,
+    "bailing_hybrid": InputMap(
+        cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention, experts"
+    ),
     "bamba": InputMap(cache="state_space", note="Mamba-2 and attention layers"),
     "bart": MASK_ALONE,
     "bert": DECODER,
@@ -186,6 +189,9 @@ INPUT_MAPS: dict[str, InputMap] = {
     "iquestcoder": DECODER,
     "jais2": DECODER,
     "jamba": InputMap(position_ids=False, cache="selective_scan", note=f"Mamba, attention, experts; {CONTINUES}"),
+    "kimi_linear": InputMap(
+        cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention, experts"
+    ),
     "kolibri1": DECODER,
     "laguna": DECODER,
     "lfm2": InputMap(cache="convolution", note="short convolutions and attention layers"),
@@ -209,6 +215,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "mixtral": DECODER,
     "mpt": MASK_ALONE,
     "nanochat": DECODER,
+    "nemotron_h": InputMap(cache="state_space", note="Mamba-2, attention, MLP and expert layers in a row"),
     "olmo": DECODER,
     "olmo2": DECODER,
     "olmo3": DECODER,

@@ -26,6 +26,19 @@ DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
+"""Multi-head latent attention, and experts."""
 
 STATE_CONFIGS: dict[str, dict[str, Any]] = {
     "mamba": MAMBA,
@@ -84,6 +97,33 @@ STATE_CONFIGS: dict[str, dict[str, Any]] = {
         **MAMBA2,
         "num_local_experts": 4,
         "shared_intermediate_size": 32,
+    },
+    "nemotron_h": {
+        **{name: value for name, value in DECODER.items() if name != "num_hidden_layers"},
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"] * 4,
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 40,
+    },
+    "kimi_linear": {
+        **MIXED,
+        **LATENT,
+        "layer_types": ["linear_attention", "full_attention"] * 4,
+        "mlp_layer_types": ["dense", "sparse"] * 4,
+        "linear_head_dim": 12,
+        "linear_num_heads": 4,
+    },
+    "bailing_hybrid": {
+        **MIXED,
+        **LATENT,
+        "layer_types": ["linear_attention", "full_attention"] * 4,
+        "mlp_layer_types": ["dense", "sparse"] * 4,
+        "head_dim": 12,
     },
     "olmo_hybrid": {**MIXED, "layer_types": ["linear_attention", "full_attention"] * 4, **DELTA},
     "qwen3_5_text": {**MIXED, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 4, **DELTA},
