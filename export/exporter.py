@@ -13,7 +13,7 @@ from llmconv.export.bind import match_weights
 from llmconv.export.destination import GRAPH_FILES, Destination, InPlace, NewFolder, Sizes
 from llmconv.export.fake_model import depth, load_config
 from llmconv.export.graph import build_graph
-from llmconv.export.input_maps import find_input_map
+from llmconv.export.input_maps import decoder_config, find_input_map
 from llmconv.export.layouts import DEFAULT, Dressing, Layout, Model, by_names, roles_for
 from llmconv.manifest import step
 from llmconv.storage import local_path
@@ -82,7 +82,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     checkpoint = open_checkpoint(folder)
     input_map = find_input_map(model_type_of(checkpoint))
     config = load_config(checkpoint.config)
-    dressing = Dressing(layouts, Model(config, input_map, _generation(folder)))
+    dressing = Dressing(layouts, Model(decoder_config(config), input_map, _generation(folder)))
     dressing.check()
     destination: Destination = InPlace(folder, dtype, overwrite or dry_run)
     if output and output.resolve() != folder.resolve():

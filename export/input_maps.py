@@ -16,6 +16,7 @@ from typing import Any
 from llmconv.errors import UnsupportedInput
 from llmconv.export.caches import CACHE_KINDS
 from llmconv.export.caches.kind import CacheKind
+from llmconv.runtime.cache_names import layer_of
 
 ENTRY_POINTS = "llmconv.input_maps"
 
@@ -72,7 +73,7 @@ class InputMap:
 
     def outputs(self, config: Any) -> tuple[Port, ...]:
         """Outputs of every graph, in order."""
-        logits = Port("logits", "float32", (BATCH, SEQUENCE, config.vocab_size))
+        logits = Port("logits", "float32", (BATCH, SEQUENCE, decoder_config(config).vocab_size))
         return (logits, *self.present(config))
 
     def past(self, config: Any) -> tuple[Port, ...]:
@@ -85,9 +86,10 @@ class InputMap:
 
     def _cache_ports(self, config: Any, length: str) -> tuple[Port, ...]:
         ports = []
+        config = decoder_config(config)
         for name, axes in self.kind.names(config, past=length == PAST):
             if axes is None:
-                heads, size = self._heads(config)[name.endswith(".value")]
+                heads, size = self._heads(layer_config(config, layer_of(name) or 0))[name.endswith(".value")]
                 axes = (heads, length, size)
             ports.append(Port(name, "float32", (BATCH, *axes)))
         return tuple(ports)
@@ -98,6 +100,16 @@ class InputMap:
             return self.kind.heads(config)
         usual = kv_heads(config), head_dim(config)
         return usual, usual
+
+
+def decoder_config(config: Any) -> Any:
+    """The part of a config that describes the decoder: the text model's, where there are others beside it."""
+    return getattr(config, "text_config", None) or config
+
+
+def layer_config(config: Any, layer: int) -> Any:
+    """The config of one layer, where layers have heads of their own."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def kv_heads(config: Any) -> int:
@@ -230,6 +242,10 @@ INPUT_MAPS: dict[str, InputMap] = {
     "qwen2": InputMap(note="biases on query, key and value"),
     "qwen2_moe": DECODER,
     "qwen3": InputMap(note="norms on query and key"),
+    "qwen3_5": InputMap(cache="delta_rule", note="its text model: gated delta rule and gated attention layers"),
+    "qwen3_5_moe": InputMap(
+        cache="delta_rule", note="its text model: gated delta rule and gated attention layers, experts"
+    ),
     "qwen3_5_moe_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers, experts"),
     "qwen3_5_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers"),
     "qwen3_moe": DECODER,

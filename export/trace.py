@@ -32,14 +32,18 @@ from llmconv.export.caches.functions import define_functions
 from llmconv.export.caches.layers import TracedCache
 from llmconv.export.complex_pairs import complex_as_pairs
 from llmconv.export.fake_model import build, depth
-from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap, Port
+from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap, Port, decoder_config
 from llmconv.export.library_fixes import TRANSLATIONS, fix_program, library_fixes
 from llmconv.export.probe import ports_of
+from llmconv.runtime.cache_names import is_state
 
 ATTENTION = "llmconv"
 OPSET = 23
 EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5}
 """Sizes traced with; none is 0 or 1, because torch.export would specialise the axis."""
+
+TOWERS = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimodal|mm_|vq)"
+"""Names of what sees or hears in a checkpoint that holds more than a text model."""
 
 SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -58,6 +62,7 @@ class TracedGraph:
         transforms: how a checkpoint's tensors become parameters, see `llmconv.export.stored`.
         unused: shapes of parameters and buffers that no node reads, by name.
         token_axes: the trace's symbols of batch size and sequence length.
+        ignored: patterns of names of stored tensors that the model has no use for.
     """
 
     model: ir.Model
@@ -69,6 +74,7 @@ class TracedGraph:
     transforms: list[Any]
     unused: dict[str, tuple[int, ...]]
     token_axes: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
 
 
 class CacheAsTensors(nn.Module):
@@ -83,6 +89,7 @@ class CacheAsTensors(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None, past: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits `[batch, sequence, vocab]` and the grown cache."""
+        _same_length(past, self._past, attention_mask.shape[1] - input_ids.shape[1])
         cache = TracedCache(self._past, past, depth(self.model.config))
         if self._cache_name == "cache_params":  # these models take the mask of the new tokens alone
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
@@ -91,6 +98,13 @@ class CacheAsTensors(nn.Module):
             input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **{self._cache_name: cache}, **positions
         )
         return result.logits, cache.tensors()
+
+
+def _same_length(tensors: Sequence[Tensor], names: Sequence[str], length: Any) -> None:
+    """Every key and value has as many tokens, so the trace has one symbol for all: layers then differ in no length."""
+    for tensor, name in zip(tensors, names, strict=True):
+        if not is_state(name):
+            torch._check(tensor.shape[-2] == length)
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -207,14 +221,21 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
     return TracedGraph(
         graph_model,
         weights,
-        _layers_name(model, depth(config)),
+        _layers_name(model),
         depth(config),
-        dict(model._tied_weights_keys or {}) if config.tie_word_embeddings else {},
+        dict(model.all_tied_weights_keys),
         model.base_model_prefix,
         get_model_conversion_mapping(model),
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in weights},
         token_axes,
+        _ignored(model, config),
     )
+
+
+def _ignored(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
+    """What transformers drops when it loads this model: other heads, and towers where the text model is made alone."""
+    alone = decoder_config(config) is not config and decoder_config(model.config) is model.config
+    return (*(model._keys_to_ignore_on_load_unexpected or ()), *((TOWERS,) if alone else ()))
 
 
 def scopes(node: ir.Node) -> list[str]:
@@ -291,9 +312,13 @@ def _require_free(value: ir.Value, port: Port) -> None:
             )
 
 
-def _layers_name(module: PreTrainedModel, num_layers: int) -> str:
-    named: Iterable[tuple[str, nn.Module]] = module.named_modules()
-    return min((name for name, part in named if isinstance(part, nn.ModuleList) and len(part) == num_layers), key=len)
+def _layers_name(model: PreTrainedModel) -> str:
+    """Of the list of the decoder's layers; a tower for images beside it may have as many."""
+    num_layers = depth(model.config)
+    decoder = model.get_decoder() if decoder_config(model.config) is not model.config else model
+    parts = set(decoder.modules())
+    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and part in parts]
+    return min((name for name, part in lists if len(part) == num_layers), key=len)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmconv.export.input_maps import decoder_config
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.eager import EagerRunner
 from llmconv.runtime.runner import Cache, Runner, Step
@@ -37,7 +38,7 @@ class Eager:
 
     def facts(self) -> Facts:
         """What the scenarios must know of the model."""
-        config = self._exact.config
+        config = decoder_config(self._exact.config)
         window = getattr(config, "sliding_window", None)
         limit = getattr(config, "max_position_embeddings", None)
         return Facts(self._exact.vocab_size, limit, window, self._exact.takes_positions)
