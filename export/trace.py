@@ -33,7 +33,7 @@ from llmconv.export.caches.layers import TracedCache
 from llmconv.export.complex_pairs import complex_as_pairs
 from llmconv.export.fake_model import build, depth
 from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, InputMap, Port, decoder_config
-from llmconv.export.library_fixes import TRANSLATIONS, fix_program, library_fixes
+from llmconv.export.library_fixes import TRANSLATIONS, exact_constants, fix_program, library_fixes
 from llmconv.export.probe import ports_of
 from llmconv.runtime.cache_names import is_state
 
@@ -214,7 +214,8 @@ def trace(config: Any, input_map: InputMap) -> TracedGraph:
     assert onnx_program is not None
     graph_model = onnx_program.model
     weights = _weights_to_inputs(graph_model, model)
-    onnxscript.optimizer.optimize(graph_model)
+    with exact_constants():
+        onnxscript.optimizer.optimize(graph_model)
     define_functions(graph_model, input_map.kind.functions)
     token_axes = tuple(str(axis) for axis in graph_model.graph.inputs[0].shape or ())
     _name_ports(graph_model, inputs, outputs)
