@@ -126,6 +126,8 @@ DECODER = InputMap()
 MASK_ALONE = InputMap(position_ids=False)
 """No `position_ids`: the model counts positions itself."""
 
+TEXT_MODEL = InputMap(note="its text model; images and sounds do not reach the graphs")
+
 CONTINUES = "graphs continue a state by several tokens, transformers by one"
 """transformers' selective scan of several tokens starts from zeros, whatever the cache holds."""
 
@@ -140,7 +142,9 @@ INPUT_MAPS: dict[str, InputMap] = {
     ),
     "bamba": InputMap(cache="state_space", note="Mamba-2 and attention layers"),
     "bart": MASK_ALONE,
+    "beam": DECODER,
     "bert": DECODER,
+    "bert-generation": DECODER,
     "big_bird": DECODER,
     "bigbird_pegasus": MASK_ALONE,
     "biogpt": DECODER,
@@ -159,9 +163,12 @@ INPUT_MAPS: dict[str, InputMap] = {
     "deepseek_v2": DECODER,
     "deepseek_v3": DECODER,
     "diffllama": DECODER,
+    "doge": DECODER,
+    "dots1": DECODER,
     "electra": DECODER,
     "ernie": DECODER,
     "ernie4_5": DECODER,
+    "ernie4_5_moe": DECODER,
     "exaone4": DECODER,
     "exaone_moe": DECODER,
     "falcon": DECODER,
@@ -171,17 +178,23 @@ INPUT_MAPS: dict[str, InputMap] = {
     ),
     "flex_olmo": DECODER,
     "flint": DECODER,
+    "fuyu": TEXT_MODEL,
     "gemma": DECODER,
     "gemma2": InputMap(note="alternating sliding window, logit soft-capping"),
+    "gemma3": TEXT_MODEL,
     "gemma3_text": DECODER,
     "gemma3n_text": DECODER,
+    "gemma4": TEXT_MODEL,
+    "gemma4_text": DECODER,
     "glm": DECODER,
     "glm4": DECODER,
     "glm4_moe": DECODER,
     "glm4_moe_lite": DECODER,
+    "got_ocr2": TEXT_MODEL,
     "gpt-sw3": DECODER,
     "gpt2": InputMap(note="learned positions, Conv1D weights, tied head"),
     "gpt_bigcode": DECODER,
+    "gpt_neo": DECODER,
     "gpt_neox": DECODER,
     "gpt_neox_japanese": DECODER,
     "gpt_oss": DECODER,
@@ -189,10 +202,12 @@ INPUT_MAPS: dict[str, InputMap] = {
     "granite": DECODER,
     "granite_swa": DECODER,
     "granitemoe": DECODER,
+    "granitemoe_swa": DECODER,
     "granitemoehybrid": InputMap(
         position_ids=False, cache="state_space", note="Mamba-2 and attention layers without positions, experts"
     ),
     "granitemoeshared": DECODER,
+    "helium": DECODER,
     "hunyuan_v1_dense": DECODER,
     "hunyuan_v1_moe": DECODER,
     "hy_v3": DECODER,
@@ -202,7 +217,9 @@ INPUT_MAPS: dict[str, InputMap] = {
     "jais2": DECODER,
     "jamba": InputMap(position_ids=False, cache="selective_scan", note=f"Mamba, attention, experts; {CONTINUES}"),
     "kimi_linear": InputMap(
-        cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention, experts"
+        position_ids=False,
+        cache="channel_delta_rule",
+        note="delta rule with a decay per channel, latent attention, experts",
     ),
     "kolibri1": DECODER,
     "laguna": DECODER,
@@ -210,6 +227,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "lfm2_moe": InputMap(cache="convolution", note="short convolutions and attention layers, experts"),
     "lfm3": InputMap(cache="convolution", note="short convolutions, sliding and full attention layers"),
     "llama": DECODER,
+    "llama4": TEXT_MODEL,
     "llama4_text": DECODER,
     "mamba": InputMap(position_ids=False, cache="selective_scan", note=f"no attention; {CONTINUES}"),
     "mamba2": InputMap(position_ids=False, cache="state_space", note="no attention"),
@@ -225,8 +243,13 @@ INPUT_MAPS: dict[str, InputMap] = {
     "ministral3": DECODER,
     "mistral": InputMap(note="sliding window where the config has one"),
     "mixtral": DECODER,
+    "modernbert-decoder": DECODER,
+    "moshi": InputMap(note="its text decoder; sounds do not reach the graphs"),
+    "moss_transcribe_diarize": InputMap(position_ids=False, note="its text model; sounds do not reach the graphs"),
     "mpt": MASK_ALONE,
+    "mvp": MASK_ALONE,
     "nanochat": DECODER,
+    "nemotron": DECODER,
     "nemotron_h": InputMap(cache="state_space", note="Mamba-2, attention, MLP and expert layers in a row"),
     "olmo": DECODER,
     "olmo2": DECODER,
@@ -234,9 +257,11 @@ INPUT_MAPS: dict[str, InputMap] = {
     "olmo_hybrid": InputMap(cache="delta_rule", note="gated delta rule and attention layers"),
     "olmoe": DECODER,
     "opt": DECODER,
+    "pegasus": MASK_ALONE,
     "persimmon": DECODER,
     "phi": DECODER,
     "phi3": DECODER,
+    "phi4_multimodal": TEXT_MODEL,
     "phimoe": DECODER,
     "plbart": MASK_ALONE,
     "qwen2": InputMap(note="biases on query, key and value"),
@@ -265,6 +290,9 @@ INPUT_MAPS: dict[str, InputMap] = {
     "whisper": MASK_ALONE,
     "xlm-roberta": DECODER,
     "xlm-roberta-xl": DECODER,
+    "youtu": InputMap(
+        note="transformers zeroes the embedding of the padding token when it loads the model, a graph does not"
+    ),
 }
 
 
