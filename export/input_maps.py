@@ -119,7 +119,8 @@ def kv_heads(config: Any) -> int:
 
 def head_dim(config: Any) -> int:
     """Size of one head; some families state it apart from `hidden_size / num_attention_heads`."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    own = getattr(config, "attention_head_dim", None) or getattr(config, "head_dim", None)
+    return int(own or config.hidden_size // config.num_attention_heads)
 
 
 DECODER = InputMap()
@@ -250,7 +251,9 @@ INPUT_MAPS: dict[str, InputMap] = {
     "mvp": MASK_ALONE,
     "nanochat": DECODER,
     "nemotron": DECODER,
-    "nemotron_h": InputMap(cache="state_space", note="Mamba-2, attention, MLP and expert layers in a row"),
+    "nemotron_h": InputMap(
+        position_ids=False, cache="state_space", note="Mamba-2, attention without positions, MLP and expert layers"
+    ),
     "olmo": DECODER,
     "olmo2": DECODER,
     "olmo3": DECODER,
@@ -293,6 +296,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "youtu": InputMap(
         note="transformers zeroes the embedding of the padding token when it loads the model, a graph does not"
     ),
+    "zamba2": InputMap(cache="state_space", note="Mamba-2 and layers with a shared transformer before it"),
 }
 
 

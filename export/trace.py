@@ -91,6 +91,8 @@ class CacheAsTensors(nn.Module):
         """Logits `[batch, sequence, vocab]` and the grown cache."""
         _same_length(past, self._past, attention_mask.shape[1] - input_ids.shape[1])
         cache = TracedCache(self._past, past, depth(self.model.config))
+        new, total = (torch.ones_like(tokens[0]).sum() for tokens in (input_ids, attention_mask))
+        TracedCache.is_step = (new == 1) & (total > 1)
         if self._cache_name == "cache_params":  # these models take the mask of the new tokens alone
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         positions = {} if position_ids is None else {"position_ids": position_ids}

@@ -76,8 +76,10 @@ ODDITIES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "ernie4_5_moe": {"moe_k": 2},
     "gpt_neo": {"num_layers": 10, "attention_types": [[["global", "local"], 5]], "window_size": 9},
+    "gemma4_unified_text": {"global_head_dim": 32},
     "granitemoe_swa": {"attention_multiplier": 0.2},  # its default leaves scores unscaled: rounding then grows unevenly
     "helium": {"head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
     "youtu": {"pad_token_id": None},  # transformers zeroes that row of the embedding whenever it loads the model
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16},
     "gemma4_text": {"vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16, "global_head_dim": 32},
