@@ -43,7 +43,7 @@ def load_config(fields: dict[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Without `CODE_FIELDS`; transformers writes infinity and NaN, which JSON has not, as `{"__float__": "Infinity"}`."""
+    """Without `CODE_FIELDS`; infinity and NaN, which JSON has not, stand there as `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])

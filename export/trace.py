@@ -106,7 +106,7 @@ def _same_length(tensors: Sequence[Tensor], names: Sequence[str], length: Any) -
     """Every key and value has as many tokens, so the trace has one symbol for all: layers then differ in no length."""
     for tensor, name in zip(tensors, names, strict=True):
         if not is_state(name):
-            torch._check(tensor.shape[-2] == length)
+            torch._check(tensor.shape[-2] == length)  # type: ignore[no-untyped-call]
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -320,7 +320,8 @@ def _layers_name(model: PreTrainedModel) -> str:
     num_layers = depth(model.config)
     decoder = model.get_decoder() if decoder_config(model.config) is not model.config else model
     parts = set(decoder.modules())
-    lists = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and part in parts]
+    named: Iterable[tuple[str, nn.Module]] = model.named_modules()
+    lists = [(name, part) for name, part in named if isinstance(part, nn.ModuleList) and part in parts]
     return min((name for name, part in lists if len(part) == num_layers), key=len)
 
 
