@@ -33,7 +33,7 @@ from llmconv.verify import verify
 from tools.tiny_models import depth, save_tiny, tiny_config
 
 RESULTS = Path("build/families.jsonl")
-TIME_LIMIT = 400
+TIME_LIMIT = 1200
 """Seconds for one type."""
 
 FORK = multiprocessing.get_context("fork")
