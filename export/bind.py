@@ -6,6 +6,7 @@ data of a safetensors file are raw little-endian rows. Weights stored in half pr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
@@ -43,7 +44,7 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
         for source in leaves(expression):
             _require_dtype(source.name, own[source.name])
     known = {leaf.name for expression in found.values() for leaf in leaves(expression)}
-    _require_all_used(own, known)
+    _require_all_used([name for name in own if not _is_ignored(name, traced)], known)
     return matches
 
 
@@ -102,6 +103,10 @@ def _refuse_dtype(name: str, tensor: LazyTensor) -> NoReturn:
         f"`{name}` is stored as {tensor.dtype.name}",
         hint=f"store it as one of {', '.join(ONNX_TYPES)}: `--dtype float32 -o OUT`",
     )
+
+
+def _is_ignored(name: str, traced: TracedGraph) -> bool:
+    return any(re.search(pattern, name) for pattern in traced.ignored)
 
 
 def _require_all_used(tensors: Iterable[str], used: set[str]) -> None:

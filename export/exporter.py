@@ -15,6 +15,7 @@ from llmconv.export.drawing import Drawing
 from llmconv.export.fake_model import depth
 from llmconv.export.form import forms
 from llmconv.export.graph_options import GraphOptions
+from llmconv.export.input_maps import decoder_config
 from llmconv.export.layouts import Dressing, Model, by_names, roles_for
 from llmconv.manifest import step
 from llmconv.runtime.own_code import code_files, runs_own_code
@@ -103,7 +104,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
     decoder = open_decoder(checkpoint, code)
     wanted = forms(roles, shapes, cache, batch_size, max_seq_len, prompt_len, decoder.embeddings, target)
-    dressing = Dressing(layouts, Model(decoder.config, decoder.input_map, _generation(folder), cache))
+    dressing = Dressing(layouts, Model(decoder_config(decoder.config), decoder.input_map, _generation(folder), cache))
     drawing = Drawing(wanted, dressing, options)
     destination: Destination = InPlace(folder, dtype, overwrite or dry_run)
     if output and output.resolve() != folder.resolve():

@@ -5,6 +5,7 @@ Computed buffers (rotary tables, ALiBi slopes) stay real, because they become co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.export.experts import EXPERTS
+from llmconv.export.input_maps import decoder_config
 from llmconv.runtime.own_code import own_classes
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
@@ -38,19 +40,21 @@ def load_config(fields: dict[str, Any], code: Path | None = None) -> Any:
         raise UnsupportedInput(
             "the weights are quantised (`quantization_config`)", hint="export the model it was quantised from"
         )
-    known = {name: _number(value) for name, value in fields.items() if name not in (*CODE_FIELDS, "model_type")}
+    known = {name: value for name, value in _plain(fields).items() if name != "model_type"}
     with refusing("read this config"):
         config = own_classes(code, fields)[0](**known) if code else AutoConfig.for_model(fields["model_type"], **known)
-        if (layers := depth(config.get_text_config(decoder=True))) < 1:
-            raise ValueError(f"it has {layers} layers")
+        if depth(config) < 1:
+            raise ValueError(f"it has {depth(config)} layers")
         return config
 
 
-def _number(value: Any) -> Any:
-    """transformers writes infinity and NaN, which JSON has not, as `{"__float__": "Infinity"}`."""
+def _plain(value: Any) -> Any:
+    """Without `CODE_FIELDS`; infinity and NaN, which JSON has not, stand there as `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
-        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: _number(v) for k, v in value.items()}
-    return [_number(item) for item in value] if isinstance(value, list) else value
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _plain(item) for name, item in value.items() if name not in CODE_FIELDS}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 @contextmanager
@@ -74,19 +78,28 @@ def refusing(what: str) -> Iterator[None]:
 
 def depth(config: Any) -> int:
     """How many layers the decoder has; a config of an encoder and a decoder counts them apart."""
+    config = decoder_config(config)
     return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
 
 
 def period(config: Any) -> int:
     """Length of the repeating pattern of the layers (1 when all are alike), by every list with one entry per layer."""
     total = depth(config)
-    lists = [value for value in config.to_dict().values() if isinstance(value, list) and len(value) == total]
+    decoder = decoder_config(config)
+    fields = [*decoder.to_dict().values(), getattr(decoder, "layer_types", None)]  # which some configs work out
+    lists = [value for value in fields if isinstance(value, list) and len(value) == total]
+    lists += [[value.get(str(layer)) for layer in range(total)] for value in fields if _is_by_layer(value)]
     kinds = list(zip(*lists, strict=True)) if lists else [()] * total
     return next(p for p in range(1, total + 1) if kinds[p:] == kinds[:-p])
 
 
 def shortened(config: Any, num_layers: int) -> Any:
     """The same config with `num_layers` layers; per-layer lists are cut to match."""
+    decoder = decoder_config(config)
+    if decoder is not config:
+        whole = copy.deepcopy(config)
+        whole.text_config = shortened(decoder, num_layers)
+        return whole
     total = depth(config)
     fields = config.to_dict()
     fields[type(config).attribute_map.get("num_hidden_layers", "num_hidden_layers")] = num_layers
@@ -95,11 +108,16 @@ def shortened(config: Any, num_layers: int) -> Any:
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == total:
             fields[name] = value[:num_layers]
-        elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+        elif _is_by_layer(value):
             fields[name] = {key: item for key, item in value.items() if int(key) < num_layers}
     kept = {name: value for name, value in fields.items() if not _is_computed(config, name)}
     kept.pop("model_type", None)
-    return type(config)(**kept)
+    return type(config)(**kept)  # not by `model_type`: a text model inside another has none of its own
+
+
+def _is_by_layer(value: Any) -> bool:
+    """A mapping from numbers of layers, which are texts in `config.json`."""
+    return isinstance(value, dict) and bool(value) and all(str(key).isdigit() for key in value)
 
 
 def _is_computed(config: Any, name: str) -> bool:
@@ -154,6 +172,7 @@ def _fake_parameters() -> Iterator[FakeTensorMode]:
         if parameter is not None:
             with mode:
                 parameter = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=False)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined] # some initialisers read what they wrote
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]

@@ -16,6 +16,7 @@ from typing import Any
 from llmconv.errors import UnsupportedInput
 from llmconv.export.caches import CACHE_KINDS
 from llmconv.export.caches.kind import CacheKind
+from llmconv.runtime.cache_names import layer_of
 
 ENTRY_POINTS = "llmconv.input_maps"
 
@@ -72,7 +73,7 @@ class InputMap:
 
     def outputs(self, config: Any) -> tuple[Port, ...]:
         """Outputs of every graph, in order."""
-        logits = Port("logits", "float32", (BATCH, SEQUENCE, config.vocab_size))
+        logits = Port("logits", "float32", (BATCH, SEQUENCE, decoder_config(config).vocab_size))
         return (logits, *self.present(config))
 
     def past(self, config: Any) -> tuple[Port, ...]:
@@ -85,9 +86,10 @@ class InputMap:
 
     def _cache_ports(self, config: Any, length: str) -> tuple[Port, ...]:
         ports = []
+        config = decoder_config(config)
         for name, axes in self.kind.names(config, past=length == PAST):
             if axes is None:
-                heads, size = self._heads(config)[name.endswith(".value")]
+                heads, size = self._heads(layer_config(config, layer_of(name) or 0))[name.endswith(".value")]
                 axes = (heads, length, size)
             ports.append(Port(name, "float32", (BATCH, *axes)))
         return tuple(ports)
@@ -100,6 +102,16 @@ class InputMap:
         return usual, usual
 
 
+def decoder_config(config: Any) -> Any:
+    """The part of a config that describes the decoder: the text model's, where there are others beside it."""
+    return getattr(config, "text_config", None) or config
+
+
+def layer_config(config: Any, layer: int) -> Any:
+    """The config of one layer, where layers have heads of their own."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+
+
 def kv_heads(config: Any) -> int:
     """Number of key/value heads (grouped-query attention has fewer than query heads)."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
@@ -107,12 +119,15 @@ def kv_heads(config: Any) -> int:
 
 def head_dim(config: Any) -> int:
     """Size of one head; some families state it apart from `hidden_size / num_attention_heads`."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    own = getattr(config, "attention_head_dim", None) or getattr(config, "head_dim", None)
+    return int(own or config.hidden_size // config.num_attention_heads)
 
 
 DECODER = InputMap()
 MASK_ALONE = InputMap(position_ids=False)
 """No `position_ids`: the model counts positions itself."""
+
+TEXT_MODEL = InputMap(note="its text model; images and sounds do not reach the graphs")
 
 CONTINUES = "graphs continue a state by several tokens, transformers by one"
 """transformers' selective scan of several tokens starts from zeros, whatever the cache holds."""
@@ -123,9 +138,14 @@ INPUT_MAPS: dict[str, InputMap] = {
     "arcee": DECODER,
     "aria_text": DECODER,
     "axk1": DECODER,
+    "bailing_hybrid": InputMap(
+        cache="channel_delta_rule", note="delta rule with a decay per channel, latent attention, experts"
+    ),
     "bamba": InputMap(cache="state_space", note="Mamba-2 and attention layers"),
     "bart": MASK_ALONE,
+    "beam": DECODER,
     "bert": DECODER,
+    "bert-generation": DECODER,
     "big_bird": DECODER,
     "bigbird_pegasus": MASK_ALONE,
     "biogpt": DECODER,
@@ -144,9 +164,12 @@ INPUT_MAPS: dict[str, InputMap] = {
     "deepseek_v2": DECODER,
     "deepseek_v3": DECODER,
     "diffllama": DECODER,
+    "doge": DECODER,
+    "dots1": DECODER,
     "electra": DECODER,
     "ernie": DECODER,
     "ernie4_5": DECODER,
+    "ernie4_5_moe": DECODER,
     "exaone4": DECODER,
     "exaone_moe": DECODER,
     "falcon": DECODER,
@@ -156,17 +179,23 @@ INPUT_MAPS: dict[str, InputMap] = {
     ),
     "flex_olmo": DECODER,
     "flint": DECODER,
+    "fuyu": TEXT_MODEL,
     "gemma": DECODER,
     "gemma2": InputMap(note="alternating sliding window, logit soft-capping"),
+    "gemma3": TEXT_MODEL,
     "gemma3_text": DECODER,
     "gemma3n_text": DECODER,
+    "gemma4": TEXT_MODEL,
+    "gemma4_text": DECODER,
     "glm": DECODER,
     "glm4": DECODER,
     "glm4_moe": DECODER,
     "glm4_moe_lite": DECODER,
+    "got_ocr2": TEXT_MODEL,
     "gpt-sw3": DECODER,
     "gpt2": InputMap(note="learned positions, Conv1D weights, tied head"),
     "gpt_bigcode": DECODER,
+    "gpt_neo": DECODER,
     "gpt_neox": DECODER,
     "gpt_neox_japanese": DECODER,
     "gpt_oss": DECODER,
@@ -174,10 +203,12 @@ INPUT_MAPS: dict[str, InputMap] = {
     "granite": DECODER,
     "granite_swa": DECODER,
     "granitemoe": DECODER,
+    "granitemoe_swa": DECODER,
     "granitemoehybrid": InputMap(
         position_ids=False, cache="state_space", note="Mamba-2 and attention layers without positions, experts"
     ),
     "granitemoeshared": DECODER,
+    "helium": DECODER,
     "hunyuan_v1_dense": DECODER,
     "hunyuan_v1_moe": DECODER,
     "hy_v3": DECODER,
@@ -186,12 +217,18 @@ INPUT_MAPS: dict[str, InputMap] = {
     "iquestcoder": DECODER,
     "jais2": DECODER,
     "jamba": InputMap(position_ids=False, cache="selective_scan", note=f"Mamba, attention, experts; {CONTINUES}"),
+    "kimi_linear": InputMap(
+        position_ids=False,
+        cache="channel_delta_rule",
+        note="delta rule with a decay per channel, latent attention, experts",
+    ),
     "kolibri1": DECODER,
     "laguna": DECODER,
     "lfm2": InputMap(cache="convolution", note="short convolutions and attention layers"),
     "lfm2_moe": InputMap(cache="convolution", note="short convolutions and attention layers, experts"),
     "lfm3": InputMap(cache="convolution", note="short convolutions, sliding and full attention layers"),
     "llama": DECODER,
+    "llama4": TEXT_MODEL,
     "llama4_text": DECODER,
     "mamba": InputMap(position_ids=False, cache="selective_scan", note=f"no attention; {CONTINUES}"),
     "mamba2": InputMap(position_ids=False, cache="state_space", note="no attention"),
@@ -207,22 +244,36 @@ INPUT_MAPS: dict[str, InputMap] = {
     "ministral3": DECODER,
     "mistral": InputMap(note="sliding window where the config has one"),
     "mixtral": DECODER,
+    "modernbert-decoder": DECODER,
+    "moshi": InputMap(note="its text decoder; sounds do not reach the graphs"),
+    "moss_transcribe_diarize": InputMap(position_ids=False, note="its text model; sounds do not reach the graphs"),
     "mpt": MASK_ALONE,
+    "mvp": MASK_ALONE,
     "nanochat": DECODER,
+    "nemotron": DECODER,
+    "nemotron_h": InputMap(
+        position_ids=False, cache="state_space", note="Mamba-2, attention without positions, MLP and expert layers"
+    ),
     "olmo": DECODER,
     "olmo2": DECODER,
     "olmo3": DECODER,
     "olmo_hybrid": InputMap(cache="delta_rule", note="gated delta rule and attention layers"),
     "olmoe": DECODER,
     "opt": DECODER,
+    "pegasus": MASK_ALONE,
     "persimmon": DECODER,
     "phi": DECODER,
     "phi3": DECODER,
+    "phi4_multimodal": TEXT_MODEL,
     "phimoe": DECODER,
     "plbart": MASK_ALONE,
     "qwen2": InputMap(note="biases on query, key and value"),
     "qwen2_moe": DECODER,
     "qwen3": InputMap(note="norms on query and key"),
+    "qwen3_5": InputMap(cache="delta_rule", note="its text model: gated delta rule and gated attention layers"),
+    "qwen3_5_moe": InputMap(
+        cache="delta_rule", note="its text model: gated delta rule and gated attention layers, experts"
+    ),
     "qwen3_5_moe_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers, experts"),
     "qwen3_5_text": InputMap(cache="delta_rule", note="gated delta rule and gated attention layers"),
     "qwen3_moe": DECODER,
@@ -242,6 +293,10 @@ INPUT_MAPS: dict[str, InputMap] = {
     "whisper": MASK_ALONE,
     "xlm-roberta": DECODER,
     "xlm-roberta-xl": DECODER,
+    "youtu": InputMap(
+        note="transformers zeroes the embedding of the padding token when it loads the model, a graph does not"
+    ),
+    "zamba2": InputMap(cache="state_space", note="Mamba-2 and layers with a shared transformer before it"),
 }
 
 

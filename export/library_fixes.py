@@ -7,9 +7,12 @@ axis, `repeat_interleave`, masks filled in place, and the like.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
+
+_matcher: Any = importlib.import_module("onnxscript.rewriter._matcher")
 
 try:
     _onnx: Any = importlib.import_module("transformers.exporters.exporter_onnx")
@@ -31,3 +34,17 @@ def fix_program(graph_module: Any) -> None:
     """Rewrites nodes of a traced program in place."""
     if _utils:
         _utils.apply_fx_node_fixes("onnx", graph_module)
+
+
+@contextmanager
+def exact_constants() -> Iterator[None]:
+    """The optimizer takes a constant for another only where it is that number.
+
+    Else `x + 1e-8` is `x` for it, and an epsilon is lost: its patterns match within 1e-8, or a relative 1e-5.
+    """
+    kept = _matcher.math
+    _matcher.math = SimpleNamespace(isclose=lambda a, b, **tolerances: a == b)
+    try:
+        yield
+    finally:
+        _matcher.math = kept

@@ -14,8 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from llmconv.errors import UnsupportedInput
+from llmconv.export.caches.kind import STATE_TYPES
 from llmconv.export.caches.layers import PastLayer
-from llmconv.export.input_maps import PAST, TOTAL, InputMap, Port
+from llmconv.export.input_maps import PAST, TOTAL, InputMap, Port, decoder_config
 
 HeadShape = tuple[int, int]
 """(heads, size of one head)."""
@@ -26,6 +28,7 @@ def ports_of(model: PreTrainedModel, input_map: InputMap) -> tuple[list[Port], l
     inputs, outputs = list(input_map.inputs(model.config)), list(input_map.outputs(model.config))
     if input_map.kind.mixed:
         return inputs, outputs
+    _require_no_states(model)
     shapes = probe(model)
     return with_shapes(inputs, shapes), with_shapes(outputs, shapes)
 
@@ -38,6 +41,16 @@ def probe(model: PreTrainedModel) -> list[tuple[HeadShape, HeadShape]]:
     with mode, torch.no_grad():
         model(input_ids=tokens, attention_mask=tokens, past_key_values=cache, use_cache=True)
     return [(_head_shape(layer.keys), _head_shape(layer.values)) for layer in cache.layers]
+
+
+def _require_no_states(model: PreTrainedModel) -> None:
+    """Refuses a family whose layers keep states, where its row says that they do not."""
+    kinds = STATE_TYPES & set(getattr(decoder_config(model.config), "layer_types", None) or ())
+    if kinds:
+        raise UnsupportedInput(
+            f"layers of type `{min(kinds)}` keep a state, and no kind of cache for it is known here",
+            hint="a row of `export/input_maps.py` names the kind; see docs/adding-a-family.md",
+        )
 
 
 def _head_shape(tensor: Tensor) -> HeadShape:

@@ -115,7 +115,13 @@ def _match_nodes(
 
 
 def _attributes(node: ir.Node) -> dict[str, object]:
-    return {name: attribute.value for name, attribute in node.attributes.items()}
+    """Their values; tensors as bytes, because those of equal content are not equal."""
+    values = {name: attribute.value for name, attribute in node.attributes.items()}
+    return {name: _content(value) if isinstance(value, ir.TensorProtocol) else value for name, value in values.items()}
+
+
+def _content(tensor: ir.TensorProtocol) -> tuple[object, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.tobytes()
 
 
 def _same_constant(a: ir.Value | None, b: ir.Value | None) -> bool:

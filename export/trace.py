@@ -11,7 +11,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,28 +21,27 @@ import onnxscript.optimizer
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.export import Dim
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging as transformers_logging
 
 from llmconv.errors import UnsupportedInput
+from llmconv.export.attention import ATTENTION
 from llmconv.export.buffers import buffer_cache
 from llmconv.export.caches.functions import define_functions
 from llmconv.export.caches.layers import TracedCache
 from llmconv.export.complex_pairs import complex_as_pairs
+from llmconv.export.example import axes, dynamic, example, is_cache, sizes
 from llmconv.export.fake_model import build, depth
 from llmconv.export.form import GROWING, Form
-from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, TOTAL, InputMap, Port
-from llmconv.export.library_fixes import TRANSLATIONS, fix_program, library_fixes
+from llmconv.export.input_maps import BATCH, SEQUENCE, InputMap, Port, decoder_config
+from llmconv.export.library_fixes import TRANSLATIONS, exact_constants, fix_program, library_fixes
 from llmconv.export.probe import ports_of
-from llmconv.runtime.buffers import SLOTS, WRITE_INDICES
+from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.embeddings import INPUTS_EMBEDS
 
-ATTENTION = "llmconv"
-EXAMPLE = {BATCH: 2, SEQUENCE: 3, PAST: 5, TOTAL: 8, SLOTS: 13}
-"""Sizes traced with; none is 0 or 1, because torch.export would specialise the axis."""
+TOWERS = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimodal|mm_|vq)"
+"""Names of what sees or hears in a checkpoint that holds more than a text model."""
 
 SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -62,6 +61,7 @@ class TracedGraph:
         unused: shapes of parameters and buffers that no node reads, by name.
         token_axes: the trace's symbols of batch size and sequence length.
         form: how the cache is kept, and which axes are numbers.
+        ignored: patterns of names of stored tensors that the model has no use for.
         own: what the names of the checkpoint's tensors begin with that are the graph's; those of all do with nothing.
     """
 
@@ -75,6 +75,7 @@ class TracedGraph:
     unused: dict[str, tuple[int, ...]]
     token_axes: tuple[str, ...]
     form: Form
+    ignored: tuple[str, ...] = ()
     own: tuple[str, ...] = ("",)
 
 
@@ -96,6 +97,10 @@ class CacheAsTensors(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Logits `[batch, sequence, vocab]` and the cache with the new tokens in it; tokens may be embeddings."""
         cache = self._cache(past, input_ids, attention_mask, write_indices)
+        new, total = (
+            torch.ones_like(tokens[0]).sum() for tokens in (attention_mask[:, -input_ids.shape[1] :], attention_mask)
+        )
+        TracedCache.is_step = (new == 1) & (total > 1)
         if self._cache_name == "cache_params":  # these models take the mask of the new tokens alone
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         given = {INPUTS_EMBEDS if self._form.embeddings else "input_ids": input_ids, "attention_mask": attention_mask}
@@ -106,6 +111,7 @@ class CacheAsTensors(nn.Module):
 
     def _cache(self, past: list[Tensor], input_ids: Tensor, mask: Tensor, write_indices: Tensor | None) -> Any:
         if self._form.cache == GROWING.cache:
+            _same_length(past, self._past, mask.shape[1] - input_ids.shape[1])
             return TracedCache(self._past, past, depth(self.model.config))
         return buffer_cache(past, input_ids, mask, write_indices)
 
@@ -123,92 +129,16 @@ class Embedded(nn.Module):
         return embedded
 
 
+def _same_length(tensors: Sequence[Tensor], names: Sequence[str], length: Any) -> None:
+    """Every key and value has as many tokens, so the trace has one symbol for all: layers then differ in no length."""
+    for tensor, name in zip(tensors, names, strict=True):
+        if not is_state(name):
+            torch._check(tensor.shape[-2] == length)  # type: ignore[no-untyped-call]
+
+
 def cache_argument(model: PreTrainedModel) -> str:
     """What the model calls its cache: `cache_params` where no layer has keys and values."""
     return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def onnx_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **unused: Any,
-) -> tuple[Tensor, None]:
-    """One ONNX `Attention` node; grouped-query attention needs no repeated keys there.
-
-    Args:
-        module: the calling attention layer.
-        query: `[batch, heads, sequence, head_dim]`.
-        key: `[batch, kv_heads, total, head_dim]`, past included; `value` likewise.
-        attention_mask: additive, `[batch, 1, sequence, total]`.
-        s_aux: attention sinks, one logit per head `[heads]`: what a query may attend to instead of any key.
-    """
-    if s_aux is not None:
-        key, value, attention_mask = _with_sink(query, key, value, attention_mask, s_aux)
-    attributes: dict[str, Any] = {"scale": float(query.shape[-1] ** -0.5 if scaling is None else scaling)}
-    if softcap:
-        attributes["softcap"] = float(softcap)
-    (output,) = torch.onnx.ops.symbolic_multi_out(
-        "::Attention",
-        [query, key, value, attention_mask],
-        attributes,
-        dtypes=[query.dtype],
-        shapes=[(*query.shape[:-1], value.shape[-1])],
-        version=GROWING.opset,
-    )
-    return output.transpose(1, 2), None
-
-
-def _with_sink(
-    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, s_aux: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One more key of zeros whose mask is the sink's logit: its score is that logit, and its value adds nothing."""
-    key = torch.cat([key, torch.zeros_like(key[:, :, :1])], dim=-2)
-    value = torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=-2)
-    batch, heads, length, _ = query.shape
-    sink = s_aux.reshape(1, -1, 1, 1).expand(batch, -1, length, 1)
-    return key, value, torch.cat([attention_mask.expand(batch, heads, length, -1), sink], dim=-1)
-
-
-def additive_mask(
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    *,
-    mask_function: Callable[..., Tensor],
-    attention_mask: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    **unused: Any,
-) -> Tensor:
-    """The mask of eager attention: 0 where a key is seen, the dtype's minimum elsewhere.
-
-    A row that sees nothing (left padding) then attends evenly, as eager attention does, and never becomes NaN.
-
-    Returns:
-        `[batch or 1, 1, q_length, kv_length]`.
-    """
-    queries = torch.arange(q_length)
-    if isinstance(q_offset, Tensor):  # rows of a static cache stand at different lengths
-        queries = queries + q_offset[:, None]
-    else:
-        queries = (queries + q_offset)[None]
-    queries = queries[:, None, :, None]
-    keys = (torch.arange(kv_length) + kv_offset)[None, None, None, :]
-    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
-    seen = mask_function(zero, zero, queries, keys)
-    if attention_mask is not None:
-        seen = seen & attention_mask[:, None, None, :]
-    return torch.where(seen, 0.0, torch.finfo(dtype).min)
-
-
-AttentionInterface.register(ATTENTION, onnx_attention)
-AttentionMaskInterface.register(ATTENTION, additive_mask)
 
 
 def trace(config: Any, input_map: InputMap, form: Form = GROWING) -> TracedGraph:
@@ -218,12 +148,12 @@ def trace(config: Any, input_map: InputMap, form: Form = GROWING) -> TracedGraph
         with complex_as_pairs():
             found = ports_of(model, input_map)
         inputs, outputs = form.inputs(found[0]), form.outputs(found[1])
-        past = [port.name for port in inputs if _is_cache(port)]
+        past = [port.name for port in inputs if is_cache(port)]
         model.set_attn_implementation(ATTENTION)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
         with library_fixes(), complex_as_pairs(), traceable:
             program = torch.export.export(
-                CacheAsTensors(model, past, form), _example(inputs), dynamic_shapes=_dynamic(inputs), strict=False
+                CacheAsTensors(model, past, form), example(inputs), dynamic_shapes=dynamic(inputs), strict=False
             )
             fix_program(program.graph_module)
             onnx_program = torch.onnx.export(
@@ -234,7 +164,7 @@ def trace(config: Any, input_map: InputMap, form: Form = GROWING) -> TracedGraph
                 custom_translation_table=TRANSLATIONS,
             )
     assert onnx_program is not None
-    return _traced(onnx_program.model, model, form, inputs, outputs, input_map.kind.functions)
+    return _traced(onnx_program.model, model, config, form, inputs, outputs, input_map.kind.functions)
 
 
 def trace_embeddings(config: Any) -> TracedGraph:
@@ -245,42 +175,50 @@ def trace_embeddings(config: Any) -> TracedGraph:
         model = build(config)
         program = torch.export.export(
             Embedded(model),
-            (torch.ones(_sizes(tokens), dtype=torch.int64),),
-            dynamic_shapes=(_axes(tokens),),
+            (torch.ones(sizes(tokens), dtype=torch.int64),),
+            dynamic_shapes=(axes(tokens),),
             strict=False,
         )
         onnx_program = torch.onnx.export(program, optimize=False, opset_version=GROWING.opset, verbose=False)
     assert onnx_program is not None
-    return _traced(onnx_program.model, model, GROWING, [tokens], [embedded])
+    return _traced(onnx_program.model, model, config, GROWING, [tokens], [embedded])
 
 
 def _traced(
     graph_model: ir.Model,
     model: PreTrainedModel,
+    config: Any,
     form: Form,
     inputs: Sequence[Port],
     outputs: Sequence[Port],
     functions: Mapping[str, str] | None = None,
 ) -> TracedGraph:
     """The exporter's graph with its weights as inputs, and its ports named."""
-    config = model.config
     weights = _weights_to_inputs(graph_model, model)
-    onnxscript.optimizer.optimize(graph_model)
+    with exact_constants():
+        onnxscript.optimizer.optimize(graph_model)
     define_functions(graph_model, functions or {})
     token_axes = tuple(str(axis) for axis in (graph_model.graph.inputs[0].shape or ())[:2])
     _name_ports(graph_model, inputs, outputs)
     return TracedGraph(
         graph_model,
         weights,
-        _layers_name(model, depth(config)),
+        _layers_name(model),
         depth(config),
-        dict(model._tied_weights_keys or {}) if getattr(config, "tie_word_embeddings", False) else {},
+        dict(model.all_tied_weights_keys),
         model.base_model_prefix,
         get_model_conversion_mapping(model),
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in weights},
         token_axes,
         form,
+        _ignored(model, config),
     )
+
+
+def _ignored(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
+    """What transformers drops when it loads this model: other heads, and towers where the text model is made alone."""
+    alone = decoder_config(config) is not config and decoder_config(model.config) is model.config
+    return (*(model._keys_to_ignore_on_load_unexpected or ()), *((TOWERS,) if alone else ()))
 
 
 def scopes(node: ir.Node) -> list[str]:
@@ -288,44 +226,6 @@ def scopes(node: ir.Node) -> list[str]:
     text = node.metadata_props.get(SCOPES)
     names = ast.literal_eval(text)[:-1] if text else []
     return [name.removeprefix("model").removeprefix(".") for name in names]
-
-
-def _example(inputs: Sequence[Port]) -> tuple[Any, ...]:
-    """Arguments of the traced module: one per input, the cache as one list."""
-    tokens = [torch.ones(_sizes(port), dtype=getattr(torch, port.dtype)) for port in inputs if not _is_cache(port)]
-    cache = [_blank(port) for port in inputs if _is_cache(port)]
-    return (*_with_optional(inputs, tokens), cache)
-
-
-def _blank(port: Port) -> Tensor:
-    """Zeros; one number seen as a whole buffer where all sizes are fixed, which may be larger than memory."""
-    sizes = _sizes(port)
-    return torch.zeros(1).expand(sizes) if port.axes == tuple(sizes) else torch.zeros(sizes)
-
-
-def _dynamic(inputs: Sequence[Port]) -> tuple[Any, ...]:
-    symbols = [_axes(port) for port in inputs]
-    first = next(at for at, port in enumerate(inputs) if _is_cache(port))
-    return (*_with_optional(inputs, symbols[:first]), symbols[first:])
-
-
-def _with_optional(inputs: Sequence[Port], given: Sequence[Any]) -> list[Any]:
-    """What belongs to each token input in the order of the module's arguments; None for inputs that there are not."""
-    by_name = {port.name: value for port, value in zip(inputs, given, strict=False)}
-    names = ["attention_mask", "position_ids", WRITE_INDICES]
-    return [given[0], *(by_name.get(name) for name in names)]
-
-
-def _axes(port: Port) -> dict[int, Any]:
-    return {at: Dim.AUTO for at, axis in enumerate(port.axes) if isinstance(axis, str)}
-
-
-def _sizes(port: Port) -> list[int]:
-    return [axis if isinstance(axis, int) else EXAMPLE[axis] for axis in port.axes]
-
-
-def _is_cache(port: Port) -> bool:
-    return port.name.startswith("past_")
 
 
 def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
@@ -370,9 +270,14 @@ def _require_free(value: ir.Value, port: Port) -> None:
             )
 
 
-def _layers_name(module: PreTrainedModel, num_layers: int) -> str:
-    named: Iterable[tuple[str, nn.Module]] = module.named_modules()
-    return min((name for name, part in named if isinstance(part, nn.ModuleList) and len(part) == num_layers), key=len)
+def _layers_name(model: PreTrainedModel) -> str:
+    """Of the list of the decoder's layers; a tower for images beside it may have as many."""
+    num_layers = depth(model.config)
+    decoder = model.get_decoder() if decoder_config(model.config) is not model.config else model
+    parts = set(decoder.modules())
+    named: Iterable[tuple[str, nn.Module]] = model.named_modules()
+    lists = [(name, part) for name, part in named if isinstance(part, nn.ModuleList) and part in parts]
+    return min((name for name, part in lists if len(part) == num_layers), key=len)
 
 
 @contextmanager

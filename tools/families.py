@@ -33,7 +33,7 @@ from llmconv.verify import verify
 from tools.tiny_models import depth, save_tiny, tiny_config
 
 RESULTS = Path("build/families.jsonl")
-TIME_LIMIT = 400
+TIME_LIMIT = 1200
 """Seconds for one type."""
 
 FORK = multiprocessing.get_context("fork")
@@ -139,10 +139,10 @@ def _report(sender: Any, model_type: str, suite: str, guess: bool) -> None:
 
 def examine(model_type: str, suite: str, guess: bool) -> Result:
     """Makes, exports and verifies a tiny model; whatever is raised becomes the reason."""
-    if guess and model_type not in INPUT_MAPS:
-        register_input_map(model_type, InputMap(position_ids=_takes_positions(model_type)))
     exported = None
     try:
+        if guess and model_type not in INPUT_MAPS:
+            register_input_map(model_type, InputMap(position_ids=_takes_positions(model_type)))
         with TemporaryDirectory(prefix="llmconv-family-") as name:
             folder = Path(name) / "model"
             save_tiny(model_type, folder, depth(model_type))

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from llmconv.export.fake_model import period, stored_buffers
+from llmconv.export.input_maps import decoder_config
 from tools.state_configs import STATE_CONFIGS
 
 FIELDS: dict[str, Any] = {
@@ -67,12 +69,36 @@ FIELDS: dict[str, Any] = {
 """Applied to every config that has the field."""
 
 ODDITIES: dict[str, dict[str, Any]] = {
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "ernie4_5_moe": {"moe_k": 2},
+    "gpt_neo": {"num_layers": 10, "attention_types": [[["global", "local"], 5]], "window_size": 9},
+    "gemma4_unified_text": {"global_head_dim": 32},
+    "granitemoe_swa": {"attention_multiplier": 0.2},  # its default leaves scores unscaled: rounding then grows unevenly
+    "helium": {"head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
+    "youtu": {"pad_token_id": None},  # transformers zeroes that row of the embedding whenever it loads the model
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16},
     "gemma4_text": {"vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 16, "global_head_dim": 32},
 }
 """Fields of one `model_type`, over those above."""
 
 DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
+
+
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "depth": 2,
+    "num_heads": 2,
+}
+"""Fields of what sees or hears beside a text model; the graphs do not hold it."""
 
 
 def tiny_config(model_type: str, num_layers: int) -> Any:
@@ -84,27 +110,48 @@ def tiny_config(model_type: str, num_layers: int) -> Any:
     if model_type in STATE_CONFIGS:
         return AutoConfig.for_model(model_type, **STATE_CONFIGS[model_type])
     default = AutoConfig.for_model(model_type)
-    known = set(inspect.signature(type(default).__init__).parameters) | set(default.to_dict())
-    alias = type(default).attribute_map
-    fields = {name: value for name, value in FIELDS.items() if name in known and name not in alias}
-    fields |= {name: num_layers for name in DEPTH if name in known and name not in alias}
+    if decoder_config(default) is default:
+        return _tiny(default, num_layers, ODDITIES.get(model_type, {}))
+    parts = {name: getattr(default, name) for name in default.sub_configs if getattr(default, name, None) is not None}
+    text = _tiny(parts.pop("text_config"), num_layers, ODDITIES.get(decoder_config(default).model_type, {}))
+    small = {name: {**part.to_dict(), **_known(part, TOWER)} for name, part in parts.items()}
+    for name, fields in ODDITIES.get(model_type, {}).items():
+        small[name] = {**small[name], **fields} if isinstance(fields, dict) else fields
+    return AutoConfig.for_model(model_type, text_config=text.to_dict(), **small)
+
+
+def _tiny(default: Any, num_layers: int, oddities: dict[str, Any]) -> Any:
+    """A config of the class of `default`, small."""
+    made = STATE_CONFIGS.get(default.model_type)
+    if made is not None:
+        return type(default)(**made)
+    fields = _known(default, FIELDS) | _known(default, {name: num_layers for name in DEPTH})
     if "kv_lora_rank" in fields:  # latent attention: its keys have a head each, and `head_dim` is what rotates
         latent = {"num_key_value_heads": 4, "head_dim": FIELDS["qk_rope_head_dim"]}
         fields |= {name: value for name, value in latent.items() if name in fields}
-    fields |= ODDITIES.get(model_type, {})
-    config = AutoConfig.for_model(model_type, **fields)
+    fields |= oddities
+    config = type(default)(**fields)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
-    if 1 < len(kinds) < period(config) and "layer_types" in known and "layer_types" not in fields:
+    if 1 < len(kinds) < period(config) and _known(default, {"layer_types": 0}) and "layer_types" not in fields:
         pattern = [kinds[layer % len(kinds)] for layer in range(num_layers)]  # each kind once: a short period
-        config = AutoConfig.for_model(model_type, **fields, layer_types=pattern)
+        config = type(default)(**fields, layer_types=pattern)
     return config
+
+
+def _known(default: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Those of the fields that a config has under this name."""
+    names = set(inspect.signature(type(default).__init__).parameters) | set(default.to_dict())
+    return {name: value for name, value in fields.items() if name in names and name not in type(default).attribute_map}
 
 
 def save_tiny(model_type: str, folder: Path, num_layers: int) -> Any:
     """Saves a seeded float32 model, every weight random; returns its config."""
     config = tiny_config(model_type, num_layers)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # A text model beside others is saved with them, as its checkpoints are.
+    whole = decoder_config(config) is not config and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    maker = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    model = maker.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         stored = [module._buffers[name] for module, name in stored_buffers(model)]
         for tensor in [*model.parameters(), *stored]:

@@ -220,9 +220,8 @@ def _channel_states(config: Any) -> tuple[State, ...]:
 
 
 def _latent_heads(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Multi-head latent attention: keys are wider than values."""
-    heads = config.num_attention_heads
-    return (heads, config.qk_nope_head_dim + config.qk_rope_head_dim), (heads, config.v_head_dim)
+    """Multi-head latent attention keeps what keys and values are made of, and the rotated part of the keys."""
+    return (1, config.kv_lora_rank), (1, config.qk_rope_head_dim)
 
 
 KIND = CacheKind(_states, {**CONVOLVE, "torch_chunk_gated_delta_rule": delta_rule}, {"DeltaRule": FUNCTION})

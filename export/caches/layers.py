@@ -80,6 +80,9 @@ class TracedCache(Cache):  # type: ignore[misc]
     last_read: Tensor | None = None
     """The recurrent state that was asked for last: some scans of transformers are not given the state to continue."""
 
+    is_step: Tensor | None = None
+    """Whether the call is one token after a past."""
+
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor], num_layers: int) -> None:
         by_layer: list[dict[str, list[Tensor]]] = [{} for _ in range(num_layers)]
         for name, tensor in zip(names, tensors, strict=True):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.convolution import CONVOLVE
 from llmconv.export.caches.functions import CHUNKS, call
 from llmconv.export.caches.kind import CacheKind, State, first
+from llmconv.export.caches.layers import TracedCache
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
 FUNCTION = (
@@ -134,21 +135,21 @@ def chunk_scan(  # noqa: PLR0913 - transformers calls it
 
     Returns:
         The output, shaped as `hidden_states`, and the state, shaped as `initial_states`.
-
-    Raises:
-        UnsupportedInput: the time step is limited.
     """
     assert initial_states is not None
-    if tuple(dt_limit) != (0.0, float("inf")):
-        raise UnsupportedInput(
-            f"the time step is limited to {list(dt_limit)}, which transformers does in prompts but not in single steps",
-            hint="no one graph can equal both; with `time_step_limit` of 0 and infinity there is no difference",
-        )
     dt = dt if dt_bias is None else dt + dt_bias
     dt = F.softplus(dt) if dt_softplus else dt
+    if tuple(dt_limit) != (0.0, float("inf")):
+        dt = torch.where(_is_step(), dt, dt.clamp(*dt_limit))
     inputs = [hidden_states, dt, A, B, C, initial_states]
     output, state = call("StateSpace", inputs, [hidden_states.shape, initial_states.shape])
     return (output if D is None else output + hidden_states * D[..., None]), state
+
+
+def _is_step() -> Tensor:
+    """Whether the graph is called with one token after a past: transformers limits the time step in all other calls."""
+    assert TracedCache.is_step is not None
+    return TracedCache.is_step
 
 
 def _states(config: Any) -> tuple[State, ...]:

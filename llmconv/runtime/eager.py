@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -32,6 +33,9 @@ from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_num
 from llmconv.runtime.own_code import blaming, own_classes, runs_own_code
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
+
+CONTINUES = "mamba2_chunk_scan"
+"""A scan of transformers that is given the state to continue."""
 
 SMALL_MODEL = 10_000_000
 """Parameters up to which one thread is faster than several that wait for each other."""
@@ -96,6 +100,7 @@ class EagerRunner:
         arguments = inspect.signature(self.model.forward).parameters
         self.takes_positions = "position_ids" in arguments
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
+        self._continues = hasattr(sys.modules[type(self.model).__module__], CONTINUES)
         self._is_small = model.num_parameters() <= SMALL_MODEL
 
     @property
@@ -127,7 +132,7 @@ class EagerRunner:
         if isinstance(past, EagerCache):
             all_ids = np.concatenate([past.input_ids, input_ids], axis=1)
             all_positions = np.concatenate([past.position_ids, position_ids], axis=1)
-            if new_tokens > 1 and past.has_recurrent_state:
+            if new_tokens > 1 and past.has_recurrent_state and not self._continues:
                 past, input_ids, position_ids = None, all_ids, all_positions
         cache = self._cache(past)
         logits = self._forward(input_ids, attention_mask, position_ids, cache)

@@ -15,6 +15,7 @@ from llmconv.export import INPUT_MAPS, export
 from llmconv.export.caches import CACHE_KINDS
 from llmconv.export.fake_model import load_config
 from llmconv.export.graph import build_graph
+from llmconv.export.input_maps import DECODER
 from llmconv.manifest import read_manifest
 from llmconv.runtime import OrtGraph, OrtRunner, default_positions
 from llmconv.runtime.eager import EagerRunner
@@ -114,10 +115,19 @@ def test_a_scan_is_defined_once_and_called_by_every_layer(stateful: Callable[[st
     onnx.checker.check_model(str(path))
 
 
-def test_a_limited_time_step_is_refused() -> None:
-    config = load_config({"model_type": "mamba2", **STATE_CONFIGS["mamba2"], "time_step_limit": [0.001, 0.1]})
-    with pytest.raises(UnsupportedInput, match=r"limited to \[0.001, 0.1\]"):
-        build_graph(config, INPUT_MAPS["mamba2"])
+def test_a_limited_time_step_is_limited_in_prompts_and_not_in_steps(tmp_path: Path) -> None:
+    """As transformers does it; these limits bind in every token."""
+    fields = {**STATE_CONFIGS["mamba2"], "time_step_limit": [0.02, 0.03]}
+    folder = save_tiny("mamba2", tmp_path / "model", **fields)
+    export(folder, prefill=True, incremental=True)
+    report = verify(folder)
+    assert report.verdict == "pass", report.closing_lines()
+
+
+def test_a_family_whose_row_forgets_its_states_is_refused() -> None:
+    config = load_config({"model_type": "lfm2", **STATE_CONFIGS["lfm2"]})
+    with pytest.raises(UnsupportedInput, match="layers of type `conv` keep a state"):
+        build_graph(config, DECODER)
 
 
 def test_every_family_names_a_kind_of_the_table() -> None:

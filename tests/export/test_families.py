@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.export import INPUT_MAPS, export
+from llmconv.export.trace import trace
 from llmconv.verify import verify
-from tools.tiny_models import depth, save_tiny
+from tools.tiny_models import depth, save_tiny, tiny_config
 
 PAGE = Path("docs/families.md")
 
@@ -19,6 +21,8 @@ KINDS = {
     "cohere2": "windows of a pattern, parallel residual",
     "codegen": "its own attention code, fused projections in an order of its own",
     "deepseek_v2": "latent attention, complex rotation, shared experts",
+    "gemma3": "a text model beside a tower for images",
+    "gemma4_text": "heads of another size in some layers",
     "falcon": "one key head for all",
     "gpt_oss": "stacked experts with biases, attention sinks",
     "mixtral": "experts stored one by one under other names",
@@ -55,3 +59,26 @@ def test_a_changed_score_of_the_router_is_in_the_graph(tmp_path: Path) -> None:
     export(tmp_path / "model", incremental=True)
     graph = onnx.load(tmp_path / "model" / "decode.onnx", load_external_data=False).graph
     assert any(tensor.name.endswith("e_score_correction_bias") for tensor in graph.initializer if tensor.external_data)
+
+
+def test_layers_with_latent_attention_are_replicated(tmp_path: Path) -> None:
+    save_tiny("youtu", tmp_path / "model", 5)
+    assert export(tmp_path / "model", incremental=True).traced_layers == 3
+
+
+def test_an_epsilon_as_small_as_a_rounding_error_is_kept() -> None:
+    """The optimizer's own patterns take 1e-8 for zero."""
+    traced = trace(tiny_config("helium", 3), INPUT_MAPS["helium"])
+    constants = [value.const_value.numpy() for value in traced.model.graph.initializers.values() if value.const_value]
+    assert any(constant.size == 1 and np.isclose(constant.item(), 1e-8, rtol=1e-3, atol=0) for constant in constants)
+
+
+def test_what_sees_images_is_left_in_the_folder_and_out_of_the_graph(tmp_path: Path) -> None:
+    save_tiny("llama4", tmp_path / "model", 2)
+    export(tmp_path / "model", incremental=True)
+    names = {
+        tensor.name
+        for tensor in onnx.load(tmp_path / "model" / "decode.onnx", load_external_data=False).graph.initializer
+    }
+    assert any("vision" in name for name in open_checkpoint(tmp_path / "model"))
+    assert not any("vision" in name for name in names)

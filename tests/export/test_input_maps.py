@@ -14,6 +14,7 @@ from llmconv.export.fake_model import load_config
 from llmconv.export.input_maps import find_input_map
 from tests.conftest import CONFIGS
 from tools.state_configs import STATE_CONFIGS
+from tools.tiny_models import tiny_config
 
 
 def test_every_tiny_model_of_the_tests_is_of_a_family_of_the_table() -> None:
@@ -44,6 +45,16 @@ def test_ports_follow_the_config() -> None:
     assert [port.name for port in ports[:3]] == ["input_ids", "attention_mask", "position_ids"]
     assert ports[3].axes == ("batch_size", 2, "past_sequence_length", 16)
     assert len(ports) == 3 + 2 * 4
+
+
+def test_heads_of_a_layer_of_its_own_kind_have_their_own_size() -> None:
+    ports = find_input_map("gemma4_text").inputs(tiny_config("gemma4_text", 4))
+    assert {port.axes[-1] for port in ports if port.name.endswith(".key")} == {24, 32}
+
+
+def test_a_config_of_several_models_is_read_as_its_text_model() -> None:
+    ports = find_input_map("gemma3").inputs(tiny_config("gemma3", 4))
+    assert ports == find_input_map("gemma3_text").inputs(tiny_config("gemma3_text", 4))
 
 
 def test_the_families_command_lists_the_table() -> None:
