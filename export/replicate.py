@@ -42,7 +42,7 @@ def warm_up(num_layers: int, period: int, first: int = 0) -> int:
         period: of the layers that repeat.
         first: layers before those that repeat.
     """
-    before = max(period, first)
+    before = first + period
     return before + (num_layers - before) % period
 
 
