@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmconv.export.fake_model import depth, period, refusing, shortened
+from llmconv.export.fake_model import build, depth, period, refusing, shortened
 from llmconv.export.form import GROWING, Form
 from llmconv.export.fused_norms import fuse_norms
 from llmconv.export.gemm import bind_linear_layers
 from llmconv.export.grouped_query import share_buffers
 from llmconv.export.input_maps import InputMap
+from llmconv.export.layer_kinds import first_alike, layer_kinds
 from llmconv.export.naming import name_everything
 from llmconv.export.nonpad import tell_length
 from llmconv.export.replicate import NotIsomorphic, replicate, warm_up
@@ -60,15 +61,19 @@ def _build(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGraph, i
 def _replicated(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGraph, int] | None:
     """The grown graph and how many layers were traced; None where that saves nothing, or layers are not alike.
 
-    The first layers may be others than the rest (dense ones before those with experts): then one more period goes in
-    front of those that are compared.
+    The first layers may be others than the rest (dense ones before those with experts): they are traced too. Where that
+    does not show in their modules, one more period goes in front of those that are compared.
     """
     total, repeat = depth(config), period(config)
-    few = warm_up(total, repeat) + 2 * repeat
+    kinds = layer_kinds(build(config))
+    few = warm_up(total, repeat, first_alike(kinds, repeat)) + 2 * repeat
     difference: NotIsomorphic | None = None
     for traced_layers in (few, few + repeat):
         if traced_layers < total:
-            traced = trace(shortened(config, traced_layers), input_map, form)
+            short = shortened(config, traced_layers)
+            if layer_kinds(build(short)) != kinds[:traced_layers]:
+                continue
+            traced = trace(short, input_map, form)
             _improve(traced)
             try:
                 replicate(traced, total, repeat)

@@ -34,9 +34,16 @@ class _Periods:
     counterpart: dict[ir.Value, ir.Value]
 
 
-def warm_up(num_layers: int, period: int) -> int:
-    """Layers before period A: a whole period at least, so that values shared by all layers exist by then."""
-    return period + num_layers % period
+def warm_up(num_layers: int, period: int, first: int = 0) -> int:
+    """Layers before period A: a whole period at least, so that values shared by all layers exist by then.
+
+    Args:
+        num_layers: of the model.
+        period: of the layers that repeat.
+        first: layers before those that repeat.
+    """
+    before = first + period
+    return before + (num_layers - before) % period
 
 
 def replicate(traced: TracedGraph, num_layers: int, period: int) -> None:

@@ -11,7 +11,7 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ from llmconv.export.example import axes, dynamic, example, is_cache, sizes
 from llmconv.export.fake_model import build, depth
 from llmconv.export.form import GROWING, Form
 from llmconv.export.input_maps import BATCH, SEQUENCE, InputMap, Port, decoder_config
+from llmconv.export.layer_kinds import layers_name
 from llmconv.export.library_fixes import TRANSLATIONS, exact_constants, fix_program, library_fixes
 from llmconv.export.probe import ports_of
 from llmconv.runtime.cache_names import is_state
@@ -203,7 +204,7 @@ def _traced(
     return TracedGraph(
         graph_model,
         weights,
-        _layers_name(model),
+        layers_name(model),
         depth(config),
         dict(model.all_tied_weights_keys),
         model.base_model_prefix,
@@ -268,16 +269,6 @@ def _require_free(value: ir.Value, port: Port) -> None:
                 f"the trace fixes the axis `{wanted}` of `{port.name}` to {found}",
                 hint="the model's code depends on its value; see docs/adding-a-family.md",
             )
-
-
-def _layers_name(model: PreTrainedModel) -> str:
-    """Of the list of the decoder's layers; a tower for images beside it may have as many."""
-    num_layers = depth(model.config)
-    decoder = model.get_decoder() if decoder_config(model.config) is not model.config else model
-    parts = set(decoder.modules())
-    named: Iterable[tuple[str, nn.Module]] = model.named_modules()
-    lists = [(name, part) for name, part in named if isinstance(part, nn.ModuleList) and part in parts]
-    return min((name for name, part in lists if len(part) == num_layers), key=len)
 
 
 @contextmanager

@@ -66,6 +66,12 @@ def test_layers_with_latent_attention_are_replicated(tmp_path: Path) -> None:
     assert export(tmp_path / "model", incremental=True).traced_layers == 3
 
 
+def test_layers_before_those_with_experts_are_traced_too(tmp_path: Path) -> None:
+    config = save_tiny("deepseek_v3", tmp_path / "model", 7)
+    assert config.first_k_dense_replace == 3
+    assert export(tmp_path / "model", incremental=True).traced_layers == 6
+
+
 def test_an_epsilon_as_small_as_a_rounding_error_is_kept() -> None:
     """The optimizer's own patterns take 1e-8 for zero."""
     traced = trace(tiny_config("helium", 3), INPUT_MAPS["helium"])
