@@ -39,8 +39,8 @@ def main() -> int:
     body = "\n".join(
         [
             f"A 135 M Llama in float32, one token, onnxruntime {onnxruntime.__version__}, {THREADS} threads,",
-            f"weights packed, medians of {ROUNDS} times {STEPS} steps taken in turn. All logits agree. Measured against",
-            f"{FOR_ORT}; it and the ORT-GenAI builder's graph write into the past's buffer,",
+            f"weights packed, medians of {ROUNDS} times {STEPS} steps taken in turn. All logits agree. Measured",
+            f"against {FOR_ORT}; it and the ORT-GenAI builder's graph write into the past's buffer,",
             "the others return a longer one.",
             *lines,
         ]

@@ -36,7 +36,7 @@ def main() -> int:
         Target(f"part of {OPTIMUM}'s memory", peak[ours] / peak[OPTIMUM], 1 / 8),
         Target(f"part of the {GENAI}'s time", wall[ours] / wall[GENAI], 1),
     ]
-    body = f"A random 1.1 B Llama in float32 (4.4 GB); llmconv wrote {written:,} bytes, the others the weights too; medians."
+    body = f"A random 1.1 B Llama in float32 (4.4 GB); llmconv wrote {written:,} bytes, others the weights too."
     return report("export", "export", f"{body}\n\n{table(results)}", targets)
 
 

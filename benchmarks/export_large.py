@@ -48,7 +48,7 @@ def sparse() -> Path:
         "model.norm.weight": (HIDDEN,),
         "lm_head.weight": (VOCABULARY, HIDDEN),
     }
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shapes in enumerate([*shards, rest], start=1):
         name = f"model-{number:05}-of-{len(shards) + 1:05}.safetensors"
         header = encode_header({tensor: (BY_NAME["bfloat16"], shape) for tensor, shape in shapes.items()})

@@ -46,7 +46,7 @@ def command(name: str, model: Path, output: Path) -> list[str]:
 
 def add_tokenizer(folder: Path) -> None:
     """Sixteen words: the ORT-GenAI builder asks for a tokenizer."""
-    content = {
+    content: dict[str, object] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

@@ -57,8 +57,8 @@ class Step:
     def logits(self) -> Array:
         """Runs it and returns the logits of the last token, `[vocab]`."""
         self.run()
-        result: Array = self._binding.get_outputs()[self._results.index("logits")].numpy()
-        return result[0, -1]
+        logits: Array = self._binding.get_outputs()[self._results.index("logits")].numpy()[0, -1]
+        return logits
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
