@@ -34,10 +34,12 @@ def main() -> int:
     """Measures, prints the table, and returns 1 where the target is missed."""
     folder = model()
     run(llmconv("export", folder, "--prefill", "--incremental", "--overwrite"))
-    with open(folder / "model.safetensors", "rb") as file:
-        # A page of the file that one mapping alone has would count as private; this process maps all of them too.
-        with mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ):
-            runs = [_private(folder) for _ in range(ROUNDS)]
+    # A page of the file that one mapping alone has would count as private; this process maps all of them too.
+    with (
+        open(folder / "model.safetensors", "rb") as file,
+        mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ),
+    ):
+        runs = [_private(folder) for _ in range(ROUNDS)]
     middle = sorted(runs, key=lambda stages: stages[2] - stages[1])[ROUNDS // 2]
     lines = [f"| {name} | {megabytes:.0f} |" for name, megabytes in zip(STAGES, middle, strict=True)]
     body = "\n".join(
