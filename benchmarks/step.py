@@ -17,7 +17,7 @@ from llmconv.tensors import Array
 
 THREADS = 2
 ROOM = 128
-"""Free slots of a shared buffer."""
+"""Slots of a shared buffer that stay free."""
 PAUSE = 0.05
 """Seconds between two sessions: the threads of the last one spin for a while."""
 
@@ -36,7 +36,7 @@ class Step:
         cache = {}
         for port in session.get_inputs():
             layer = _layer(port.name)
-            array = _tokens(port.name, past, tokens) if layer is None else _past(layer, past, sharing)
+            array = _tokens(port.name, past, tokens) if layer is None else _past(layer, past, (tokens + ROOM) * sharing)
             value = onnxruntime.OrtValue.ortvalue_from_numpy(array)
             self._binding.bind_ortvalue_input(port.name, value)
             cache[layer] = value
@@ -110,8 +110,8 @@ def _layer(name: str) -> str | None:
     return f"{found[1]}.{found[2]}" if found else None
 
 
-def _past(layer: str, past: int, sharing: bool) -> Array:
-    array = np.zeros((1, KV_HEADS, past + ROOM * sharing, HEAD_DIM), dtype=np.float32)
+def _past(layer: str, past: int, free: int) -> Array:
+    array = np.zeros((1, KV_HEADS, past + free, HEAD_DIM), dtype=np.float32)
     generator = np.random.default_rng(zlib.crc32(layer.encode()))
     array[:, :, :past] = generator.standard_normal((1, KV_HEADS, past, HEAD_DIM), dtype=np.float32)
     return array
