@@ -19,6 +19,12 @@ ENVIRONMENTS: dict[str, Steps] = {
             "accelerate==1.15.0",
         ),
     ),
+    "builders": (
+        (
+            *("onnxruntime-genai==0.18.0", "mobius-onnx==0.1.0", "onnxruntime==1.31.1", "transformers==5.23.0"),
+            *("onnx==1.23.2", "onnxscript==0.7.2"),
+        ),
+    ),
     "mergekit": (("mergekit==0.1.5", "transformers==5.23.0", "peft==0.21.2"),),
     "transformers-4.47": (
         ("transformers==4.47.1", "accelerate==1.2.1", "sentencepiece==0.2.0", "tiktoken", "blobfile", "protobuf"),

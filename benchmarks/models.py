@@ -14,7 +14,7 @@ from benchmarks.measure import FOLDER
 from llmconv.checkpoint import Checkpoint
 from llmconv.plan import plan_checkpoint
 from llmconv.safetensors_io import encode_header
-from llmconv.tensors import BY_NAME, Array, LazyTensor
+from llmconv.tensors import BY_NAME, Array, LazyTensor, cast
 from llmconv.writer import write_checkpoint
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, KV_HEADS = 22, 2048, 5632, 32000, 32, 4
@@ -59,12 +59,12 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return result | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
 
 
-def base() -> Path:
-    """The folder of the model, made on first use (2.2 GB)."""
-    folder = FOLDER / "base"
+def base(dtype: str = "bfloat16") -> Path:
+    """The folder of the model, made on first use (2.2 GB; 4.4 GB in float32)."""
+    folder = FOLDER / ("base" if dtype == "bfloat16" else f"base-{dtype}")
     if not folder.exists():
-        tensors = {name: _random(name, shape) for name, shape in shapes().items()}
-        plan = plan_checkpoint(Checkpoint(folder, "random", tensors, CONFIG))
+        tensors = {name: cast(_random(name, shape), BY_NAME[dtype]) for name, shape in shapes().items()}
+        plan = plan_checkpoint(Checkpoint(folder, "random", tensors, CONFIG | {"dtype": dtype}))
         write_checkpoint(plan, folder, steps=[], sources=[])
     return folder
 
