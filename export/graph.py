@@ -6,13 +6,13 @@ from typing import Any
 
 from llmconv.export.fake_model import build, depth, period, refusing, shortened
 from llmconv.export.form import GROWING, Form
-from llmconv.export.fused_norms import fuse_norms
 from llmconv.export.gemm import bind_linear_layers
 from llmconv.export.grouped_query import share_buffers
 from llmconv.export.input_maps import InputMap
 from llmconv.export.layer_kinds import first_alike, layer_kinds
 from llmconv.export.naming import name_everything
 from llmconv.export.nonpad import tell_length
+from llmconv.export.ort_cpu import fuse
 from llmconv.export.replicate import NotIsomorphic, replicate, warm_up
 from llmconv.export.trace import TracedGraph, trace, trace_embeddings
 from llmconv.progress import say
@@ -94,4 +94,4 @@ def _improve(traced: TracedGraph) -> None:
     if traced.form.cache == "shared-buffer":
         share_buffers(traced)
     if traced.form.target == "ort-cpu":
-        fuse_norms(traced)
+        fuse(traced)

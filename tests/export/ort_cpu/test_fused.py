@@ -1,0 +1,59 @@
+"""Graphs of `--target ort-cpu`: fewer nodes, the same outputs, and what a pass does not know stays as it was."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+from llmconv.export import export
+from llmconv.verify import verify
+from tests.conftest import CONFIGS
+from tests.export.conftest import DEPTH
+
+Tiny = Callable[[str], Path]
+QUICK = ("llama", "qwen2")
+FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
+
+
+def operators(path: Path) -> Counter[str]:
+    """How many nodes there are of each operator."""
+    return Counter(node.op_type for node in onnx.load(path, load_external_data=False).graph.node)
+
+
+@pytest.fixture
+def made(deep: Tiny, tmp_path: Path) -> Callable[..., Path]:
+    """`made(model_type, **options)` is a copy of the model with a unified graph for onnxruntime's CPU provider."""
+
+    def make(model_type: str, **options: str) -> Path:
+        ignored = shutil.ignore_patterns("*.onnx", "llmconv.json")
+        folder = Path(shutil.copytree(deep(model_type), tmp_path / "_".join([model_type, *options]), ignore=ignored))
+        export(folder, unified=True, target="ort-cpu", **options)  # type: ignore[arg-type]
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("cache", ["growing", "shared-buffer"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_output_equals_the_eager_model(model_type: str, cache: str, made: Callable[..., Path]) -> None:
+    report = verify(made(model_type, cache=cache))
+    assert report.verdict == "pass", report.closing_lines()
+
+
+def test_a_layer_of_a_llama_has_an_operator_for_each_of_its_parts(made: Callable[..., Path]) -> None:
+    found = operators(made("llama", cache="shared-buffer") / "model.onnx")
+    assert found["GroupQueryAttention"] == DEPTH
+    assert found["RotaryEmbedding"] == 2 * DEPTH
+    assert found["FusedMatMul"] == 7 * DEPTH + 1
+    assert found["SkipSimplifiedLayerNormalization"] + found["RMSNormalization"] == 2 * DEPTH + 1
+    assert found["Gemm"] == found["Transpose"] == 0
+
+
+def test_standard_operators_are_the_default(deep: Tiny) -> None:
+    model = onnx.load(deep("llama") / "model.onnx", load_external_data=False)
+    assert [opset.domain for opset in model.opset_import] == [""]
