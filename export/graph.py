@@ -9,7 +9,7 @@ from llmconv.export.form import GROWING, Form
 from llmconv.export.gemm import bind_linear_layers
 from llmconv.export.grouped_query import share_buffers
 from llmconv.export.input_maps import InputMap
-from llmconv.export.layer_kinds import first_alike, layer_kinds
+from llmconv.export.layer_kinds import factors, first_alike, layer_kinds
 from llmconv.export.naming import name_everything
 from llmconv.export.nonpad import tell_length
 from llmconv.export.ort_cpu import fuse
@@ -65,13 +65,19 @@ def _replicated(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGra
     does not show in their modules, one more period goes in front of those that are compared.
     """
     total, repeat = depth(config), period(config)
-    kinds = layer_kinds(build(config))
+    whole = build(config)
+    kinds = layer_kinds(whole)
     few = warm_up(total, repeat, first_alike(kinds, repeat)) + 2 * repeat
     difference: NotIsomorphic | None = None
     for traced_layers in (few, few + repeat):
         if traced_layers < total:
             short = shortened(config, traced_layers)
-            if layer_kinds(build(short)) != kinds[:traced_layers]:
+            few_layers = build(short)
+            if (
+                layer_kinds(few_layers) != kinds[:traced_layers]
+                or not factors(few_layers).items() <= factors(whole).items()
+            ):
+                difference = NotIsomorphic("with fewer of them the first ones are made otherwise")
                 continue
             traced = trace(short, input_map, form)
             _improve(traced)

@@ -187,6 +187,8 @@ INPUT_MAPS: dict[str, InputMap] = {
     "gemma3n_text": DECODER,
     "gemma4": TEXT_MODEL,
     "gemma4_text": DECODER,
+    "gemma4_unified": TEXT_MODEL,
+    "gemma4_unified_text": DECODER,
     "glm": DECODER,
     "glm4": DECODER,
     "glm4_moe": DECODER,

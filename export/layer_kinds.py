@@ -25,6 +25,16 @@ def first_alike(kinds: Sequence[str], period: int) -> int:
     return max((layer + 1 for layer, (kind, later) in pairs if kind != later), default=0)
 
 
+def factors(model: nn.Module) -> dict[str, float]:
+    """Every number that a module computed for itself, by name: a model cut short may not have the same."""
+    return {
+        f"{name}.{setting}": value
+        for name, module in model.named_modules()
+        for setting, value in vars(module).items()
+        if isinstance(value, float)
+    }
+
+
 def layers_name(model: PreTrainedModel) -> str:
     """Of the list of the decoder's layers (`model.layers`); a tower for images beside it may have as many."""
     num_layers = depth(model.config)

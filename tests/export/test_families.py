@@ -72,6 +72,11 @@ def test_layers_before_those_with_experts_are_traced_too(tmp_path: Path) -> None
     assert export(tmp_path / "model", incremental=True).traced_layers == 6
 
 
+def test_a_model_whose_factors_follow_from_its_depth_is_traced_whole(tmp_path: Path) -> None:
+    save_tiny("minicpm3", tmp_path / "model", 5)
+    assert export(tmp_path / "model", incremental=True).traced_layers == 5
+
+
 def test_an_epsilon_as_small_as_a_rounding_error_is_kept() -> None:
     """The optimizer's own patterns take 1e-8 for zero."""
     traced = trace(tiny_config("helium", 3), INPUT_MAPS["helium"])
