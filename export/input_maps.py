@@ -298,6 +298,7 @@ INPUT_MAPS: dict[str, InputMap] = {
     "youtu": InputMap(
         note="transformers zeroes the embedding of the padding token when it loads the model, a graph does not"
     ),
+    "zamba2": InputMap(cache="state_space", note="Mamba-2 and layers with a shared transformer before it"),
 }
 
 
