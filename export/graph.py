@@ -66,17 +66,12 @@ def _replicated(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGra
     """
     total, repeat = depth(config), period(config)
     whole = build(config)
-    kinds = layer_kinds(whole)
-    few = warm_up(total, repeat, first_alike(kinds, repeat)) + 2 * repeat
+    few = warm_up(total, repeat, first_alike(layer_kinds(whole), repeat)) + 2 * repeat
     difference: NotIsomorphic | None = None
     for traced_layers in (few, few + repeat):
         if traced_layers < total:
             short = shortened(config, traced_layers)
-            few_layers = build(short)
-            if (
-                layer_kinds(few_layers) != kinds[:traced_layers]
-                or not factors(few_layers).items() <= factors(whole).items()
-            ):
+            if not _is_part(build(short), whole):
                 difference = NotIsomorphic("with fewer of them the first ones are made otherwise")
                 continue
             traced = trace(short, input_map, form)
@@ -91,6 +86,12 @@ def _replicated(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGra
     if difference is not None:
         say(f"tracing all {total} layers: the layers are not alike ({difference})")
     return None
+
+
+def _is_part(short: Any, whole: Any) -> bool:
+    """Whether a model cut short is made as the beginning of the whole one."""
+    kinds = layer_kinds(short)
+    return kinds == layer_kinds(whole)[: len(kinds)] and factors(short).items() <= factors(whole).items()
 
 
 def _improve(traced: TracedGraph) -> None:
