@@ -54,8 +54,11 @@ def piecewise_logits(folder: Path, ids: np.ndarray[Any, Any], lengths: tuple[int
     return np.concatenate(pieces, axis=1)
 
 
+OTHERS = ("gpt2", "bloom", "gemma2")
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bloom", "gemma2"])
+@pytest.mark.parametrize("model_type", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_prompt_and_steps_say_what_peft_says(
     model_type: str, kind: str, prefixed: Callable[[str, str], tuple[Path, Path]]
 ) -> None:

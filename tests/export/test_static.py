@@ -22,7 +22,7 @@ from tests.verify.surgery import add_constant, maker, users
 
 Tiny = Callable[[str], Path]
 SIZES = {"shapes": "static", "batch_size": 3, "max_seq_len": 64, "prompt_len": 16}
-QUICK = ("llama", "gemma2")
+QUICK = ("llama",)
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
 
 

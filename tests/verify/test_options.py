@@ -18,6 +18,7 @@ from tests.verify.option_mutants import OPTION_MUTANTS, OptionMutant
 
 Optioned = Callable[..., Path]
 
+QUICK = "llama"
 OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama", {"last_logits": True}),
     ("gemma2", {"last_logits": True}),
@@ -45,7 +46,13 @@ def title(options: dict[str, Any]) -> str:
     return " ".join(name if value is True else f"{name}={value}" for name, value in options.items())
 
 
-@pytest.mark.parametrize(("model_type", "options"), OPTIONS, ids=[f"{name} {title(given)}" for name, given in OPTIONS])
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        pytest.param(name, given, id=f"{name} {title(given)}", marks=() if name == QUICK else pytest.mark.slow)
+        for name, given in OPTIONS
+    ],
+)
 def test_an_export_with_options_passes(
     model_type: str, options: dict[str, Any], optioned: Optioned, eager: Callable[[str], Eager]
 ) -> None:

@@ -16,7 +16,7 @@ from tests.conftest import CONFIGS
 from tests.export.conftest import DEPTH
 
 Tiny = Callable[[str], Path]
-QUICK = ("llama", "qwen2")
+QUICK = ("llama",)
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
 
 
