@@ -74,6 +74,11 @@ class Drawing:
                 "`--prefix` is for the graph of a prompt, and none is made",
                 hint="give `--prefill` or `--unified` too; the decode graph finds the prefix in its cache",
             )
+        if form.cache != GROWING.cache and options.opset and options.opset < form.opset:
+            raise UsageProblem(
+                f"opset {options.opset} has no operator that writes into a buffer of fixed length",
+                hint=f"leave out `--opset {options.opset}`: such graphs have opset {form.opset}",
+            )
         odd = "--prefix" if options.prefix else "--stages" if options.stages > 1 else ""
         if odd and (form.cache != GROWING.cache or form.embeddings):
             raise UsageProblem(

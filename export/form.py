@@ -59,6 +59,11 @@ class Form:
                 "a cache of fixed length holds keys and values, and this family keeps states too",
                 hint="leave out `--shapes static` and `--cache shared-buffer`",
             )
+        if self.cache == "static" and all(port.name != "position_ids" for port in ports):
+            raise UnsupportedInput(
+                "this family counts tokens itself, and the rows of a static cache may stand at different lengths",
+                hint="leave out `--shapes static`; `--cache shared-buffer` is for this family too",
+            )
         if self.embeddings:
             ports = [_embedded(port, self.embeddings) for port in ports]
         fixed = [self._fixed(port) for port in ports]

@@ -16,9 +16,6 @@ from llmconv.export.layouts import Graphs, Layout, Model
 from llmconv.plan import json_bytes
 
 FILE = "genai_config.json"
-NO_TOKEN = -1
-"""The end of a model that has none: no token is it, where the client would else take the padding, token 0."""
-
 UNBOUNDED = 2048
 """Context length of a family that states none, as BLOOM, whose ALiBi knows no bound and which was trained with it."""
 
@@ -114,12 +111,16 @@ def context_length(config: Any) -> int:
 
 
 def _tokens(model: Model) -> dict[str, Any]:
-    """Special tokens; those of `generation_config.json` come first, as in transformers' `generate`."""
-    ends = _ids(model, "eos_token_id")
-    pads = _ids(model, "pad_token_id") or ends or [0]
+    """Special tokens; those of `generation_config.json` come first, as in transformers' `generate`.
+
+    The client insists on an end, and takes the padding where it is given none: a model without one ends at the last
+    token of its vocabulary, which is the least likely to be of use.
+    """
+    ends = _ids(model, "eos_token_id") or [int(model.config.vocab_size) - 1]
+    pads = _ids(model, "pad_token_id") or ends
     starts = _ids(model, "bos_token_id")
     return {
-        "eos_token_id": ends or [NO_TOKEN],
+        "eos_token_id": ends,
         "pad_token_id": pads[0],
         **({"bos_token_id": starts[0]} if starts else {}),
     }

@@ -90,7 +90,14 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
         click.echo(exported.folder / name)
     verb = "would map" if sizes is None else "map"
     click.echo(
-        f"{len(exported.graphs)} graphs {verb} {exported.weight_bytes:,} bytes of weights, "
+        f"{_counted(len(exported.graphs), verb)} {exported.weight_bytes:,} bytes of weights, "
         f"{result['weight_bytes_copied']:,} copied; {exported.traced_layers} of {exported.num_layers} layers traced",
         err=True,
     )
+
+
+def _counted(graphs: int, verb: str) -> str:
+    """`2 graphs map`, `1 graph maps`, `1 graph would map`."""
+    if graphs != 1:
+        return f"{graphs} graphs {verb}"
+    return f"1 graph {'maps' if verb == 'map' else verb}"

@@ -169,7 +169,7 @@ def test_genai_takes_batches_padded_on_the_right(folders: dict[str, Path]) -> No
         assert [until_end(row) for row in rows] == [eager(folder, prompt) for prompt in PROMPTS], folder.name
 
 
-def test_genai_never_ends_a_model_without_an_end_token(tmp_path: Path) -> None:
+def test_genai_ends_a_model_without_an_end_token_at_no_token_of_use(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "endless", eos_token_id=None, pad_token_id=None)
     export(folder, layout="genai")
     (answer,) = genai([{"folder": str(folder), "turns": [[5, 9, 11]], "new": 60}])

@@ -166,7 +166,7 @@ def test_generation_config_tells_genai_the_tokens(tokens_of: dict[str, Any], exp
 
 def test_a_model_without_end_token_is_never_ended_by_its_padding() -> None:
     found = genai_config(model_of("llama", eos_token_id=None, pad_token_id=None), "unified")["model"]
-    assert (found["eos_token_id"], found["pad_token_id"]) == ([-1], 0)
+    assert (found["eos_token_id"], found["pad_token_id"]) == ([found["vocab_size"] - 1], found["vocab_size"] - 1)
 
 
 def test_genai_samples_only_where_generation_config_says_so() -> None:

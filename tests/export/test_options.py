@@ -129,3 +129,10 @@ def test_names_are_unique_and_speak(llama: Path, options: dict[str, Any]) -> Non
 def test_the_command_lists_every_stage(llama: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(llama), "--incremental", "--stages", "2", "--json"])
     assert json.loads(result.stdout)["graphs"] == {"decode": ["decode-1-of-2.onnx", "decode-2-of-2.onnx"]}
+
+
+@pytest.mark.parametrize("cache", [{"shapes": "static", "max_seq_len": 64}, {"cache": "shared-buffer"}])
+def test_a_cache_of_fixed_length_wants_opset_24(llama: Path, cache: dict[str, Any]) -> None:
+    with pytest.raises(UsageProblem, match="opset 23") as refusal:
+        export(llama, opset=23, **cache)
+    assert "24" in refusal.value.hint

@@ -10,9 +10,10 @@ import numpy as np
 import onnx
 import pytest
 
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.export.form import forms
+from llmconv.export.input_maps import INPUT_MAPS
 from llmconv.manifest import read_manifest
 from llmconv.runtime import OrtGraph, OrtRunner, default_positions
 from llmconv.tensors import Array
@@ -23,7 +24,8 @@ from tests.verify.surgery import add_constant, maker, users
 Tiny = Callable[[str], Path]
 SIZES = {"shapes": "static", "batch_size": 3, "max_seq_len": 64, "prompt_len": 16}
 QUICK = ("llama",)
-FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
+WITH_POSITIONS = [name for name in CONFIGS if INPUT_MAPS[name].position_ids]
+FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WITH_POSITIONS]
 
 
 @pytest.fixture(scope="session")
@@ -141,6 +143,12 @@ def test_what_the_sizes_leave_no_room_for_is_refused(rows: int, tokens: int, sta
     with pytest.raises(InputRefused, match=f"not {max(rows, tokens)}") as refusal:
         OrtGraph(static("llama") / "decode.onnx").run(*prompt(rows, tokens))
     assert "--max-seq-len" in refusal.value.hint
+
+
+def test_a_family_that_counts_tokens_itself_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(UnsupportedInput, match="counts tokens itself") as refusal:
+        export(tiny("bloom"), shapes="static", max_seq_len=64, dry_run=True)
+    assert "shared-buffer" in refusal.value.hint
 
 
 @pytest.mark.parametrize(
