@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.export.experts import EXPERTS
 from llmconv.export.input_maps import decoder_config
 from llmconv.runtime.own_code import own_classes
@@ -69,7 +69,7 @@ def refusing(what: str) -> Iterator[None]:
     except LlmconvError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0].split(". Should contain")[0][:200]
+        reason = first_line(error, 200).split(". Should contain")[0]
         raise UnsupportedInput(
             f"transformers and torch cannot {what}: {type(error).__name__}: {reason}",
             hint="mend `config.json`; if eager transformers runs the model, it has something that cannot be traced",

@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from llmconv.export.passes.edits import constant, integers
 from llmconv.export.trace import TracedGraph
 
 DOMAIN = "com.microsoft"
@@ -108,13 +109,13 @@ class _Rewriter:
         self._place(attention, node)
         for write, present in ((keys, node.outputs[1]), (values, node.outputs[2])):
             _replace(write.written, present)
-        unflat = self._insert(attention, "Reshape", [node.outputs[0], self._constant([0, 0, heads, size])])
+        unflat = self._insert(attention, "Reshape", [node.outputs[0], integers(self._graph, 0, 0, heads, int(size))])
         _replace(attention.outputs[0], self._insert(attention, "Transpose", [unflat], {"perm": HEADS_LAST}))
 
     def _flat(self, place: ir.Node, value: ir.Value) -> ir.Value:
         """`[batch, heads, tokens, size]` as `[batch, tokens, heads * size]`."""
         swapped = self._insert(place, "Transpose", [value], {"perm": HEADS_LAST})
-        return self._insert(place, "Reshape", [swapped, self._constant([0, 0, -1])])
+        return self._insert(place, "Reshape", [swapped, integers(self._graph, 0, 0, -1)])
 
     def _lengths_of_mask(self) -> tuple[ir.Value, ir.Value]:
         """`seqlens_k`: tokens of past and present less one, int32 `[batch]`; `total_sequence_length`: int32 scalar."""
@@ -123,20 +124,15 @@ class _Rewriter:
             first = self._graph[0]
             total = self._prologue(first, "Shape", [attention_mask], {"start": 1, "end": 2})
             narrow = self._prologue(first, "Cast", [total], {"to": ir.DataType.INT32})
-            last = self._prologue(first, "Sub", [narrow, self._constant([1], np.int32)])
+            last = self._prologue(
+                first, "Sub", [narrow, constant(self._graph, "int32_1", np.array([1], dtype=np.int32))]
+            )
             rows = self._prologue(first, "Shape", [ids], {"start": 0, "end": 1})
             self._lengths = (
                 self._prologue(first, "Expand", [last, rows]),
                 self._prologue(first, "Squeeze", [narrow]),
             )
         return self._lengths
-
-    def _constant(self, content: list[int], dtype: Any = np.int64) -> ir.Value:
-        name = f"{np.dtype(dtype).name}_{content}"
-        if name not in self._graph.initializers:
-            tensor = ir.tensor(np.array(content, dtype=dtype), name=name)
-            self._graph.initializers[name] = ir.Value(name=name, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        return self._graph.initializers[name]
 
     def _insert(
         self, place: ir.Node, op_type: str, inputs: Sequence[ir.Value], attributes: dict[str, Any] | None = None

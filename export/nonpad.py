@@ -5,9 +5,9 @@ The mask hides the same slots already, so results are equal; a runtime that know
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
+from llmconv.export.passes.edits import integers
 from llmconv.export.trace import TracedGraph
 from llmconv.runtime.buffers import WRITE_INDICES
 
@@ -39,9 +39,7 @@ def _filled(graph: ir.Graph, write_indices: ir.Value) -> ir.Value:
     assert shape is not None
     first = graph[0]
     if isinstance(shape[1], int):
-        tensor = ir.tensor(np.array([shape[1]], dtype=np.int64), name="sequence_length")
-        count = ir.Value(name=tensor.name, type=ir.TensorType(ir.DataType.INT64), const_value=tensor)
-        graph.initializers["sequence_length"] = count
+        count = integers(graph, shape[1])
     else:
         axis = ir.node("Shape", [graph.inputs[0]], attributes={"start": 1, "end": 2})
         graph.insert_before(first, axis)

@@ -69,6 +69,8 @@ def open_prefix(path: Path) -> Prefix:
         InputRefused: it is none of these.
         MalformedInput: a file is not what its name says.
     """
+    if not path.exists():
+        raise InputRefused(f"`{path}` does not exist", hint="give the folder of a prefix or prompt tuning adapter")
     if path.name == PRE_CACHES and path.is_file():
         return _pre_caches(path)
     if (path / PRE_CACHES).is_file():

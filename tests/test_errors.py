@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmconv.errors import SHOWN, InputRefused, printable
+from llmconv.errors import SHOWN, InputRefused, first_line, printable
 from llmconv.progress import warn
 
 
@@ -25,3 +25,8 @@ def test_a_message_has_no_final_period() -> None:
 def test_a_warning_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
     warn("a\nhint: all is well")
     assert capsys.readouterr().err == "warning: a\\nhint: all is well\n"
+
+
+@pytest.mark.parametrize(("said", "told"), [("a\nb", "a"), ("", "ValueError"), ("x" * 400, "x" * 300)])
+def test_an_error_of_another_library_is_one_line(said: str, told: str) -> None:
+    assert first_line(ValueError(said)) == told

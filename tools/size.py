@@ -34,10 +34,10 @@ def lines(path: Path) -> int:
 
 
 def longest(path: Path) -> tuple[int, str]:
-    """Lines and name of the longest function, docstring included; the signature, a parameter a line, is not counted."""
+    """Lines and name of the longest function, docstring included; decorators are not counted."""
     tree = ast.walk(ast.parse(path.read_text()))
     functions = [node for node in tree if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    sizes = [((node.end_lineno or 0) - node.body[0].lineno + 1, node.name) for node in functions]
+    sizes = [((node.end_lineno or 0) - node.lineno + 1, node.name) for node in functions]
     return max(sizes, default=(0, ""))
 
 

@@ -81,13 +81,7 @@ def verify(
     if graphs:
         code = truth_folder if trust_remote_code else None
         eager = eager or Eager(truth_folder, graphs[0].dtype.name, code=code)
-        if EMBEDDINGS in models:
-            add([check_embeddings(folder / EMBEDDINGS, eager, settings)])
-        shapes = eager.cache_shapes()
-        add([check_structure(graph, models[graph.name], shapes) for graph in graphs])
-        graphs = [graph for graph in graphs if not name_problems(graph, shapes)]
-        _compare(eager, folder, graphs, report, add)
-        _compare_twins(eager, folder, graphs, models, settings, report, add)
+        _run(eager, folder, graphs, models, settings, report, add)
     report.where = localise(report.checks)
     return report
 
@@ -170,6 +164,25 @@ def _open(
         except LlmconvError as error:
             add([Check("structure", entry.name, "", verdict="fail", detail=error.message)])
     return graphs
+
+
+def _run(
+    eager: Eager,
+    folder: Path,
+    graphs: list[OrtGraph],
+    models: dict[str, onnx.ModelProto],
+    settings: SessionSettings | None,
+    report: Report,
+    add: Callable[[list[Check]], None],
+) -> None:
+    """Everything that takes the eager model; graphs of another signature are not run."""
+    if EMBEDDINGS in models:
+        add([check_embeddings(folder / EMBEDDINGS, eager, settings)])
+    shapes = eager.cache_shapes()
+    add([check_structure(graph, models[graph.name], shapes) for graph in graphs])
+    graphs = [graph for graph in graphs if not name_problems(graph, shapes)]
+    _compare(eager, folder, graphs, report, add)
+    _compare_twins(eager, folder, graphs, models, settings, report, add)
 
 
 def _compare(

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from math import prod
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from llmconv.export.passes.edits import integers
 from llmconv.export.trace import TracedGraph
 
 SWAP = [0, 2, 1, 3]
-FLAT = "flat_heads"
 RANK = 3
 
 
@@ -70,10 +69,7 @@ def _side_by_side(graph: ir.Graph, attention: ir.Node, value: ir.Value) -> ir.Va
     projected = _before(value, "Reshape")
     if projected is not None and _width(projected) == _width(value) and _width(value):
         return projected
-    if FLAT not in graph.initializers:
-        tensor = ir.tensor(np.array([0, 0, -1], dtype=np.int64), name=FLAT)
-        graph.initializers[FLAT] = ir.Value(name=FLAT, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    return _insert(graph, attention, ir.node("Reshape", [value, graph.initializers[FLAT]]))
+    return _insert(graph, attention, ir.node("Reshape", [value, integers(graph, 0, 0, -1)]))
 
 
 def _width(value: ir.Value) -> int:

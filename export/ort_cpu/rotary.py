@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from llmconv.export.passes.edits import integers
 from llmconv.export.trace import TracedGraph
 
 ELEMENTWISE = {"Cos", "Sin", "Cast", "Identity"}
@@ -145,7 +145,7 @@ def _half(graph: ir.Graph, table: ir.Value, half: int, halves: dict[ir.Value, ir
     if table not in halves:
         producer = table.producer()
         assert producer is not None and table.shape is not None
-        bounds = [_constant(graph, number) for number in (0, half, -1)]
+        bounds = [integers(graph, number) for number in (0, half, -1)]
         node = ir.node("Slice", [table, *bounds])
         node.metadata_props.update(producer.metadata_props)
         graph.insert_after(producer, node)
@@ -153,11 +153,3 @@ def _half(graph: ir.Graph, table: ir.Value, half: int, halves: dict[ir.Value, ir
         node.outputs[0].type = table.type
         halves[table] = node.outputs[0]
     return halves[table]
-
-
-def _constant(graph: ir.Graph, number: int) -> ir.Value:
-    name = f"rotary_{number}"
-    if name not in graph.initializers:
-        tensor = ir.tensor(np.array([number], dtype=np.int64), name=name)
-        graph.initializers[name] = ir.Value(name=name, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    return graph.initializers[name]

@@ -8,7 +8,7 @@ from typing import Any
 
 import onnxruntime as ort
 
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, first_line
 from llmconv.runtime.guard import load_guarded, nodes
 
 
@@ -73,9 +73,3 @@ def _open(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
         raise MalformedInput(
             f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """What an exception says first."""
-    text = str(error).strip().splitlines()
-    return text[0][:300] if text else type(error).__name__

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, first_line
 from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.own_code import blaming, own_classes, runs_own_code
 from llmconv.runtime.runner import Cache, Step
@@ -90,7 +90,7 @@ class EagerRunner:
                 )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise InputRefused(
-                f"transformers cannot load `{folder}`: {str(error).strip().splitlines()[0][:300]}",
+                f"transformers cannot load `{folder}`: {first_line(error)}",
                 hint="the folder needs config.json and safetensors weights of a causal language model",
             ) from error
         if model._can_set_experts_implementation():

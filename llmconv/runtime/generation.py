@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.runtime.ort import OrtRunner, SessionSettings
 from llmconv.runtime.own_code import TRUST, blaming, own_tokenizer, tokenizer_reference
 from llmconv.runtime.runner import Runner, Step, default_positions
@@ -239,7 +239,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
             )
     except (OSError, ValueError, KeyError, TypeError, ImportError, IndexError, AttributeError) as error:
         raise InputRefused(
-            f"the tokenizer of `{folder}` cannot be read: {str(error).strip().splitlines()[0][:300]}",
+            f"the tokenizer of `{folder}` cannot be read: {first_line(error)}",
             hint=TRUST
             if tokenizer_reference(folder)
             else "copy the tokenizer files of the original model into the folder",

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
 from llmconv.runtime.buffers import BufferedSession, FixedSizes, as_input
 from llmconv.runtime.cache_names import is_past, is_present, is_state
-from llmconv.runtime.chain import SessionChain, first_line
+from llmconv.runtime.chain import SessionChain
 from llmconv.runtime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.graph_entry import GraphEntry, PrefixEntry, graph_entries
 from llmconv.runtime.runner import Cache, Choices, Step

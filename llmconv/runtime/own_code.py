@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from llmconv.checkpoint import read_json
-from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput
+from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
 
 CONFIG, MODEL, TOKENIZER = "AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"
 REFERENCE = re.compile(r"(?P<module>\w+(\.\w+)*)\.(?P<name>\w+)")
@@ -115,7 +115,7 @@ def blaming(folder: Path | None) -> Iterator[None]:
     except Exception as error:
         if folder is None:
             raise
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        reason = first_line(error, 200)
         raise UnsupportedInput(
             f"the code in `{folder}` fails: {type(error).__name__}: {reason}",
             hint="install what it imports; it may be for another version of transformers; `-v` shows where",

@@ -154,3 +154,8 @@ def test_a_folder_without_a_prefix_is_refused_with_a_hint(tiny: Tiny, tmp_path: 
     result = CliRunner().invoke(main, ["export", str(tiny("llama")), "--prefix", str(tmp_path), "--dry-run"])
     assert result.exit_code == 3
     assert "holds no prefix" in result.stderr and "hint: " in result.stderr
+
+
+def test_a_prefix_that_is_not_there_is_told_as_that(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="does not exist"):
+        export(tiny("llama"), prefix=tmp_path / "nope")
