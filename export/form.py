@@ -29,6 +29,7 @@ class Form:
         batch_size, slots, sequence: rows, places in the buffer, new tokens of one call; None leaves the axis open.
         embeddings: the graph takes `inputs_embeds` of this size in the place of `input_ids`.
         target: the runtime whose own operators may be used, `ort-cpu`; None for standard ones.
+        steps: several tokens come for one row only, which lets `GroupQueryAttention` do more.
     """
 
     cache: str = "growing"
@@ -37,6 +38,7 @@ class Form:
     sequence: int | None = None
     embeddings: int | None = None
     target: str | None = None
+    steps: bool = False
 
     @property
     def opset(self) -> int:
@@ -45,7 +47,7 @@ class Form:
 
     def recorded(self) -> dict[str, Any]:
         """What the manifest says: what is fixed, nothing of a growing cache."""
-        fixed = {name: value for name, value in asdict(self).items() if value is not None and name != "embeddings"}
+        fixed = {name: value for name, value in asdict(self).items() if value and name != "embeddings"}
         return {"form": fixed} if fixed != {"cache": "growing"} else {}
 
     def inputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
@@ -129,7 +131,9 @@ def forms(
         raise UsageProblem(
             "`--batch-size`, `--max-seq-len` and `--prompt-len` fix axes", hint="give `--shapes static` too"
         )
-    return dict.fromkeys(roles, Form(cache, embeddings=embeddings, target=target))
+    form = Form(cache, embeddings=embeddings, target=target)
+    step = replace(form, steps=cache == "shared-buffer" and target is not None)
+    return {role: step if role == "decode" else form for role in roles}
 
 
 def _piece(slots: int | None, prompt: int | None) -> int:

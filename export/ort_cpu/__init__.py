@@ -9,10 +9,11 @@ from llmconv.export.ort_cpu.heads import flatten_heads
 from llmconv.export.ort_cpu.linear import fuse_linear_layers
 from llmconv.export.ort_cpu.norms import fuse_norms
 from llmconv.export.ort_cpu.rotary import fuse_rotary
+from llmconv.export.ort_cpu.rotating_attention import rotate_in_attention
 from llmconv.export.trace import TracedGraph
 
-PASSES = (fuse_rotary, flatten_heads, fuse_linear_layers, fuse_norms)
-"""In this order: heads are flattened around rotations that are one node."""
+PASSES = (fuse_rotary, flatten_heads, rotate_in_attention, fuse_linear_layers, fuse_norms)
+"""In this order: a rotation becomes one node, around which heads are flattened, and then a part of the attention."""
 
 
 def fuse(traced: TracedGraph) -> None:

@@ -35,7 +35,9 @@ class Choice:
         """
         if text == "argmax":
             return cls(text, None)
-        found = re.fullmatch(r"topk:([1-9]\d{0,8})", text)
+        found = re.fullmatch(r"topk:(\d{1,9})", text)
+        if found and not int(found[1]):
+            raise UsageProblem(f"`--postprocess {text}` chooses no token", hint="give a K of 1 or more")
         if not found:
             raise UsageProblem(
                 f"`--postprocess {text}` is unknown", hint="give `argmax` or `topk:K`, such as `topk:40`"

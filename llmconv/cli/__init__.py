@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -18,6 +19,9 @@ from llmconv.cli.options import VERBOSE
 from llmconv.errors import LlmconvError, UsageProblem
 
 COMMANDS = ("inspect", "to-hf", "from-hf", "merge-lora", "delta", "export", "verify", "generate", "formats", "families")
+
+COLLECT_SELDOM = (100_000, 50, 100)
+"""Imports and traces make millions of objects that stay: looking through them by default took 6 % of an export."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -55,6 +59,7 @@ class LazyGroup(click.Group):
         """Runs the command; an error becomes message, blank line, hint and its exit code."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # by default its threads spin before they sleep
+        gc.set_threshold(*COLLECT_SELDOM)
         signal.signal(signal.SIGTERM, _terminated)
         try:
             result = super().invoke(ctx)

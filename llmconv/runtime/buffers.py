@@ -26,7 +26,8 @@ SLOTS = "max_sequence_length"
 
 GARBAGE = 1e4
 ROUNDING = 64
-"""Shared buffers have a multiple of so many slots, and at least twice as many as those they replace."""
+"""Shared buffers have a multiple of so many slots, at least twice as many as those they replace, and one is free: a
+graph for steps counts one token too many where nothing is cached."""
 
 Shapes = Mapping[str, Sequence[int | str]]
 
@@ -82,6 +83,7 @@ class FixedSizes:
         tokens: new tokens of every call.
         indexed: the graph is told where to write, and its mask covers every slot.
         single: several new tokens after a past are for one row only (a limit of `GroupQueryAttention`).
+        steps: so they are without a past.
     """
 
     rows: int | None
@@ -89,9 +91,10 @@ class FixedSizes:
     tokens: int | None
     indexed: bool
     single: bool = False
+    steps: bool = False
 
     @classmethod
-    def of(cls, inputs: Shapes, outputs: Shapes, single: bool = False) -> FixedSizes | None:
+    def of(cls, inputs: Shapes, outputs: Shapes, single: bool = False, steps: bool = False) -> FixedSizes | None:
         """As the graph's inputs and outputs say; None for a cache that grows."""
         past, present = inputs.get("past_key_values.0.key"), outputs.get("present.0.key")
         tokens = inputs.get("input_ids") or inputs.get(INPUTS_EMBEDS)
@@ -99,7 +102,7 @@ class FixedSizes:
             return None
         axes = past[0], past[2], tokens[1]
         rows, slots, new = (axis if isinstance(axis, int) else None for axis in axes)
-        return cls(rows, slots, new, WRITE_INDICES in inputs, single)
+        return cls(rows, slots, new, WRITE_INDICES in inputs, single, steps)
 
     def refusal(self, rows: int, past: int, new: int) -> str:
         """Why a call cannot be run; empty when it can.
@@ -121,7 +124,7 @@ class FixedSizes:
         """New tokens of one run."""
         if self.tokens is not None:
             return self.tokens
-        return 1 if self.single and rows > 1 and past else new
+        return 1 if self.single and rows > 1 and (past or self.steps) else new
 
 
 class BufferedSession:
@@ -197,7 +200,7 @@ class BufferedSession:
 
     def _more(self, past: Cache | None, needed: int) -> int:
         slots = 2 * past.buffers.slots if isinstance(past, BufferCache) else 0
-        return -(-max(needed, slots) // ROUNDING) * ROUNDING
+        return -(-max(needed + 1, slots) // ROUNDING) * ROUNDING
 
     def _run(self, buffers: Buffers, input_ids: Array, attention_mask: Array, position_ids: Array) -> list[Array]:
         """One run of the graph; results without what was filled up."""

@@ -114,7 +114,8 @@ class OrtGraph:
         self.result_names = ["logits"] if "logits" in self.outputs else ["tokens", "scores"]
         self.takes_positions = "position_ids" in self.inputs
         self.dtype = np.dtype(TENSOR_DTYPES.get(self.types.get(self.result_names[-1], ""), np.float32))
-        self.sizes = FixedSizes.of(self.inputs, self.outputs, "GroupQueryAttention" in self._session.op_types)
+        single = "GroupQueryAttention" in self._session.op_types
+        self.sizes = FixedSizes.of(self.inputs, self.outputs, single, steps=self.entry.role == "decode")
         self._table = None  # what turns tokens into the input of a graph that takes none itself
         if INPUTS_EMBEDS in self.inputs:
             self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), settings.options())

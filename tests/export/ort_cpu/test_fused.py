@@ -27,12 +27,12 @@ def operators(path: Path) -> Counter[str]:
 
 @pytest.fixture
 def made(deep: Tiny, tmp_path: Path) -> Callable[..., Path]:
-    """`made(model_type, **options)` is a copy of the model with a unified graph for onnxruntime's CPU provider."""
+    """`made(model_type, **options)` is a copy of the model with all three graphs for onnxruntime's CPU provider."""
 
     def make(model_type: str, **options: str) -> Path:
         ignored = shutil.ignore_patterns("*.onnx", "llmconv.json")
         folder = Path(shutil.copytree(deep(model_type), tmp_path / "_".join([model_type, *options]), ignore=ignored))
-        export(folder, unified=True, target="ort-cpu", **options)  # type: ignore[arg-type]
+        export(folder, prefill=True, incremental=True, unified=True, target="ort-cpu", **options)  # type: ignore[arg-type]
         return folder
 
     return make
@@ -45,10 +45,13 @@ def test_every_output_equals_the_eager_model(model_type: str, cache: str, made: 
     assert report.verdict == "pass", report.closing_lines()
 
 
-def test_a_layer_of_a_llama_has_an_operator_for_each_of_its_parts(made: Callable[..., Path]) -> None:
-    found = operators(made("llama", cache="shared-buffer") / "model.onnx")
+@pytest.mark.parametrize(("graph", "rotations"), [("model", 2 * DEPTH), ("decode", 0)])
+def test_a_layer_of_a_llama_has_an_operator_for_each_of_its_parts(
+    graph: str, rotations: int, made: Callable[..., Path]
+) -> None:
+    found = operators(made("llama", cache="shared-buffer") / f"{graph}.onnx")
     assert found["GroupQueryAttention"] == DEPTH
-    assert found["RotaryEmbedding"] == 2 * DEPTH
+    assert found["RotaryEmbedding"] == rotations
     assert found["FusedMatMul"] == 7 * DEPTH + 1
     assert found["SkipSimplifiedLayerNormalization"] + found["RMSNormalization"] == 2 * DEPTH + 1
     assert found["Gemm"] == found["Transpose"] == 0

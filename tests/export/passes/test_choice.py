@@ -66,7 +66,12 @@ def test_more_tokens_than_the_vocabulary_are_refused() -> None:
         choose(copy_of_input(), Choice.parse("topk:8"))
 
 
-@pytest.mark.parametrize("text", ["", "greedy", "topk", "topk:0", "topk:-1", "topk:x", "argmax:2"])
+@pytest.mark.parametrize("text", ["", "greedy", "topk", "topk:-1", "topk:x", "argmax:2"])
 def test_another_choice_is_refused(text: str) -> None:
     with pytest.raises(UsageProblem, match="unknown"):
         Choice.parse(text)
+
+
+def test_a_choice_of_no_token_is_refused() -> None:
+    with pytest.raises(UsageProblem, match="chooses no token"):
+        Choice.parse("topk:0")
