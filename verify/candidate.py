@@ -12,10 +12,11 @@ from llmconv.runtime.graph_entry import PrefixEntry
 from llmconv.runtime.ort import OrtGraph, OrtRunner
 from llmconv.runtime.runner import Runner, Step
 from llmconv.tensors import Array
+from llmconv.verify.calls import Call, Chain
 from llmconv.verify.choices import expected_count, measure_choices
 from llmconv.verify.compare import Gates, Measure, Truth, measure
 from llmconv.verify.report import Check
-from llmconv.verify.scenarios import Call, Chain, Scenario
+from llmconv.verify.scenarios import Scenario
 from llmconv.verify.truth import Truths, rows_of, run_chain
 
 

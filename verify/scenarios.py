@@ -9,58 +9,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 import numpy as np
 
+from llmconv.errors import UsageProblem
 from llmconv.runtime.runner import default_positions
-from llmconv.tensors import Array
+from llmconv.verify.calls import Call, Chain, Edit, Facts, chain, full_mask, holes_mask, moved, pieces, ragged_mask
 
 LENGTHS = (33, 1, 2, 3, 7)
 LONG_LENGTHS = (16, 17, 64, 65, 127)
 STEPS = 16
+GREEDY_STEPS = 32
 WINDOW_LIMIT = 512
 """A sliding window is crossed when it is at most so long; longer ones cost too much in float64."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What scenarios must know of a model.
-
-    Attributes:
-        vocab_size: rows of the embedding.
-        max_positions: longest context that the model can take at all; None for no limit.
-        window: tokens that a sliding layer sees; None without one.
-        takes_positions: whether `position_ids` reach the model.
-    """
-
-    vocab_size: int
-    max_positions: int | None = None
-    window: int | None = None
-    takes_positions: bool = True
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a runner; see `Runner.prefill` for shapes.
-
-    Attributes:
-        uniform: positions are those that the mask implies, so a graph without `position_ids` can run the call.
-    """
-
-    input_ids: Array
-    attention_mask: Array
-    position_ids: Array
-    uniform: bool = True
-
-    @property
-    def valid(self) -> Array:
-        """Bool [batch, new tokens]: the tokens that are not padding."""
-        valid: Array = self.attention_mask[:, self.attention_mask.shape[1] - self.input_ids.shape[1] :] == 1
-        return valid
-
-
-Chain = list[Call]
 
 
 @dataclass(frozen=True)
@@ -79,55 +42,16 @@ class Scenario:
     chains: Callable[[Facts, np.random.Generator], list[Chain]]
     suite: str = "quick"
 
+    @property
+    def seed(self) -> int:
+        """Of its tokens."""
+        return zlib.crc32(self.name.encode())
+
     def build(self, facts: Facts) -> list[Chain]:
         """The calls, the same ones for every run; chains too long for the model are left out."""
-        chains = self.chains(facts, np.random.default_rng(zlib.crc32(self.name.encode())))
+        chains = self.chains(facts, np.random.default_rng(self.seed))
         limit = facts.max_positions or 1 << 40
         return [chain for chain in chains if max(int(call.position_ids.max()) for call in chain) < limit]
-
-
-def chain(mask: Array, lengths: Sequence[int], facts: Facts, rng: np.random.Generator, jumps: bool = False) -> Chain:
-    """Calls that feed one batch piece by piece.
-
-    Args:
-        mask: [batch, sum of lengths], 0 where a token is padding.
-        lengths: new tokens of each call.
-        facts: for the vocabulary.
-        rng: makes the tokens.
-        jumps: positions start high and leave gaps, instead of counting the mask.
-    """
-    ids = rng.integers(0, facts.vocab_size, mask.shape)
-    positions = default_positions(mask, mask.shape[1])
-    if jumps:
-        positions = np.cumsum(rng.integers(1, 4, mask.shape), axis=1) + (facts.max_positions or 200) // 4
-    calls, done = [], 0
-    for length in lengths:
-        new = slice(done, done + length)
-        calls.append(Call(ids[:, new], mask[:, : new.stop], positions[:, new], uniform=not jumps))
-        done += length
-    return calls
-
-
-def full_mask(batch: int, length: int) -> Array:
-    """No padding."""
-    return np.ones((batch, length), dtype=np.int64)
-
-
-def ragged_mask(lengths: Sequence[int], steps: int, side: str) -> Array:
-    """Prompts of several lengths padded on one side, then `steps` tokens that all rows have."""
-    longest = max(lengths)
-    rows = [[0] * (longest - length) + [1] * length for length in lengths]
-    if side == "right":
-        rows = [row[::-1] for row in rows]
-    return np.array([row + [1] * steps for row in rows], dtype=np.int64)
-
-
-def holes_mask(batch: int, length: int, rng: np.random.Generator) -> Array:
-    """Zeros in the middle of the mask, in other places for each row; first and last token stay."""
-    mask: Array = (rng.random((batch, length)) > 0.35).astype(np.int64)
-    mask[:, [0, -1]] = 1
-    mask[:, length // 2] = 0
-    return mask
 
 
 def _prefill(length: int) -> Callable[[Facts, np.random.Generator], list[Chain]]:
@@ -169,10 +93,67 @@ def _high_positions(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 def _context_end(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     if not facts.takes_positions or not facts.max_positions or facts.max_positions < 8:
         return []
-    mask = full_mask(1, 8)
-    calls = chain(mask, [4, 4], facts, rng)
-    shift = facts.max_positions - 8
-    return [[Call(c.input_ids, c.attention_mask, c.position_ids + shift, uniform=False) for c in calls]]
+    return [moved(chain(full_mask(1, 8), [4, 4], facts, rng), facts.max_positions - 8)]
+
+
+def _context_middle(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+    if not facts.takes_positions or not facts.max_positions or facts.max_positions < 64:
+        return []
+    return [moved(chain(full_mask(1, 8), [6, 1, 1], facts, rng), facts.max_positions // 2)]
+
+
+def _original_context(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+    """Prompts on both sides of the border, and steps across it."""
+    if not facts.takes_positions or not facts.original:
+        return []
+    border = facts.original
+    prompts = [moved(chain(full_mask(1, 6), [6], facts, rng), at) for at in (border - 7, border - 6, border)]
+    stepping = moved(chain(full_mask(1, 7), [3, 1, 1, 1, 1], facts, rng), border - 5)
+    far = moved(chain(full_mask(2, 6), [5, 1], facts, rng), 2 * border)
+    return [*prompts, stepping, far]
+
+
+def _no_token(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+    mask = ragged_mask((6, 0), 3, "left")
+    return [chain(mask, [6, 1, 2], facts, rng)]
+
+
+def _exchanged(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+    """Two steps after each of which the rows continue other ones, padding included."""
+    mask = ragged_mask((7, 4, 2), 3, "left")
+    calls = chain(mask, [7, 1, 1, 1], facts, rng)
+    kept = np.arange(3)
+    for at, rows in ((1, (2, 0, 0)), (3, (1, 2, 0))):
+        kept = kept[list(rows)]
+        calls[at] = replace(calls[at], edit=Edit(rows=rows))
+        for later in range(at, len(calls)):
+            positions = default_positions(mask[kept], mask.shape[1])[:, 6 + later : 7 + later]
+            width = calls[later].attention_mask.shape[1]
+            calls[later] = replace(calls[later], attention_mask=mask[kept, :width], position_ids=positions)
+    return [calls]
+
+
+def _taken_back(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+    """A draft of four tokens, of which three are taken back."""
+    if facts.keeps_states:
+        return []
+    first = chain(full_mask(2, 10), [6, 4], facts, rng)
+    second = chain(full_mask(2, 10), [7, 1, 2], facts, rng)[1:]
+    return [[*first, replace(second[0], edit=Edit(drop=3)), second[1]]]
+
+
+def _garbage(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+    calls = chain(ragged_mask((9, 3), 2, "left"), [9, 1, 1], facts, rng)
+    return [[calls[0], *(replace(call, edit=Edit(garbage=True)) for call in calls[1:])]]
+
+
+def _greedy(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+    if facts.greedy is None:
+        return []
+    prompt = rng.integers(0, facts.vocab_size, (1, 8))
+    ids = facts.greedy(prompt, GREEDY_STEPS)
+    mask = full_mask(1, ids.shape[1])
+    return [pieces(ids, mask, default_positions(mask, ids.shape[1]), [8, *[1] * (ids.shape[1] - 8)])]
 
 
 SCENARIOS = (
@@ -226,7 +207,22 @@ SCENARIOS = (
     ),
     Scenario("positions with gaps", "optimum #1381: position_ids declared but not used", _high_positions),
     Scenario("end of the context", "sparseml #1826: rotary table folded at export length", _context_end),
+    Scenario("middle of the context", "gpt-neox #1003: rotary angles in half precision", _context_middle),
+    Scenario(
+        "beyond the original context",
+        "optimum-intel #913: the switch to other rotary frequencies frozen",
+        _original_context,
+    ),
     Scenario("first and last token", "genai #2306: head and embedding mixed up", _edge_tokens),
+    Scenario("a row of padding only", "pytorch #159973: NaN where a row sees nothing", _no_token),
+    Scenario(
+        "second turn",
+        "transformers #30311: the mask of several tokens after a past was that of a prompt",
+        lambda facts, rng: [chain(full_mask(1, 19), [5, 1, 7, 1, 3, 2], facts, rng)],
+    ),
+    Scenario("rows exchanged", "transformers #46612: beams went on without their cache", _exchanged),
+    Scenario("tokens taken back", "optimum #1924: another text after a rejected draft", _taken_back),
+    Scenario("garbage under the mask", "transformers #13175: NaN from slots that were never written", _garbage),
     *(
         Scenario(
             f"prefill, {length} tokens",
@@ -242,6 +238,19 @@ SCENARIOS = (
         lambda facts, rng: [chain(full_mask(2, 67), [3, *[1] * 64], facts, rng)],
         "full",
     ),
+    Scenario("greedy continuation, 32 tokens", "cascadia #151: fine at first, degenerate later", _greedy, "full"),
+    Scenario(
+        "one step after 130 tokens",
+        "tinygrad #15949: the causal mask was not offset by the past",
+        lambda facts, rng: [chain(full_mask(1, 133), [130, 1, 2], facts, rng)],
+        "full",
+    ),
+    Scenario(
+        "holes in the mask, batch of 4",
+        "genai #1639: the mask was read with the stride of one row",
+        lambda facts, rng: [chain(holes_mask(4, 40, rng), [33, 1, 6], facts, rng)],
+        "full",
+    ),
     Scenario(
         "batch of 5, second turn",
         "transformers #13175: an attention mask shorter than past and new tokens",
@@ -251,8 +260,25 @@ SCENARIOS = (
 )
 
 
-def scenarios(suite: str, facts: Facts) -> list[tuple[Scenario, list[Chain]]]:
-    """The scenarios of a suite that apply to a model, with their calls."""
-    chosen = [scenario for scenario in SCENARIOS if suite == "full" or scenario.suite == "quick"]
-    built = [(scenario, scenario.build(facts)) for scenario in chosen]
+def scenarios(suite: str, facts: Facts, only: Sequence[str] = ()) -> list[tuple[Scenario, list[Chain]]]:
+    """The scenarios of a suite that apply to a model, with their calls; or those that are named, of any suite.
+
+    Raises:
+        UsageProblem: a name that no scenario has.
+    """
+    built = [(scenario, scenario.build(facts)) for scenario in chosen(suite, only)]
     return [(scenario, chains) for scenario, chains in built if chains]
+
+
+def chosen(suite: str, only: Sequence[str] = ()) -> list[Scenario]:
+    """The rows that `scenarios` builds."""
+    unknown = set(only) - {scenario.name for scenario in SCENARIOS}
+    if unknown:
+        near = get_close_matches(min(unknown), [scenario.name for scenario in SCENARIOS], n=3, cutoff=0.3)
+        raise UsageProblem(
+            f"there is no scenario `{min(unknown)}`",
+            hint=f"one of: {', '.join(near)}" if near else "docs/verification.md lists them",
+        )
+    if only:
+        return [scenario for scenario in SCENARIOS if scenario.name in only]
+    return [scenario for scenario in SCENARIOS if suite == "full" or scenario.suite == "quick"]

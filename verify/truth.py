@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.eager import EagerRunner
 from llmconv.runtime.graph_entry import PrefixEntry
-from llmconv.runtime.runner import Cache, Runner, Step
+from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
+from llmconv.verify.calls import Call, Chain, Facts
 from llmconv.verify.compare import NoiseFloor, Truth, cache_rows, state_rows
 from llmconv.verify.prefix import Behind, Start
-from llmconv.verify.scenarios import Call, Chain, Facts, Scenario
+from llmconv.verify.scenarios import Scenario
 from llmconv.verify.twin import Change, scaled_copy
+
+ORIGINAL = "original_max_position_embeddings"
 
 Truths = list[list[dict[str, Truth]]]
 """By chain, by call, by output."""
@@ -66,9 +70,22 @@ class Eager:
         config = self._model.config
         window = getattr(config, "sliding_window", None)
         limit = getattr(config, "max_position_embeddings", None)
+        original = original_context(config)
         if limit:
-            limit -= self._first_position
-        return Facts(self._model.vocab_size, limit, window, self._model.takes_positions)
+            limit = max(limit, 4 * (original or 0)) - self._first_position
+        states = any(is_state(name) for name in self.cache_shapes())
+        takes = self._model.takes_positions
+        return Facts(self._model.vocab_size, limit, window, takes, original, states, self._continued)
+
+    def _continued(self, prompt: Array, steps: int) -> Array:
+        """A prompt [1, tokens] and its likeliest tokens, [1, tokens + steps]."""
+        ids, past, new = prompt, None, prompt
+        for _ in range(steps):
+            mask = np.ones_like(ids)
+            step = self._exact.prefill(new, mask, default_positions(mask, new.shape[1]), past)
+            new, past = step.logits[:, -1].argmax(axis=-1)[:, None], step.present
+            ids = np.concatenate([ids, new], axis=1)
+        return ids
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
         """What the cache consists of, by the name of the output: shapes for a batch of one and one token."""
@@ -111,12 +128,22 @@ class Eager:
         return valid if output == "logits" else np.pad(valid, ((0, 0), (self._virtual, 0)), constant_values=True)
 
 
+def original_context(config: Any) -> int | None:
+    """Tokens of the context before rotary frequencies were scaled; None where they are not."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    if any(kind.get("rope_type") == "dynamic" for kind in kinds):
+        return int(config.max_position_embeddings)
+    return next((int(kind[ORIGINAL]) for kind in kinds if kind.get(ORIGINAL)), None)
+
+
 def run_chain(runner: Runner, chain: Chain) -> list[Step]:
     """Runs the calls one after another, each on the cache of the one before; the first one as prefill."""
     steps: list[Step] = []
     past: Cache | None = None
     for index, call in enumerate(chain):
         run = runner.decode if index else runner.prefill
+        past = call.edit.apply(past, call.past_mask) if past else None
         steps.append(run(call.input_ids, call.attention_mask, call.position_ids, past))
         past = steps[-1].present
     return steps

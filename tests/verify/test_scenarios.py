@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmconv.verify.scenarios import SCENARIOS, Facts, Scenario, scenarios
+from llmconv.verify.calls import Facts
+from llmconv.verify.scenarios import SCENARIOS, Scenario, scenarios
 
-FACTS = Facts(vocab_size=50, max_positions=300, window=8)
+FACTS = Facts(50, 300, window=8, original=40, greedy=lambda ids, steps: np.pad(ids, ((0, 0), (0, steps))))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
@@ -15,6 +16,7 @@ def test_every_call_continues_the_one_before(scenario: Scenario) -> None:
     for chain in scenario.build(FACTS):
         past = 0
         for call in chain:
+            past -= call.edit.drop
             assert call.attention_mask.shape == (len(call.input_ids), past + call.input_ids.shape[1])
             assert call.position_ids.shape == call.input_ids.shape
             past = call.attention_mask.shape[1]

@@ -1,0 +1,170 @@
+"""The calls that a scenario makes: tokens, masks, positions, and what happens to the cache in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from llmconv.runtime.cache_names import is_state
+from llmconv.runtime.runner import Cache, default_positions
+from llmconv.tensors import Array
+
+GARBAGE = 1e4
+"""Written under the zeros of a mask: large, and finite in every dtype."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What scenarios must know of a model.
+
+    Attributes:
+        vocab_size: rows of the embedding.
+        max_positions: longest context that the model can take at all; None for no limit.
+        window: tokens that a sliding layer sees; None without one.
+        takes_positions: whether `position_ids` reach the model.
+        original: tokens of the context before rotary scaling, where other frequencies begin; None without one.
+        keeps_states: some layer keeps a state, of which no tokens can be taken back.
+        greedy: continues one prompt [1, tokens] by the model's own likeliest tokens, so many.
+    """
+
+    vocab_size: int
+    max_positions: int | None = None
+    window: int | None = None
+    takes_positions: bool = True
+    original: int | None = None
+    keeps_states: bool = False
+    greedy: Callable[[Array, int], Array] | None = None
+
+
+@dataclass(frozen=True)
+class Edit:
+    """What a client does to a cache between two calls.
+
+    Attributes:
+        rows: which sequence each row continues, as a beam search exchanges them; None for their own.
+        drop: tokens at the end that are taken back, as a rejected draft is.
+        garbage: what the mask hides is overwritten.
+    """
+
+    rows: tuple[int, ...] | None = None
+    drop: int = 0
+    garbage: bool = False
+
+    def apply(self, cache: Cache, mask: Array) -> Cache:
+        """The cache afterwards.
+
+        Args:
+            cache: of any runner; stays as it was.
+            mask: of the tokens that are left in it, [batch, tokens]; a prefix in front of them is not masked.
+        """
+        if self == Edit():
+            return cache
+        arrays = {name: self._edited(name, array, mask) for name, array in cache.arrays().items()}
+        return EditedCache(arrays, cache.length - self.drop)
+
+    def _edited(self, name: str, array: Array, mask: Array) -> Array:
+        array = array[list(self.rows)] if self.rows is not None else array.copy()
+        if is_state(name):
+            return array
+        array = array[:, :, : array.shape[2] - self.drop]
+        if self.garbage:
+            array.transpose(0, 2, 1, 3)[:, array.shape[2] - mask.shape[1] :][mask == 0] = GARBAGE
+        return array
+
+
+@dataclass(frozen=True)
+class EditedCache:
+    """A cache as arrays, see `runner.Cache`."""
+
+    content: Mapping[str, Array]
+    length: int
+
+    def arrays(self) -> Mapping[str, Array]:
+        """By name."""
+        return self.content
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a runner; see `Runner.prefill` for shapes.
+
+    Attributes:
+        uniform: positions are those that the mask implies, so a graph without `position_ids` can run the call.
+        edit: what happens to the cache before it.
+    """
+
+    input_ids: Array
+    attention_mask: Array
+    position_ids: Array
+    uniform: bool = True
+    edit: Edit = field(default_factory=Edit)
+
+    @property
+    def past_mask(self) -> Array:
+        """Of the tokens before the new ones, [batch, past tokens]."""
+        return self.attention_mask[:, : self.attention_mask.shape[1] - self.input_ids.shape[1]]
+
+    @property
+    def valid(self) -> Array:
+        """Bool [batch, new tokens]: the tokens that are not padding."""
+        valid: Array = self.attention_mask[:, self.past_mask.shape[1] :] == 1
+        return valid
+
+
+Chain = list[Call]
+
+
+def chain(mask: Array, lengths: Sequence[int], facts: Facts, rng: np.random.Generator, jumps: bool = False) -> Chain:
+    """Calls that feed one batch piece by piece.
+
+    Args:
+        mask: [batch, sum of lengths], 0 where a token is padding.
+        lengths: new tokens of each call.
+        facts: for the vocabulary.
+        rng: makes the tokens.
+        jumps: positions start high and leave gaps, instead of counting the mask.
+    """
+    ids = rng.integers(0, facts.vocab_size, mask.shape)
+    positions = default_positions(mask, mask.shape[1])
+    if jumps:
+        positions = np.cumsum(rng.integers(1, 4, mask.shape), axis=1) + (facts.max_positions or 200) // 4
+    return pieces(ids, mask, positions, lengths, uniform=not jumps)
+
+
+def pieces(ids: Array, mask: Array, positions: Array, lengths: Sequence[int], uniform: bool = True) -> Chain:
+    """Calls of so many new tokens each, all arrays [batch, sum of lengths]."""
+    calls, done = [], 0
+    for length in lengths:
+        new = slice(done, done + length)
+        calls.append(Call(ids[:, new], mask[:, : new.stop], positions[:, new], uniform))
+        done += length
+    return calls
+
+
+def moved(calls: Chain, by: int) -> Chain:
+    """The same calls at positions so much higher."""
+    return [replace(call, position_ids=call.position_ids + by, uniform=False) for call in calls]
+
+
+def full_mask(batch: int, length: int) -> Array:
+    """No padding."""
+    return np.ones((batch, length), dtype=np.int64)
+
+
+def ragged_mask(lengths: Sequence[int], steps: int, side: str) -> Array:
+    """Prompts of several lengths padded on one side, then `steps` tokens that all rows have."""
+    longest = max(lengths)
+    rows = [[0] * (longest - length) + [1] * length for length in lengths]
+    if side == "right":
+        rows = [row[::-1] for row in rows]
+    return np.array([row + [1] * steps for row in rows], dtype=np.int64)
+
+
+def holes_mask(batch: int, length: int, rng: np.random.Generator) -> Array:
+    """Zeros in the middle of the mask, in other places for each row; first and last token stay."""
+    mask: Array = (rng.random((batch, length)) > 0.35).astype(np.int64)
+    mask[:, [0, -1]] = 1
+    mask[:, length // 2] = 0
+    return mask
