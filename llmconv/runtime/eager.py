@@ -134,6 +134,8 @@ class EagerRunner:
             all_positions = np.concatenate([past.position_ids, position_ids], axis=1)
             if new_tokens > 1 and past.has_recurrent_state and not self._continues:
                 past, input_ids, position_ids = None, all_ids, all_positions
+        if past is None:
+            forget_lengths(self.model)
         cache = self._cache(past)
         logits = self._forward(input_ids, attention_mask, position_ids, cache)
         return Step(to_numpy(logits)[:, -new_tokens:], EagerCache(cache, all_ids, all_positions))
@@ -181,6 +183,17 @@ def _class_of(folder: Path) -> Any:
     """The class that loads a folder: of a language model, or of one that takes images too."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
+def forget_lengths(model: Any) -> None:
+    """Dynamic rotary frequencies are those of the longest sequence so far: a new one begins with the original ones."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
+            if isinstance(kind, str) and "dynamic" in kind:
+                prefix = f"{layer_type}_" if layer_type else ""
+                setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))
+                setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
 @contextmanager
