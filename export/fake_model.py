@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.export.experts import EXPERTS
 from llmconv.export.input_maps import decoder_config
+from llmconv.export.scaled_rotary import frequencies_from_positions
 from llmconv.runtime.own_code import own_classes
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
@@ -135,6 +136,7 @@ def build(config: Any) -> PreTrainedModel:
     for module, name in stored_buffers(model):
         with mode:
             module._buffers[name] = torch.empty_like(module.get_buffer(name))
+    frequencies_from_positions(model)
     return model.eval()
 
 

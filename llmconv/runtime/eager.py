@@ -189,7 +189,7 @@ def forget_lengths(model: Any) -> None:
     """Dynamic rotary frequencies are those of the longest sequence so far: a new one begins with the original ones."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
-        for layer_type, kind in (kinds.items() if isinstance(kinds, dict) else [(None, kinds)]):
+        for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
             if isinstance(kind, str) and "dynamic" in kind:
                 prefix = f"{layer_type}_" if layer_type else ""
                 setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))
