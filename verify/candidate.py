@@ -15,6 +15,7 @@ from llmconv.tensors import Array
 from llmconv.verify.calls import Call, Chain
 from llmconv.verify.choices import expected_count, measure_choices
 from llmconv.verify.compare import Gates, Measure, Truth, measure
+from llmconv.verify.evidence import Evidence
 from llmconv.verify.report import Check
 from llmconv.verify.scenarios import Scenario
 from llmconv.verify.truth import Truths, rows_of, run_chain
@@ -82,9 +83,16 @@ def candidates(graphs: list[OrtGraph], chains: list[Chain]) -> list[Candidate]:
 
 
 def check_scenario(
-    scenario: Scenario, chains: list[Chain], candidate: Candidate, truths: Truths, gates: Gates, pair: Agreement
+    scenario: Scenario,
+    chains: list[Chain],
+    candidate: Candidate,
+    truths: Truths,
+    gates: Gates,
+    pair: Agreement,
+    evidence: Evidence,
+    repeat: int = 1,
 ) -> list[Check]:
-    """One check per output, over all chains and calls."""
+    """One check per output, over all chains and calls; with `repeat` all runs have to give the same bits."""
     blank = Check(scenario.name, candidate.name, "")
     reason = next((candidate.refuses(call) for chain in chains for call in chain if candidate.refuses(call)), "")
     if reason:
@@ -93,16 +101,27 @@ def check_scenario(
     for chain, truth in zip(chains, truths, strict=True):
         try:
             steps = run_chain(candidate.runner, chain)
+            unsteady = any(not _equal(steps, run_chain(candidate.runner, chain)) for _ in range(1, repeat))
         except LlmconvError as error:
             return [replace(blank, output="logits", verdict="fail", detail=error.message)]
-        for step, expected in zip(steps, truth, strict=True):
+        if unsteady:
+            return [replace(blank, output="logits", verdict="fail", detail="two runs of the graph differ")]
+        for call, step, expected in zip(chain, steps, truth, strict=True):
             rows = rows_of(step)
-            for name, found in _results(candidate, expected["logits"], step).items():
-                measures[name].append(found)
-            for name in expected.keys() - {"logits"}:
-                measures[name].append(_measure(expected[name], rows.get(name)))
+            found = _results(candidate, expected["logits"], step)
+            found |= {name: _measure(expected[name], rows.get(name)) for name in expected if name != "logits"}
+            for name, measured in found.items():
+                measures[name].append(measured)
+                evidence.see_rows(name, measured, call.past_mask.shape[1] if name == "logits" else 0)
+            evidence.see_logits(scenario.name, call, expected["logits"], step.logits)
             pair.see(candidate, scenario, expected, rows)
     return [fold(blank, name, found, gates) for name, found in measures.items()]
+
+
+def _equal(steps: list[Step], others: list[Step]) -> bool:
+    """The same bits in every output of every step."""
+    pairs = [(rows_of(a), rows_of(b)) for a, b in zip(steps, others, strict=True)]
+    return all(np.array_equal(a[name], b[name], equal_nan=True) for a, b in pairs for name in a)
 
 
 def _results(candidate: Candidate, truth: Truth, step: Step) -> dict[str, Measure]:
@@ -134,6 +153,8 @@ def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Ch
         steps=len(measures),
         row=at.row,
         detail=detail,
+        divergence=max(found.divergence for found in measures),
+        agreement=min(found.agreement for found in measures),
     )
 
 

@@ -10,7 +10,8 @@ every row (one position of one sequence), so that one broken position is not dil
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,23 @@ class Truth:
     max_noise: Array
     valid: Array
 
+    @property
+    def near_tie(self) -> Array:
+        """Margin of likeliest tokens that noise could overturn, [batch, tokens]: twice the gate's worst row of it."""
+        return 2 * np.maximum(self.max_noise, GATES["float32"].row * self.noise)
+
+    def margins(self, logits: Array) -> Array:
+        """By how much the truth prefers its own likeliest token to that of some logits, [batch, tokens]."""
+        best, chosen = (array.argmax(axis=-1)[..., None] for array in (self.exact, logits))
+        at = np.take_along_axis
+        margins: Array = at(self.exact, best, -1)[..., 0] - at(self.exact, chosen, -1)[..., 0]
+        return margins
+
+    def flipped(self, logits: Array) -> Array:
+        """Rows that are not padding whose likeliest token is another, bool [batch, tokens]."""
+        flipped: Array = (self.exact.argmax(axis=-1) != logits.argmax(axis=-1)) & self.valid
+        return flipped
+
     def last(self) -> Truth:
         """The last token only, for graphs that give no other logits."""
         noise, valid = self.noise[:, -1:], self.valid[:, -1:]
@@ -71,6 +89,9 @@ class Measure:
         row: (sequence in the batch, token) of the worst row.
         max_abs: largest absolute difference.
         flips: rows whose likeliest token differs and no near-tie explains it (logits only).
+        divergence: largest Kullback-Leibler divergence of a row from the truth, in nats (logits only).
+        agreement: share of rows with the truth's likeliest token (logits only).
+        ratios: sigma of every row, [batch, tokens]; 0 under padding.
         problem: why nothing could be measured, or what else is wrong; empty when all is well.
     """
 
@@ -80,6 +101,9 @@ class Measure:
     max_abs: float = 0.0
     flips: int = 0
     problem: str = ""
+    divergence: float = 0.0
+    agreement: float = 1.0
+    ratios: Array | None = field(default=None, compare=False, repr=False)
 
     def passes(self, gates: Gates) -> bool:
         """Within the gates, with nothing else wrong."""
@@ -133,13 +157,45 @@ def measure(truth: Truth, output: Array, *, tokens: bool = False) -> Measure:
     row_error = np.where(truth.valid, rms_rows(error), 0.0)
     ratio = row_error / truth.noise
     worst = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
-    return Measure(
+    found = Measure(
         sigma=rms(row_error[truth.valid]) / truth.total_noise,
         row_sigma=float(ratio[worst]),
         row=(int(worst[0]), int(worst[1])),
         max_abs=float(np.abs(error[truth.valid]).max(initial=0.0)),
-        flips=unexplained_flips(truth, output) if tokens else 0,
+        ratios=ratio,
     )
+    return replace(found, **_of_tokens(truth, output)) if tokens else found
+
+
+def _of_tokens(truth: Truth, logits: Array) -> dict[str, Any]:
+    """What is measured of logits alone."""
+    divergence = divergences(truth.exact[truth.valid], logits[truth.valid])
+    return {
+        "flips": unexplained_flips(truth, logits),
+        "divergence": float(divergence.max(initial=0.0)),
+        "agreement": 1.0 - float(truth.flipped(logits)[truth.valid].mean()),
+    }
+
+
+def divergences(exact: Array, logits: Array) -> Array:
+    """Kullback-Leibler divergence of the tokens' probabilities from the truth's, in nats.
+
+    Args:
+        exact, logits: [rows, vocabulary].
+
+    Returns:
+        [rows], at least 0.
+    """
+    wanted, found = (log_probabilities(rows.astype(np.float64)) for rows in (exact, logits))
+    sums: Array = (np.exp(wanted) * (wanted - found)).sum(axis=-1)
+    return np.maximum(sums, 0.0)
+
+
+def log_probabilities(logits: Array) -> Array:
+    """Natural logarithms over the last axis."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: Array = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
 
 
 def unexplained_flips(truth: Truth, logits: Array) -> int:
@@ -147,12 +203,7 @@ def unexplained_flips(truth: Truth, logits: Array) -> int:
 
     The margin counts as a near-tie up to twice the gate's worst row of noise.
     """
-    best = truth.exact.argmax(axis=-1)
-    chosen = logits.argmax(axis=-1)
-    at = np.take_along_axis
-    margin = at(truth.exact, best[..., None], -1)[..., 0] - at(truth.exact, chosen[..., None], -1)[..., 0]
-    near_tie = margin <= 2 * np.maximum(truth.max_noise, GATES["float32"].row * truth.noise)
-    return int(((best != chosen) & ~near_tie & truth.valid).sum())
+    return int((truth.flipped(logits) & (truth.margins(logits) > truth.near_tie)).sum())
 
 
 def cache_rows(array: Array) -> Array:

@@ -47,7 +47,7 @@ class Evidence:
     Attributes:
         histogram: logits by the power of ten of their absolute error, [BINS].
         points: (truth, graph) of some logits.
-        flips: the first of them.
+        flips: the first of them; `flipped` counts all.
         positions: the largest sigma of a row, by output and position in the sequence.
         rows: rows of logits that were compared.
     """
@@ -57,6 +57,7 @@ class Evidence:
     flips: list[Flip] = field(default_factory=list)
     positions: dict[str, Array] = field(default_factory=lambda: defaultdict(lambda: np.zeros(POSITIONS)))
     rows: int = 0
+    flipped: int = 0
 
     def see_rows(self, output: str, found: Measure, first: int) -> None:
         """Notes the sigma of every row of an output, whose first row is that of the token `first`."""
@@ -86,7 +87,9 @@ class Evidence:
         self.points += [(float(exact[i]), float(found[i])) for i in [*largest, *spread] if np.isfinite(found[i])]
 
     def _keep_flips(self, scenario: str, truth: Truth, logits: Array) -> None:
-        for batch, token in np.argwhere(truth.flipped(logits))[: FLIPS - len(self.flips)]:
+        flipped = np.argwhere(truth.flipped(logits))
+        self.flipped += len(flipped)
+        for batch, token in flipped[: FLIPS - len(self.flips)]:
             margin, noise = truth.margins(logits)[batch, token], truth.near_tie[batch, token]
             self.flips.append(Flip(scenario, (int(batch), int(token)), float(margin), float(noise)))
 
@@ -95,6 +98,7 @@ class Evidence:
         edges = [float(f"{10 ** (LOWEST + i / PER_DECADE):.3g}") for i in range(BINS + 1)]
         return {
             "rows": self.rows,
+            "flipped": self.flipped,
             "error_edges": edges,
             "error_counts": self.histogram.tolist(),
             "flips": [{**vars(flip), "row": list(flip.row)} for flip in self.flips],

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from html import escape
 
 from llmconv.verify.compare import GATES
+from llmconv.verify.evidence import Evidence
 from llmconv.verify.plots import depth_curve, heat_map
 from llmconv.verify.report import Check, Report, clean
+from llmconv.verify.spread import error_histogram, logit_scatter, position_map
 
 STYLE = """
 :root { color-scheme: light; }
@@ -23,6 +25,7 @@ th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #e3e7
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.verdict { font-weight: 600; } tr.fail td.verdict { color: #c0392b; } tr.pass td.verdict { color: #2e8b57; }
 tr.skip td.verdict { color: #8a6d00; } svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+.pair { display: flex; gap: 1rem; } .pair > div { flex: 1; }
 code { background: #f2f4f7; padding: .1rem .3rem; border-radius: 4px; }
 """
 WORDS = {
@@ -43,6 +46,7 @@ def render_html(report: Report) -> str:
     failed = {check.graph for check in report.checks if check.verdict == "fail"}
     for graph in sorted(graphs, key=lambda graph: graph not in failed):
         body += _graph(graph, [check for check in report.checks if check.graph == graph])
+        body += _spread(report.evidence[graph]) if graph in report.evidence else []
     body += ["<h2>All checks</h2>", EXPLAIN, _table(report.highlights()), _about(report)]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
@@ -81,6 +85,39 @@ def _graph(graph: str, checks: Sequence[Check]) -> list[str]:
     ]
 
 
+def _spread(evidence: Evidence) -> list[str]:
+    """How errors are spread over logits and positions, and the likeliest tokens that differ."""
+    drawn = [
+        ("Errors of logits, by size", error_histogram(evidence)),
+        ("Logits of the graph over the eager model's", logit_scatter(evidence)),
+    ]
+    pairs = "".join(f'<div><p class="small">{title}:</p>{svg}</div>' for title, svg in drawn if svg)
+    along = position_map(evidence)
+    return [
+        f'<p class="small">Worst sigma of a row, by layer and position in the sequence:</p>{along}' if along else "",
+        f'<div class="pair">{pairs}</div>' if pairs else "",
+        _flips(evidence),
+    ]
+
+
+def _flips(evidence: Evidence) -> str:
+    if not evidence.rows:
+        return ""
+    if not evidence.flips:
+        return f'<p class="small">Likeliest tokens: the same in all {evidence.rows} rows.</p>'
+    head = "<tr><th>scenario</th><th>row</th>" + "".join(
+        f'<th class="number">{name}</th>' for name in ("margin of the eager model", "explained by rounding up to")
+    )
+    rows = "".join(
+        f'<tr class="{"pass" if flip.margin <= flip.noise else "fail"}"><td>{_text(flip.scenario)}</td>'
+        f"<td>sequence {flip.row[0]}, token {flip.row[1]}</td>"
+        f'<td class="number">{flip.margin:.2e}</td><td class="number">{flip.noise:.2e}</td></tr>'
+        for flip in evidence.flips[:FIRST]
+    )
+    text = f"Likeliest tokens that differ: {evidence.flipped} of {evidence.rows} rows, the first:"
+    return f'<p class="small">{text}</p><table>{head}</tr>{rows}</table>'
+
+
 def _table(checks: Sequence[Check]) -> str:
     head = "<tr><th>verdict</th><th>scenario</th><th>graph</th><th>output</th>"
     head += "".join(f'<th class="number">{name}</th>' for name in ("step", "sigma", "worst row", "max abs"))
@@ -99,12 +136,16 @@ def _row(check: Check) -> str:
 
 def _about(report: Report) -> str:
     gates = GATES["float32"]
+    seeds = report.settings.get("seeds", {})
+    given = {name: value for name, value in report.settings.items() if name not in {"gates", "seeds"}}
+    settings = ", ".join(f"{name} {value}" for name, value in given.items())
+    settings += f"; {len(seeds)} scenarios, seeds in report.json" if seeds else ""
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     return (
         "<h2>How to read this</h2><p>sigma = RMS(graph − eager in float64) / RMS(eager in the graph's dtype − eager in "
         "float64): 1 is rounding noise like the model's own, 10 a wrong epsilon, thousands a wrong structure. A graph "
         f"in float32 passes up to {gates.aggregate:g} over an output and up to {gates.row:g} in its worst row.</p>"
-        f'<p class="small">{_text(versions)}</p>'
+        f'<p class="small">{_text(versions)}</p><p class="small">{_text(settings)}</p>'
     )
 
 

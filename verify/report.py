@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 from llmconv.runtime.cache_names import is_present
+from llmconv.verify.evidence import Evidence
 
 NAME_LIMIT = 200
 
@@ -23,6 +24,8 @@ class Check:
         output: such as `logits` or `present.3.key`.
         sigma, row_sigma: the largest over the steps; the gates are those of `compare.GATES`.
         max_abs: the largest absolute difference.
+        divergence, agreement: of logits: the largest Kullback-Leibler divergence of a row in nats, and the share of
+            rows with the same likeliest token, in the worst step.
         verdict: `pass`, `fail` or `skip`.
         step: the step with the largest sigma; on failure the first that fails.
         detail: what is wrong, in words.
@@ -39,6 +42,8 @@ class Check:
     steps: int = 1
     row: tuple[int, int] = (0, 0)
     detail: str = ""
+    divergence: float = 0.0
+    agreement: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class Report:
         where: on failure, where to look.
         notes: what a reader should know, one line each.
         versions: of the libraries that took part.
+        settings: threads and optimisation of onnxruntime, how often every call was run, the gates, seeds by scenario.
+        evidence: what the page draws, by graph.
     """
 
     folder: str
@@ -78,6 +85,8 @@ class Report:
     where: Where | None = None
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    evidence: dict[str, Evidence] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return self.verdict == "pass"
@@ -116,8 +125,10 @@ class Report:
             "reference": self.reference,
             "suite": self.suite,
             "versions": self.versions,
+            "settings": self.settings,
             "notes": self.notes,
             "checks": [_plain(asdict(check)) for check in self.checks],
+            "logits": {name: evidence.as_dict() for name, evidence in self.evidence.items()},
         }
         if self.where:
             content["where"] = asdict(self.where)

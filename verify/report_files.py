@@ -1,4 +1,4 @@
-"""The report as files: report.json, junit.xml, report.md and report.html, all escaped, none needs a network."""
+"""The report as files: report.json, junit.xml, summary.md and report.html, all escaped, none needs a network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_report(report: Report, folder: Path) -> None:
     files = {
         "report.json": render_json(report),
         "junit.xml": render_junit(report),
-        "report.md": render_markdown(report),
+        "summary.md": render_markdown(report),
         "report.html": render_html(report),
     }
     try:
@@ -71,7 +71,8 @@ def _add_case(suite: ElementTree.Element, check: Check) -> None:
         suite, "testcase", classname=_xml(f"{check.name}.{check.graph}"), name=_xml(check.output or check.name)
     )
     properties = ElementTree.SubElement(case, "properties")
-    for name, value in (("sigma", check.sigma), ("row_sigma", check.row_sigma), ("max_abs", check.max_abs)):
+    for name in ("sigma", "row_sigma", "max_abs", "divergence", "agreement"):
+        value = getattr(check, name)
         ElementTree.SubElement(properties, "property", name=name, value=str(value))
     if check.verdict == "fail":
         message = f"step {check.step}, sigma {check.sigma:.2f}, worst row {check.row_sigma:.2f} {check.detail}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import onnx
 
@@ -20,10 +21,11 @@ from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, open_graph
 from llmconv.verify.candidate import Agreement, Candidate, candidates, check_scenario
 from llmconv.verify.compare import GATES
 from llmconv.verify.embeddings import check_embeddings, takes_embeddings
+from llmconv.verify.evidence import Evidence
 from llmconv.verify.localise import localise
 from llmconv.verify.prefix import stored_start, trained_start
 from llmconv.verify.report import Check, Report
-from llmconv.verify.scenarios import scenarios
+from llmconv.verify.scenarios import Scenario, chosen, scenarios
 from llmconv.verify.structure import check_structure, name_problems
 from llmconv.verify.truth import Eager
 from llmconv.verify.twin import CHANGES, Change, scaled_copy, why_no_twin
@@ -34,11 +36,13 @@ from llmconv.verify.whole import load_whole
 LIBRARIES = ("numpy", "onnx", "onnxruntime", "torch", "transformers")
 
 
-def verify(
+def verify(  # noqa: PLR0913 - one parameter per option of the command
     folder: str | Path,
     *,
     reference: str | Path | None = None,
     suite: str = "quick",
+    only: Sequence[str] = (),
+    repeat: int = 1,
     settings: SessionSettings | None = None,
     on_checks: Callable[[list[Check]], None] | None = None,
     eager: Eager | None = None,
@@ -50,6 +54,8 @@ def verify(
         folder: what `llmconv export` left.
         reference: the Hugging Face folder of the model; as the manifest says, or `folder` itself, when left out.
         suite: `quick` or `full`.
+        only: names of scenarios; these alone are run, of whichever suite.
+        repeat: how often every call is run; all runs have to give the same bits.
         settings: of onnxruntime.
         on_checks: called with the checks as they come.
         eager: the reference, opened before; what it computed is used again.
@@ -62,6 +68,7 @@ def verify(
     folder = Path(folder)
     _require_usable(folder, suite)
     report = Report(folder.name, folder.name, suite, versions=library_versions())
+    report.settings = _recorded(settings or SessionSettings(), chosen(suite, only), repeat)
     entries = graph_entries(folder)
     if not entries:
         report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
@@ -84,6 +91,16 @@ def verify(
         _run(eager, folder, graphs, models, settings, report, add)
     report.where = localise(report.checks)
     return report
+
+
+def _recorded(settings: SessionSettings, rows: Sequence[Scenario], repeat: int) -> dict[str, Any]:
+    """What would have to be the same for the same report."""
+    gates = {dtype: asdict(gate) for dtype, gate in GATES.items()}
+    seeds = {scenario.name: scenario.seed for scenario in rows}
+    return {"threads": settings.threads, "optimization": settings.optimization, "repeat": repeat} | {
+        "gates": gates,
+        "seeds": seeds,
+    }
 
 
 def _collector(report: Report, on_checks: Callable[[list[Check]], None] | None) -> Callable[[list[Check]], None]:
@@ -197,11 +214,13 @@ def _compare(
     pair = Agreement(gates)
     for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
         truth = eager.behind(prefix, trained_start(folder, prefix)) if prefix else eager
-        for scenario, chains in scenarios(report.suite, truth.facts()):
+        for scenario, chains in scenarios(report.suite, truth.facts(), tuple(report.settings["seeds"])):
             found = [candidate for candidate in candidates(graphs, chains) if candidate.prefix == prefix]
             truths = truth.truths(scenario, chains) if found else []
             for candidate in found:
-                add(check_scenario(scenario, chains, candidate, truths, gates, pair))
+                evidence = report.evidence.setdefault(candidate.name, Evidence())
+                repeat = report.settings["repeat"]
+                add(check_scenario(scenario, chains, candidate, truths, gates, pair, evidence, repeat))
     add(pair.checks())
 
 
@@ -240,9 +259,9 @@ def _compare_twin(
     """Graphs on weights of which some are scaled, and the eager model on the same."""
     gates = GATES[twin.dtype]
     for scenario, chains in scenarios(report.suite, twin.facts()):
-        if scenario.name in TWIN_SCENARIOS:
+        if scenario.name in TWIN_SCENARIOS and scenario.name in report.settings["seeds"]:
             named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug)
             truths = twin.truths(named, chains)
             for graph in graphs:
                 candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
-                add(check_scenario(named, chains, candidate, truths, gates, Agreement(gates)))
+                add(check_scenario(named, chains, candidate, truths, gates, Agreement(gates), Evidence()))

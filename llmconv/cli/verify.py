@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--reference", type=click.Path(path_type=Path), help="HF folder of the model; default: as recorded.")
 @click.option("--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How much.")
+@click.option("--scenario", "only", multiple=True, metavar="NAME", help="This scenario only; may be repeated.")
+@click.option("--repeat", type=click.IntRange(1), default=1, help="Run every call so often; all must give equal bits.")
 @click.option("--report", "report_folder", type=click.Path(path_type=Path), help="Write JSON, JUnit, Markdown, HTML.")
+@click.option("--github", is_flag=True, help="Print failures as annotations of GitHub Actions, too.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
 @options.trust_remote_code
 @options.as_json
@@ -30,7 +33,10 @@ def command(
     folder: Path,
     reference: Path | None,
     suite: str,
+    only: tuple[str, ...],
+    repeat: int,
     report_folder: Path | None,
+    github: bool,
     threads: int,
     trust_remote_code: bool,
     as_json: bool,
@@ -41,6 +47,7 @@ def command(
     """
     from llmconv.runtime import SessionSettings
     from llmconv.verify import verify
+    from llmconv.verify.github import annotation_lines
     from llmconv.verify.report import lines_of
     from llmconv.verify.report_files import write_report
 
@@ -53,6 +60,8 @@ def command(
         folder,
         reference=reference,
         suite=suite,
+        only=only,
+        repeat=repeat,
         settings=SessionSettings(threads=threads),
         on_checks=None if as_json else show,
         trust_remote_code=trust_remote_code,
@@ -64,5 +73,7 @@ def command(
     else:
         for line in report.closing_lines():
             click.echo(line)
+    for line in annotation_lines(report) if github else ():
+        click.echo(line, err=as_json)
     say(f"{time.perf_counter() - started:.1f} s" + (f", report in {report_folder}" if report_folder else ""))
     ctx.exit(report.exit_code)

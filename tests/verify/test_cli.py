@@ -82,3 +82,45 @@ def test_a_file_that_is_no_graph_is_refused(tiny: Callable[[str], Path], tmp_pat
 @pytest.mark.parametrize("options", [["--suite", "quickest"], ["--nonsense"]])
 def test_a_wrong_option_exits_2(options: list[str], tmp_path: Path) -> None:
     assert run(tmp_path, *options).exit_code == 2
+
+
+def test_one_scenario_is_run_alone(exported: Callable[[str], Path]) -> None:
+    content = json.loads(run(exported("llama"), "--scenario", "left padding", "--json").stdout)
+    ran = {check["name"] for check in content["checks"]} - {"structure", "weights", "prefill and decode agree"}
+    assert ran == {"left padding"}
+    assert list(content["settings"]["seeds"]) == ["left padding"]
+
+
+def test_an_unknown_scenario_exits_2(exported: Callable[[str], Path]) -> None:
+    result = run(exported("llama"), "--scenario", "left pading")
+    assert result.exit_code == 2
+    assert "left padding" in result.stderr
+
+
+def test_a_graph_that_says_something_else_each_time_fails_when_repeated(
+    exported: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = decode_only(exported("llama"), tmp_path / "unsteady")
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    logits = next(node for node in model.graph.node if "logits" in node.output)
+    logits.output[:] = ["steady"]
+    helper = onnx.helper
+    model.graph.node.extend(
+        [
+            helper.make_node("RandomUniformLike", ["steady"], ["noise"], low=0.0, high=1e-7),
+            helper.make_node("Add", ["steady", "noise"], ["logits"]),
+        ]
+    )
+    onnx.save(model, folder / "decode.onnx")
+    given = [folder, "--reference", exported("llama"), "--scenario", "prefill, 33 tokens"]
+    assert run(*given).exit_code == 0
+    result = run(*given, "--repeat", "3")
+    assert result.exit_code == 1
+    assert "two runs of the graph differ" in result.stdout
+
+
+def test_failures_are_annotated_for_github(broken: Callable[..., Path], exported: Callable[[str], Path]) -> None:
+    mutant = next(mutant for mutant in MUTANTS if mutant.name.startswith("attention scale"))
+    given = [broken("llama", mutant), "--reference", exported("llama"), "--scenario", "batch of 3", "--github"]
+    lines = [line for line in run(*given).stdout.splitlines() if line.startswith("::")]
+    assert lines[0].startswith("::error title=llmconv verify mutant::batch of 3")

@@ -88,7 +88,7 @@ def test_the_four_files_are_written_and_the_junit_counts_add_up(tmp_path: Path) 
     skipped = Check("holes", "decode.onnx", "logits", verdict="skip", detail="why")
     write_report(report_of(PASSED, FAILED, skipped), tmp_path / "new" / "report")
     files = sorted(path.name for path in (tmp_path / "new" / "report").iterdir())
-    assert files == ["junit.xml", "report.html", "report.json", "report.md"]
+    assert files == ["junit.xml", "report.html", "report.json", "summary.md"]
     suite = ElementTree.parse(tmp_path / "new" / "report" / "junit.xml").getroot()
     assert [suite.get(key) for key in ("tests", "failures", "skipped")] == ["3", "1", "1"]
     assert len(suite.findall(".//failure")) == len(suite.findall(".//skipped")) == 1
@@ -125,7 +125,7 @@ def test_the_page_runs_no_script_and_asks_no_network_whatever_the_names(tmp_path
 
 def test_markdown_cells_hold_no_markup(tmp_path: Path) -> None:
     write_report(report_of(Check(HOSTILE, "g", "logits", verdict="fail")), tmp_path)
-    row = next(line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("| fail"))
+    row = next(line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("| fail"))
     assert "<script>" not in row
     assert "\\|" in row
 

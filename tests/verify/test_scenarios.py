@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from llmconv.errors import UsageProblem
 from llmconv.verify.calls import Facts
-from llmconv.verify.scenarios import SCENARIOS, Scenario, scenarios
+from llmconv.verify.scenarios import SCENARIOS, Scenario, chosen, scenarios
 
 FACTS = Facts(50, 300, window=8, original=40, greedy=lambda ids, steps: np.pad(ids, ((0, 0), (0, steps))))
 
@@ -60,3 +61,32 @@ def test_padding_lies_where_its_name_says() -> None:
     left, right = (chains[f"{side} padding"][0][0].attention_mask for side in ("left", "right"))
     assert left[1, 0] == 0 and left[1, -1] == 1
     assert right[1, 0] == 1 and right[1, -1] == 0
+
+
+@pytest.mark.parametrize("kind", ["original", "window", "states"])
+def test_what_a_model_lacks_is_not_run(kind: str) -> None:
+    lacking = {"original": Facts(50, 300), "window": Facts(50, 300), "states": Facts(50, 300, keeps_states=True)}
+    left_out = {
+        "original": "beyond the original context",
+        "window": "sliding window crossed",
+        "states": "tokens taken back",
+    }
+    assert left_out[kind] not in [scenario.name for scenario, _ in scenarios("full", lacking[kind])]
+
+
+def test_rows_that_are_exchanged_take_their_masks_along() -> None:
+    (chain,) = dict((scenario.name, chains) for scenario, chains in scenarios("quick", FACTS))["rows exchanged"]
+    before, after = chain[0].attention_mask, chain[1].attention_mask[:, :7]
+    assert np.array_equal(after, before[[2, 0, 0]])
+    assert np.array_equal(chain[3].attention_mask[:, :7], before[[0, 0, 2]])
+
+
+def test_the_suite_has_what_the_public_bugs_ask_for() -> None:
+    assert len([scenario for scenario in SCENARIOS if scenario.suite == "quick"]) >= 23
+    assert len(SCENARIOS) >= 32
+
+
+def test_an_unknown_scenario_is_answered_with_those_that_are_near() -> None:
+    with pytest.raises(UsageProblem, match="no scenario `left pading`") as caught:
+        chosen("quick", ["left pading"])
+    assert "left padding" in caught.value.hint
