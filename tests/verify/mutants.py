@@ -39,6 +39,27 @@ from tests.verify.weight_mutants import (
     stale_weight,
     transposed_weight,
 )
+from tests.verify.wiring_mutants import (
+    cached_key_not_rotated,
+    embedding_not_scaled,
+    epsilon_of_every_norm,
+    gate_and_up_swapped,
+    hidden_in_bfloat16,
+    key_heads_swapped,
+    last_layer_skipped,
+    last_token_unknown,
+    logits_in_half_precision,
+    mask_of_the_first_row,
+    mask_too_weak,
+    norm_skipped,
+    norm_weight_without_one,
+    positions_end,
+    positions_stretched,
+    query_in_half_precision,
+    query_not_rotated,
+    rotated_backwards,
+    weight_one_row_off,
+)
 
 ROTARY = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 ALL = (*ROTARY, "gpt2", "bloom")
@@ -188,6 +209,11 @@ def window_off_by_one(model: onnx.ModelProto, folder: Path) -> bool:
     return _change_window(model, 9)
 
 
+def window_too_short(model: onnx.ModelProto, folder: Path) -> bool:
+    """The sliding window is one token too short."""
+    return _change_window(model, 7)
+
+
 def window_dropped(model: onnx.ModelProto, folder: Path) -> bool:
     """The sliding window never ends."""
     return _change_window(model, 1 << 30)
@@ -330,6 +356,26 @@ MUTANTS = (
     Mutant("LoRA scale 1 % off", lora_scale),
     Mutant("one weight through bfloat16", bfloat16_weight),
     Mutant("untied head tied", head_is_embedding, ("llama", "mistral", "qwen3")),
+    Mutant("every norm's epsilon a fifth too large", epsilon_of_every_norm),
+    Mutant("window one too short", window_too_short, ("gemma2",)),
+    Mutant("key heads swapped", key_heads_swapped, (*ROTARY, "gpt2")),
+    Mutant("query not rotated in one layer", query_not_rotated, ROTARY),
+    Mutant("query in half precision in one layer", query_in_half_precision, (*ROTARY, "gpt2")),
+    Mutant("key cached before it is rotated", cached_key_not_rotated, ROTARY),
+    Mutant("mask of the first row for all", mask_of_the_first_row),
+    Mutant("mask too weak", mask_too_weak),
+    Mutant("positions end at 31", positions_end, (*ROTARY, "gpt2")),
+    Mutant("rotary angles 0.1 % too large", positions_stretched, ROTARY),
+    Mutant("rotated backwards", rotated_backwards, ROTARY),
+    Mutant("last layer skipped", last_layer_skipped),
+    Mutant("one norm skipped", norm_skipped, ROTARY),
+    Mutant("norm weight without the one", norm_weight_without_one, ("gemma2",)),
+    Mutant("embedding not scaled", embedding_not_scaled, ("gemma2",)),
+    Mutant("gate and up projection swapped", gate_and_up_swapped, ROTARY),
+    Mutant("hidden state through bfloat16", hidden_in_bfloat16),
+    Mutant("logits in half precision", logits_in_half_precision),
+    Mutant("last token of the vocabulary unknown", last_token_unknown),
+    Mutant("weight read one row late", weight_one_row_off),
     Mutant("low bit of one weight flipped", flip_bit(0)),
     Mutant("exponent bit of one weight flipped", flip_bit(23)),
 )
