@@ -63,7 +63,9 @@ def key_heads_swapped(model: onnx.ModelProto, folder: Path) -> bool:
     node = _attention(model, 1)
     if node is None:
         return False
-    order = add_constant(model, np.array([1, 0], dtype=np.int64))
+    past = next(port for port in model.graph.input if port.name == "past_key_values.1.key")
+    heads = np.arange(past.type.tensor_type.shape.dim[1].dim_value)
+    order = add_constant(model, np.concatenate([heads[1::-1], heads[2:]]))
     swapped = insert(model, node, "Gather", [node.input[1], order])
     gather = maker(model, swapped)
     assert gather is not None
