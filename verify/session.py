@@ -23,6 +23,7 @@ from llmconv.verify.compare import GATES
 from llmconv.verify.embeddings import check_embeddings, takes_embeddings
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.localise import localise
+from llmconv.verify.odd_weights import odd_weights
 from llmconv.verify.prefix import stored_start, trained_start
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import Scenario, chosen, scenarios
@@ -33,6 +34,9 @@ from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
 from llmconv.verify.weights import Source, audit_files, audit_weights
 from llmconv.verify.whole import load_whole
 
+OTHER_SETTINGS = (("disable", 1), ("basic", 2), ("extended", 1))
+OTHER_SETTINGS_SCENARIO = "left padding"
+OTHER_SETTINGS_BUG = "optimum #978: wrong from one level of optimisation on"
 LIBRARIES = ("numpy", "onnx", "onnxruntime", "torch", "transformers")
 
 
@@ -83,6 +87,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     report.notes += changed_graphs(folder, _paths(folder, entries, models))
     source = Source.of(folder, truth_folder, [entry.prefix.file for entry in entries if entry.prefix])
     add(audit_files(folder))
+    report.notes += odd_weights(source.reference)
     _audit(models, source, report, add)
     graphs = _open(folder, entries, settings, add)
     if graphs:
@@ -200,6 +205,7 @@ def _run(
     graphs = [graph for graph in graphs if not name_problems(graph, shapes)]
     _compare(eager, folder, graphs, report, add)
     _compare_twins(eager, folder, graphs, models, settings, report, add)
+    _compare_settings(eager, folder, graphs, settings, report, add)
 
 
 def _compare(
@@ -251,6 +257,30 @@ def _compare_twins(
                 if prefix:  # which stays what it is
                     truth = twin.behind(prefix, stored_start(folder, prefix, len(eager.cache_shapes()) // 2))
                 _compare_twin(truth, change, [graph for graph in graphs if graph.entry.prefix == prefix], report, add)
+
+
+def _compare_settings(
+    eager: Eager,
+    folder: Path,
+    originals: list[OrtGraph],
+    settings: SessionSettings | None,
+    report: Report,
+    add: Callable[[list[Check]], None],
+) -> None:
+    """One scenario as onnxruntime computes it when it optimises otherwise, with one thread and with two."""
+    named = {scenario.name: (scenario, chains) for scenario, chains in scenarios("quick", eager.facts())}
+    if report.suite != "full" or OTHER_SETTINGS_SCENARIO not in report.settings["seeds"]:
+        return
+    scenario, chains = named[OTHER_SETTINGS_SCENARIO]
+    for level, threads in OTHER_SETTINGS:
+        other = replace(settings or SessionSettings(), optimization=level, threads=threads)
+        name = f"{scenario.name}, optimisation {level}, {threads} thread{'s' * (threads > 1)}"
+        entries = [graph.entry for graph in originals if not graph.entry.prefix]
+        for graph in _open(folder, entries, other, add):
+            candidate, gates = Candidate(graph.name, OrtRunner(graph, graph), (graph,)), GATES[eager.dtype]
+            truths = eager.truths(scenario, chains)
+            row = replace(scenario, name=name, bug=OTHER_SETTINGS_BUG)
+            add(check_scenario(row, chains, candidate, truths, gates, Agreement(gates), Evidence()))
 
 
 def _compare_twin(

@@ -210,7 +210,7 @@ def gate_and_up_swapped(model: onnx.ModelProto, folder: Path) -> bool:
 
 def _gate_of(model: onnx.ModelProto, activated: onnx.NodeProto) -> str:
     """What an activation is of: `Gelu(gate)`, or `gate * Sigmoid(gate)`."""
-    return activated.input[0]
+    return str(activated.input[0])
 
 
 def _in_order(model: onnx.ModelProto, late: onnx.NodeProto) -> None:
