@@ -20,6 +20,7 @@ from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, open_graph
 from llmconv.verify.candidate import Agreement, Candidate, candidates, check_scenario
 from llmconv.verify.compare import GATES
+from llmconv.verify.copies import adding_copies, distinct
 from llmconv.verify.embeddings import check_embeddings, takes_embeddings
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.localise import localise
@@ -203,6 +204,8 @@ def _run(
     shapes = eager.cache_shapes()
     add([check_structure(graph, models[graph.name], shapes) for graph in graphs])
     graphs = [graph for graph in graphs if not name_problems(graph, shapes)]
+    graphs, copies = distinct(folder, graphs)
+    add = adding_copies(add, copies)
     _compare(eager, folder, graphs, report, add)
     _compare_twins(eager, folder, graphs, models, settings, report, add)
     _compare_settings(eager, folder, graphs, settings, report, add)
