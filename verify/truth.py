@@ -87,6 +87,11 @@ class Eager:
             ids = np.concatenate([ids, new], axis=1)
         return ids
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return int(self._model.config.num_hidden_layers)
+
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
         """What the cache consists of, by the name of the output: shapes for a batch of one and one token."""
         one = np.zeros((1, 1), dtype=np.int64)

@@ -67,11 +67,26 @@ ALL = (*ROTARY, "gpt2", "bloom")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: its name, the surgery that makes it, and the families that have a place for it."""
+    """One bug: its name, the surgery that makes it, the families that have a place for it, and where it is.
+
+    Attributes:
+        layer: the first layer that computes something else; None for what comes after the layers.
+    """
 
     name: str
     apply: Surgery
     families: tuple[str, ...] = ALL
+    layer: int | None = 1
+
+    def is_at(self, layer: int | None, num_layers: int) -> bool:
+        """Whether the first layer whose keys or values differ brackets the bug.
+
+        Keys and values of a layer are made by its first half, so what happens later in it shows in the next one, and
+        what happens late in the last layer in the logits.
+        """
+        if layer is None:
+            return self.layer is None or self.layer == num_layers - 1
+        return self.layer is not None and layer in (self.layer, self.layer + 1)
 
 
 # --- norms, activations, scales ---------------------------------------------------------------------------------------
@@ -330,51 +345,51 @@ def past_swapped(model: onnx.ModelProto, folder: Path) -> bool:
 MUTANTS = (
     Mutant("one norm's epsilon times ten", epsilon_of_one_norm),
     Mutant("attention scale 1 % off in one layer", attention_scale),
-    Mutant("attention softcap dropped in one layer", attention_softcap, ("gemma2",)),
-    Mutant("final softcap 10 % off", final_softcap, ("gemma2",)),
+    Mutant("attention softcap dropped in one layer", attention_softcap, ("gemma2",), layer=2),
+    Mutant("final softcap 10 % off", final_softcap, ("gemma2",), layer=None),
     Mutant("activation in another form", activation),
     Mutant("activation constant rounded", activation_constant, ("gpt2", "bloom")),
-    Mutant("causal mask too narrow", causal_too_narrow),
-    Mutant("causal mask too wide", causal_too_wide),
-    Mutant("padding ignored", padding_ignored),
-    Mutant("window off by one", window_off_by_one, ("gemma2",)),
-    Mutant("window dropped", window_dropped, ("gemma2",)),
-    Mutant("positions off by one", positions_off_by_one, (*ROTARY, "gpt2")),
-    Mutant("position_ids ignored", positions_ignored, (*ROTARY, "gpt2")),
-    Mutant("rotary base changed", rotary_table(lambda table: table ** np.float32(1.01)), ROTARY),
-    Mutant("rotary table in half precision", rotary_table(lambda table: table.astype(np.float16)), ROTARY),
-    Mutant("ALiBi slope 1 % off", alibi_slopes, ("bloom",)),
+    Mutant("causal mask too narrow", causal_too_narrow, layer=0),
+    Mutant("causal mask too wide", causal_too_wide, layer=0),
+    Mutant("padding ignored", padding_ignored, layer=0),
+    Mutant("window off by one", window_off_by_one, ("gemma2",), layer=0),
+    Mutant("window dropped", window_dropped, ("gemma2",), layer=0),
+    Mutant("positions off by one", positions_off_by_one, (*ROTARY, "gpt2"), layer=0),
+    Mutant("position_ids ignored", positions_ignored, (*ROTARY, "gpt2"), layer=0),
+    Mutant("rotary base changed", rotary_table(lambda table: table ** np.float32(1.01)), ROTARY, layer=0),
+    Mutant("rotary table in half precision", rotary_table(lambda table: table.astype(np.float16)), ROTARY, layer=0),
+    Mutant("ALiBi slope 1 % off", alibi_slopes, ("bloom",), layer=0),
     Mutant("two present names swapped", present_names_swapped),
-    Mutant("key and value swapped", key_value_swapped),
+    Mutant("key and value swapped", key_value_swapped, layer=2),
     Mutant("two pasts swapped", past_swapped),
     Mutant("two layers' weights swapped", layers_swapped),
     Mutant("square weight transposed", transposed_weight),
     Mutant("bias dropped", bias_dropped, ("qwen2", "gpt2", "bloom")),
-    Mutant("first side of a residual dropped", residual_branch_dropped(0)),
-    Mutant("second side of a residual dropped", residual_branch_dropped(1)),
+    Mutant("first side of a residual dropped", residual_branch_dropped(0), layer=2),
+    Mutant("second side of a residual dropped", residual_branch_dropped(1), layer=2),
     Mutant("stale weight", stale_weight),
     Mutant("LoRA scale 1 % off", lora_scale),
     Mutant("one weight through bfloat16", bfloat16_weight),
-    Mutant("untied head tied", head_is_embedding, ("llama", "mistral", "qwen3")),
-    Mutant("every norm's epsilon a fifth too large", epsilon_of_every_norm),
-    Mutant("window one too short", window_too_short, ("gemma2",)),
+    Mutant("untied head tied", head_is_embedding, ("llama", "mistral", "qwen3"), layer=None),
+    Mutant("every norm's epsilon a fifth too large", epsilon_of_every_norm, layer=0),
+    Mutant("window one too short", window_too_short, ("gemma2",), layer=0),
     Mutant("key heads swapped", key_heads_swapped, (*ROTARY, "gpt2")),
     Mutant("query not rotated in one layer", query_not_rotated, ROTARY),
-    Mutant("query in half precision in one layer", query_in_half_precision, (*ROTARY, "gpt2")),
+    Mutant("query in half precision in one layer", query_in_half_precision, (*ROTARY, "gpt2"), layer=2),
     Mutant("key cached before it is rotated", cached_key_not_rotated, ROTARY),
-    Mutant("mask of the first row for all", mask_of_the_first_row, ROTARY),
-    Mutant("mask too weak", mask_too_weak),
-    Mutant("positions end at 31", positions_end, (*ROTARY, "gpt2")),
-    Mutant("rotary angles 0.1 % too large", positions_stretched, ROTARY),
-    Mutant("rotated backwards", rotated_backwards, ROTARY),
-    Mutant("last layer skipped", last_layer_skipped),
+    Mutant("mask of the first row for all", mask_of_the_first_row, ROTARY, layer=0),
+    Mutant("mask too weak", mask_too_weak, layer=0),
+    Mutant("positions end at 31", positions_end, (*ROTARY, "gpt2"), layer=0),
+    Mutant("rotary angles 0.1 % too large", positions_stretched, ROTARY, layer=0),
+    Mutant("rotated backwards", rotated_backwards, ROTARY, layer=0),
+    Mutant("last layer skipped", last_layer_skipped, layer=None),
     Mutant("one norm skipped", norm_skipped, ROTARY),
     Mutant("norm weight without the one", norm_weight_without_one, ("gemma2",)),
-    Mutant("embedding not scaled", embedding_not_scaled, ("gemma2",)),
-    Mutant("gate and up projection swapped", gate_and_up_swapped, ROTARY),
-    Mutant("hidden state through bfloat16", hidden_in_bfloat16),
-    Mutant("logits in half precision", logits_in_half_precision),
-    Mutant("last token of the vocabulary unknown", last_token_unknown, (*ROTARY, "bloom")),
+    Mutant("embedding not scaled", embedding_not_scaled, ("gemma2",), layer=0),
+    Mutant("gate and up projection swapped", gate_and_up_swapped, ROTARY, layer=2),
+    Mutant("hidden state through bfloat16", hidden_in_bfloat16, layer=2),
+    Mutant("logits in half precision", logits_in_half_precision, layer=None),
+    Mutant("last token of the vocabulary unknown", last_token_unknown, (*ROTARY, "bloom"), layer=0),
     Mutant("weight read one row late", weight_one_row_off),
     Mutant("low bit of one weight flipped", flip_bit(0)),
     Mutant("exponent bit of one weight flipped", flip_bit(23)),

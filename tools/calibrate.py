@@ -1,0 +1,143 @@
+"""The figures behind the verdict: `make mutants` writes docs/calibration.md, its data and its plot.
+
+Every family is exported once; then the weights are drawn again in place, with other seeds and sizes, because the graph
+only maps them. Each draw is one clean run; threads and optimisation levels take turns. Mutants run on the first draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import onnx
+
+from llmconv.export import export
+from llmconv.runtime import SessionSettings
+from llmconv.runtime.eager import EagerRunner
+from llmconv.safetensors_io import read_header
+from llmconv.verify import Report, verify
+from llmconv.verify.session import library_versions
+from llmconv.verify.truth import Eager
+from tests.conftest import CONFIGS, save_tiny
+from tests.verify.mutants import MUTANTS, Mutant
+from tools.calibration_page import render_page, render_plot
+from tools.other_checks import RULES
+
+SIZES = (0.5, 1.0, 2.0)
+SETTINGS = [SessionSettings(threads, False, level) for level in ("all", "basic", "disable") for threads in (1, 2)]
+PAGE = Path("docs/calibration.md")
+
+
+@dataclass
+class Clean:
+    """One draw of the weights: the largest sigma of an output and of a row, and which rules of others fail it."""
+
+    sigma: float
+    row_sigma: float
+    verdict: str
+    alarms: list[str]
+
+
+@dataclass
+class Killed:
+    """One mutant: its largest sigma, the verdict, where it was found and whether rightly, and which rules fail it."""
+
+    name: str
+    sigma: float
+    verdict: str
+    where: str
+    right_place: bool
+    others: list[str]
+
+
+@dataclass
+class Family:
+    """All runs of one family."""
+
+    model_type: str
+    clean: list[Clean] = field(default_factory=list)
+    mutants: list[Killed] = field(default_factory=list)
+
+
+def draw_weights(folder: Path, seed: int, size: float) -> None:
+    """Shuffles every tensor's values among themselves and scales the matrices; shapes and offsets stay."""
+    rng = np.random.default_rng(seed)
+    for tensor in read_header(folder / "model.safetensors").tensors.values():
+        values = rng.permutation(tensor.read().ravel()) * np.float32(size if len(tensor.shape) == 2 else 1)
+        with open(tensor.path, "r+b") as file:
+            file.seek(tensor.offset)
+            file.write(values.tobytes())
+
+
+def largest(report: Report) -> tuple[float, float]:
+    """Largest sigma over an output, and of a row."""
+    checks = [check for check in report.checks if "agree" not in check.name]
+    return max(check.sigma for check in checks), max(check.row_sigma for check in checks)
+
+
+def clean_run(folder: Path, seed: int) -> Clean:
+    """A draw of the weights."""
+    draw_weights(folder, seed, SIZES[seed % len(SIZES)])
+    report = verify(folder, settings=SETTINGS[seed % len(SETTINGS)])
+    return Clean(*largest(report), report.verdict, _failing(folder / "decode.onnx", EagerRunner(folder)))
+
+
+def _failing(graph: Path, model: EagerRunner) -> list[str]:
+    return [rule.name for rule in RULES if not rule.passes(graph, model)]
+
+
+def mutant_run(mutant: Mutant, folder: Path, target: Path, eager: Eager, model: EagerRunner) -> Killed:
+    """A mutant as the decode graph of a folder."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(folder, target)
+    (target / "prefill.onnx").unlink()
+    (target / "llmconv.json").write_text(json.dumps({"graphs": {"decode": {"file": "decode.onnx"}}}))
+    graph = onnx.load(target / "decode.onnx", load_external_data=False)
+    assert mutant.apply(graph, target), mutant.name
+    onnx.save(graph, target / "decode.onnx")
+    report = verify(target, reference=folder, eager=eager)
+    where = report.where.text if report.where else ""
+    right = report.where is not None and mutant.is_at(report.where.layer, eager.num_layers)
+    others = _failing(target / "decode.onnx", model)
+    return Killed(mutant.name, largest(report)[0], report.verdict, where, right, others)
+
+
+def family_runs(model_type: str, seeds: int, folder: Path) -> Family:
+    """Everything of one family."""
+    family = Family(model_type)
+    model_folder = save_tiny(model_type, folder / model_type)
+    export(model_folder, prefill=True, incremental=True)
+    eager, model = Eager(model_folder, "float32", keep=True), EagerRunner(model_folder)
+    for mutant in (mutant for mutant in MUTANTS if model_type in mutant.families):
+        family.mutants.append(mutant_run(mutant, model_folder, folder / "mutant", eager, model))
+        print(model_type, family.mutants[-1].verdict, mutant.name, flush=True)
+    for seed in range(seeds):
+        family.clean.append(clean_run(model_folder, seed))
+    print(model_type, "clean runs:", [run.verdict for run in family.clean].count("pass"), "of", seeds, flush=True)
+    return family
+
+
+def main() -> None:
+    """Runs all families and writes the page, `calibration.json` and `calibration.svg`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=30, help="clean runs of every family")
+    parser.add_argument("--only", action="append", choices=list(CONFIGS), help="this family")
+    parser.add_argument("--write", type=Path, default=PAGE)
+    options = parser.parse_args()
+    families = []
+    for model_type in options.only or CONFIGS:
+        with TemporaryDirectory() as name:
+            families.append(family_runs(model_type, options.seeds, Path(name)))
+    data = {"versions": library_versions(), "families": [asdict(family) for family in families]}
+    options.write.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    options.write.with_suffix(".svg").write_text(render_plot(data))
+    options.write.write_text(render_page(data))
+
+
+if __name__ == "__main__":
+    main()
