@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import llmconv.cli
 from llmconv.convert.formats import formats
 from llmconv.export import INPUT_MAPS
+from tests.conftest import save_tiny
 from tools import formats_page
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +79,7 @@ def test_the_readme_and_contributing_name_only_words_of_the_makefile() -> None:
 def test_make_alone_lists_the_words() -> None:
     done = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = [line.split()[1] for line in done.stdout.splitlines()]
-    words = "setup demo test test-slow clients check fix bench families docs wheel size"
+    words = "setup demo test test-slow clients check fix bench families mutants docs wheel size"
     assert listed == words.split()
 
 
@@ -134,3 +136,19 @@ def test_the_demo_runs_twice() -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "tokens per second" in done.stdout
+
+
+def test_the_workflow_for_ci_runs_as_it_stands(tmp_path: Path) -> None:
+    (text,) = blocks(ROOT / "docs/ci.md", "yaml")
+    steps = [step for step in yaml.safe_load(text)["jobs"]["verify"]["steps"] if "name" in step]
+    save_tiny("llama", tmp_path / "model")
+    environment = {
+        **os.environ,
+        "PATH": f"{LLMCONV.parent}{os.pathsep}{os.environ['PATH']}",
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"),
+    }
+    for step in steps:
+        done = subprocess.run(["bash", "-e", "-c", step["run"]], cwd=tmp_path, env=environment, check=False)
+        assert done.returncode == 0, step["name"]
+    assert (tmp_path / "summary").read_text().startswith("# PASS: model")
+    assert (tmp_path / "report" / "report.html").is_file()
