@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -90,3 +92,8 @@ def test_an_unknown_scenario_is_answered_with_those_that_are_near() -> None:
     with pytest.raises(UsageProblem, match="no scenario `left pading`") as caught:
         chosen("quick", ["left pading"])
     assert "left padding" in caught.value.hint
+
+
+def test_the_page_lists_every_scenario_with_its_bug() -> None:
+    page = (Path(__file__).parents[2] / "docs/verification.md").read_text()
+    assert [s.name for s in SCENARIOS if f"| {s.name} | {s.suite} | {s.bug} |" not in page] == []
