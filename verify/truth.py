@@ -61,6 +61,11 @@ class Eager:
         other._exact, other._rounded = runners
         return other
 
+    @property
+    def runners(self) -> tuple[Runner, Runner]:
+        """The model in float64, and in the graph's dtype."""
+        return self._exact, self._rounded
+
     def facts(self) -> Facts:
         """What the scenarios must know of the model."""
         config = self._model.config
