@@ -42,20 +42,27 @@ class Comparison:
         return found is not None and found.passes(self._gates)
 
     def measure(self, record: Record, value: Array) -> Measure | None:
-        """How far a float value is from a float record of as many elements; None where one hides what the other shows."""
+        """How far a float value is from a record of as many elements; None where one hides what the other shows."""
         arrays = (record.exact, record.rounded, value.reshape(record.exact.shape))
-        hidden = [(array < HIDDEN) | np.isneginf(array) for array in arrays]
+        hidden = [array < HIDDEN for array in arrays]
         if not (np.array_equal(hidden[0], hidden[1]) and np.array_equal(hidden[0], hidden[2])):
             return None
-        counts = ~hidden[0] & self._counts(record.exact.shape, masks=bool(hidden[0].any()))
+        counts = self.counted(record)
         exact, rounded, found = (_rows(np.where(counts, array, 0)) for array in arrays)
-        valid = _rows(counts).any(axis=-1)
+        valid = np.asarray(_rows(counts).any(axis=-1))
         truth = self._floor.truth(re.sub(r"\d+", "#", f"{record.scope} {record.op}"), exact, rounded, valid)
         return measure(truth, found)
 
+    def counted(self, record: Record) -> Array:
+        """Which elements of a record are compared, bool in its shape: not padding, and not hidden by a mask."""
+        if record.exact.dtype.kind != "f":
+            return self._counts(record.exact.shape, masks=True)
+        hidden = record.exact < HIDDEN
+        return ~hidden & self._counts(record.exact.shape, masks=bool(hidden.any()))
+
     def _same(self, record: Record, value: Array) -> bool:
         """Integers and booleans: equal, but for rows of padding."""
-        counts = self._counts(record.exact.shape, masks=True)
+        counts = self.counted(record)
         found = value.reshape(record.exact.shape)
         return bool(np.array_equal(np.where(counts, found, 0), np.where(counts, record.exact, 0)))
 

@@ -1,45 +1,81 @@
 """Bisect: the first node of a graph that differs from the eager model, after a check has failed.
 
-The cache says between which layers the fault lies; where it does not, the outputs of layers are searched by halves. There
-every value is compared with what the model computes in the same module (`trail`), the piece that is wrong is cut down to
-what can be shown to be wrong (`proof`), and compared with what the module holds (`findings`).
+The cache says between which layers the fault lies; where it does not, the outputs of layers are searched by halves.
+There every value is compared with what the model computes in the same module (`trail`), the piece that is wrong is cut
+down to what can be shown to be wrong (`proof`), and compared with what the module holds (`findings`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from llmconv.errors import LlmconvError
+import onnx
+
+from llmconv.errors import InputRefused
 from llmconv.runtime.cache_names import layer_of
 from llmconv.verify.agreement import Comparison
 from llmconv.verify.findings import Suspect, find
+from llmconv.verify.minimize import Minimized, write_piece
 from llmconv.verify.proof import Piece, Target, smallest_piece
 from llmconv.verify.recording import OUT, Record
 from llmconv.verify.replay import Folder, Replay, replayed
-from llmconv.verify.report import Check, Where
+from llmconv.verify.report import Check, Report, Where
 from llmconv.verify.scopes import ANYWHERE, Scopes, layer_of_scope
 from llmconv.verify.trail import Trail, Wiring
 from llmconv.verify.truth import Eager
 
+NOTHING = "nothing to find: every check passed"
 
-def bisect(where: Where, checks: Sequence[Check], folder: Folder, eager: Eager) -> Where:
-    """What `where` says, with the node where it could be found.
+
+@dataclass(frozen=True)
+class Bisection:
+    """What to do about a failure.
+
+    Attributes:
+        minimize: a new folder for the smallest piece that is wrong; None for none.
+    """
+
+    minimize: Path | None = None
+
+
+def bisect(report: Report, folder: Folder, eager: Eager | None, wanted: Bisection) -> None:
+    """Names the first node that differs in `report.where`, and says in a note what else came of it.
 
     Args:
-        where: the first check that failed.
-        checks: all of them.
+        report: of a run; unchanged where nothing failed, but for a note.
         folder: what was verified.
-        eager: the reference.
+        eager: the reference; None where no graph could be run.
+        wanted: what to do.
+
+    Raises:
+        OutputFailed: the piece cannot be written.
     """
+    if report.where is None:
+        report.notes.append(NOTHING if report.verdict == "pass" else "nothing to find: no check failed")
+        return
+    if eager is None:
+        return
+    written = None
     try:
-        with replayed(where, folder, eager) as replay:
-            if replay is None:
-                return where
-            found = Search(replay, where, checks).run()
-    except LlmconvError as error:
-        return replace(where, text=f"{where.text}; no node named: {error.message}")
-    return found
+        with replayed(report.where, folder, eager) as replay:
+            if replay:
+                search = Search(replay, report.where, report.checks)
+                report.where = search.run()
+                written = search.write(report.where, wanted.minimize)
+    except InputRefused as error:
+        report.notes.append(f"no node named: {error.message}")
+    if not report.where.node and not report.where.finding:
+        report.notes.append("no node named: the values of no module could be compared")
+    if wanted.minimize:
+        report.notes.append(_written_told(wanted.minimize, written))
+
+
+def _written_told(folder: Path, written: Minimized | None) -> str:
+    if written is None:
+        return f"nothing written to `{folder}`: no piece of the graph is wrong by itself"
+    return f"{written.nodes} node{'s' * (written.nodes > 1)} with inputs in `{folder}`, sigma {written.sigma:.4g}"
 
 
 @dataclass(frozen=True)
@@ -71,6 +107,7 @@ class Search:
         self.scopes = Scopes(name for name, _ in replay.model.named_modules())
         self.layers = {id(node): layer_of_scope(self.scopes.of(node.name)) for node in self.wiring.nodes}
         self.comparison = Comparison(replay.dtype, replay.call, replay.virtual)
+        self._found: tuple[Trail, Piece | None] | None = None
 
     def run(self) -> Where:
         """The answer."""
@@ -78,11 +115,21 @@ class Search:
             return replace(self.where, text=f"{self.where.text}; no node is named after a module of the model")
         window = self._window()
         trail = self._trail(window)
-        if not trail.back_from(window.output):
-            return self._told(find(self._suspect(trail, None)), None, "")
-        target = Target(window.output, self._expected(window, trail))
-        piece = smallest_piece(trail, self.replay.tapped, self.replay.feeds, target)
-        return self._told(find(self._suspect(trail, piece)), piece, trail.scope(piece.node))
+        piece = None
+        if trail.back_from(window.output):
+            target = Target(window.output, self._expected(window, trail))
+            piece = smallest_piece(trail, self.replay.tapped, self.replay.feeds, target)
+        self._found = (trail, piece)
+        finding = find(Suspect(self.replay, self.where, self.checks, trail, piece))
+        node = (finding.node if finding else None) or (piece.node if piece else None)
+        return self._told(finding.text if finding else "", node, trail.scope(node) if node is not None else "")
+
+    def write(self, where: Where, folder: Path | None) -> Minimized | None:
+        """Writes the piece that `run` found; None where there is none, or no folder for it."""
+        trail, piece = self._found or (None, None)
+        if folder is None or trail is None or piece is None:
+            return None
+        return write_piece(folder, piece, trail, self.replay, where)
 
     def _window(self) -> Window:
         """The layers of the fault, from the outputs that were compared, or by halves."""
@@ -121,7 +168,9 @@ class Search:
         values = self.replay.tapped.read(self.replay.feeds, names)
         records = [
             record
-            for record in self.replay.record(lambda scope: layer_of_scope(scope) == layer and scope.endswith(f".{layer}"))
+            for record in self.replay.record(
+                lambda scope: layer_of_scope(scope) == layer and scope.endswith(f".{layer}")
+            )
             if record.op == OUT
         ]
         pairs = [(record, value) for record in records for value in values.values() if value.size == record.exact.size]
@@ -147,19 +196,15 @@ class Search:
             return next((r for r in trail.ports if r.op == OUT and r.scope.endswith(f".{window.last}")), None)
         return self.replay.outputs().get(window.output)
 
-    def _suspect(self, trail: Trail, piece: Piece | None) -> Suspect:
-        return Suspect(self.replay, self.where, self.checks, trail, piece)
-
-    def _told(self, finding: str, piece: Piece | None, scope: str) -> Where:
+    def _told(self, finding: str, node: onnx.NodeProto | None, scope: str) -> Where:
         """The answer in words."""
         place = f"{self.where.scenario}, {self.where.graph}, step {self.where.step}"
-        if piece is None:
+        if node is None:
             text = f"{finding} ({place})" if finding else self.where.text
             return replace(self.where, finding=finding, text=text)
-        node = piece.node
-        layer = layer_of_scope(scope)
         told = finding or f"first node that differs: `{node.name}` ({node.op_type})"
         text = f"{short(scope) or node.name}: {told} ({place})"
+        layer = layer_of_scope(scope)
         return replace(self.where, layer=layer, node=node.name, scope=scope, finding=finding, text=text)
 
 

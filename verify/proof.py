@@ -75,8 +75,18 @@ def smallest_piece(trail: Trail, tapped: Tapped, inputs: Mapping[str, Array], la
                 if attempts > ATTEMPTS:
                     break
                 if output == target.value or _repairs(trail, tapped, values, output, record, target):
-                    return Piece(trail.back_from(output), output, record, proven=output != target.value)
+                    end = _handed_on(trail, output)
+                    return Piece(trail.back_from(end), end, record, proven=output != target.value)
     return Piece(suspects, target.value, target.record, proven=False)
+
+
+def _handed_on(trail: Trail, value: str) -> str:
+    """The value past the nodes that do nothing: the model's may belong behind the one that should do something."""
+    users = trail.wiring.users[value]
+    while len(users) == 1 and users[0].op_type == "Identity":
+        value = users[0].output[0]
+        users = trail.wiring.users[value]
+    return value
 
 
 def _candidates(trail: Trail, output: str) -> Iterator[Record]:

@@ -12,8 +12,8 @@ import onnx
 import torch
 
 from llmconv.runtime.cache_names import is_state, past_of
-from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.eager import EagerRunner
+from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry
 from llmconv.runtime.ort import TENSOR_DTYPES, OrtGraph, OrtRunner, SessionSettings, behind_prefix, open_graph
 from llmconv.runtime.runner import Cache, Runner
@@ -155,5 +155,7 @@ def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array
 
 def _empty(graph: OrtGraph, name: str, batch: int) -> Array:
     """No keys and values, or a state of zeros."""
-    shape = [axis if isinstance(axis, int) else int(at != 2 or is_state(name)) for at, axis in enumerate(graph.inputs[name])]
+    shape = [
+        axis if isinstance(axis, int) else int(at != 2 or is_state(name)) for at, axis in enumerate(graph.inputs[name])
+    ]
     return np.zeros([batch, *shape[1:]], TENSOR_DTYPES.get(graph.types[name], np.float32))

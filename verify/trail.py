@@ -1,8 +1,8 @@
 """Trail: which values of a graph agree with the model, and the nodes between the last that do and the first that fails.
 
 A value agrees when the eager model computes the same in the same module. Exporters write some steps differently, so a
-value may agree with none; but where what is made of it agrees, it was right too. What is left leads from the output that
-failed back to the fault.
+value may agree with none; but where what is made of it agrees, it was right too. What is left leads from the output
+that failed back to the fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYOUT_OPS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatt
 """They move values and change none."""
 
 ARITHMETIC = {"Identity": "^$", "Add": "add|sub", "Sub": "add|sub", "Mul": "mul|div", "Div": "mul|div"}
-"""Operators that exporters leave where a term or a factor is gone, and those of the records that they may agree with."""
+"""Operators that stay where a term or a factor is gone, and the operators of the records that they may agree with."""
 
 SHAPE_OPS = {"Shape", "Size", "Constant", "ConstantOfShape"}
 TAKES_SHAPE = {"Reshape", "Expand", "ConstantOfShape", "Unsqueeze", "Squeeze", "Slice", "Split", "Tile"}
@@ -155,4 +155,3 @@ class Trail:
     def back_from(self, value: str) -> list[onnx.NodeProto]:
         """The nodes between the last values that agree and this one, in order; none where it agrees itself."""
         return [] if value in self.good else self.wiring.before(value, self.good)
-

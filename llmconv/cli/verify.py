@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 @click.option("--reference", type=click.Path(path_type=Path), help="HF folder of the model; default: as recorded.")
 @click.option("--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How much.")
 @click.option("--report", "report_folder", type=click.Path(path_type=Path), help="Write JSON, JUnit, Markdown, HTML.")
+@click.option("--bisect", is_flag=True, help="After a failure, name the first node that differs.")
+@click.option("--minimize", type=click.Path(path_type=Path), help="Write the smallest failing piece to a new folder.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
 @options.trust_remote_code
 @options.as_json
@@ -31,6 +33,8 @@ def command(
     reference: Path | None,
     suite: str,
     report_folder: Path | None,
+    bisect: bool,
+    minimize: Path | None,
     threads: int,
     trust_remote_code: bool,
     as_json: bool,
@@ -40,7 +44,7 @@ def command(
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
     from llmconv.runtime import SessionSettings
-    from llmconv.verify import verify
+    from llmconv.verify import Bisection, verify
     from llmconv.verify.report import lines_of
     from llmconv.verify.report_files import write_report
 
@@ -56,6 +60,7 @@ def command(
         settings=SessionSettings(threads=threads),
         on_checks=None if as_json else show,
         trust_remote_code=trust_remote_code,
+        bisection=Bisection(minimize) if bisect or minimize else None,
     )
     if report_folder:
         write_report(report, report_folder)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmconv.verify.findings import activation, numbers, positions, weights, wiring
-from llmconv.verify.findings.suspect import Suspect
+from llmconv.verify.findings import activation, masks, numbers, positions, weights, wiring
+from llmconv.verify.findings.suspect import Finding, Suspect
 
-FINDINGS: tuple[Callable[[Suspect], str], ...] = (
+FINDINGS: tuple[Callable[[Suspect], Finding | None], ...] = (
     weights.audited,
     weights.other_weight,
     weights.transposed,
@@ -17,7 +17,7 @@ FINDINGS: tuple[Callable[[Suspect], str], ...] = (
     numbers.attention_softcap,
     numbers.final_softcap,
     numbers.sliding_window,
-    wiring.mask,
+    masks.mask,
     positions.rotary_table,
     positions.alibi_slopes,
     positions.positions,
@@ -25,14 +25,15 @@ FINDINGS: tuple[Callable[[Suspect], str], ...] = (
     wiring.other_cache,
     wiring.missing_term,
     wiring.other_output,
+    wiring.optimised,
     wiring.constant,
 )
-"""Each says in words what it found, or nothing."""
+"""Each says what it found, or nothing."""
 
 
-def find(suspect: Suspect) -> str:
-    """The first finding, empty where no row fits."""
-    return next((text for row in FINDINGS if (text := row(suspect))), "")
+def find(suspect: Suspect) -> Finding | None:
+    """The first finding; None where no row fits."""
+    return next((found for row in FINDINGS if (found := row(suspect))), None)
 
 
-__all__ = ["FINDINGS", "Suspect", "find"]
+__all__ = ["FINDINGS", "Finding", "Suspect", "find"]

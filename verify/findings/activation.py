@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from llmconv.tensors import Array
-from llmconv.verify.findings.suspect import Suspect
+from llmconv.verify.findings.suspect import Finding, Suspect
 from llmconv.verify.recording import IN, OUT
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -27,7 +27,7 @@ CLOSE = 2e-6
 """Relative distance up to which a float32 graph computes a function."""
 
 
-def activation(suspect: Suspect) -> str:
+def activation(suspect: Suspect) -> Finding | None:
     """The module gives the function of another name, or of none."""
     for node in suspect.nodes:
         scope = suspect.scope(node)
@@ -38,8 +38,15 @@ def activation(suspect: Suspect) -> str:
             continue
         wanted, found = _named(ports[IN], ports[OUT]), _graph_function(suspect, scope, ports[IN].size)
         if wanted and found != wanted:
-            return f"activation {found or 'of another form'} in the graph, {wanted} in the model"
-    return ""
+            return Finding(f"activation {found or _form(suspect)} in the graph, {wanted} in the model", node)
+    return None
+
+
+def _form(suspect: Suspect) -> str:
+    """Of a function that has no name: the number that makes it another."""
+    numbers = (value for name in suspect.nodes[0].input if (value := suspect.constant(name)) is not None)
+    number = next((float(value.reshape(())) for value in numbers if value.size == 1), None)
+    return "of another form" if number is None else f"of another form (constant {number:.6g})"
 
 
 def _graph_function(suspect: Suspect, scope: str, size: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx
 
-from llmconv.verify.findings.suspect import Suspect, differ, told
+from llmconv.verify.findings.suspect import Finding, Suspect, differ, told
 
 EPSILONS = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 """What norms call it."""
@@ -19,23 +19,23 @@ TINY = 1e-2
 """A number that is added and smaller than this is an epsilon."""
 
 
-def epsilon(suspect: Suspect) -> str:
+def epsilon(suspect: Suspect) -> Finding | None:
     """A norm's epsilon, as an attribute or as the number that is added."""
     added = ((node, value) for node, value in suspect.scalars("Add") if 0 <= value < TINY)
     for node, found in (*suspect.attributes("epsilon"), *added):
         wanted = _held(suspect.module(node), EPSILONS)
         if wanted is not None and differ(found, wanted):
-            return told("epsilon", found, wanted)
-    return ""
+            return Finding(told("epsilon", found, wanted), node)
+    return None
 
 
-def attention_scale(suspect: Suspect) -> str:
+def attention_scale(suspect: Suspect) -> Finding | None:
     """The factor of the attention's scores, as an attribute or as the number that they are multiplied by."""
     for node, found in (*suspect.attributes("scale"), *_score_factors(suspect)):
         wanted = _wanted_scale(suspect, node)
         if wanted is not None and found and differ(found, wanted):
-            return told("attention scale", found, wanted)
-    return ""
+            return Finding(told("attention scale", found, wanted), node)
+    return None
 
 
 def _score_factors(suspect: Suspect) -> Iterator[tuple[onnx.NodeProto, float]]:
@@ -55,7 +55,7 @@ def _wanted_scale(suspect: Suspect, node: onnx.NodeProto) -> float | None:
     return size**-0.5 if size else None
 
 
-def attention_softcap(suspect: Suspect) -> str:
+def attention_softcap(suspect: Suspect) -> Finding | None:
     """The cap of the attention's scores; an attention without the attribute has none."""
     wanted = getattr(suspect.config, "attn_logit_softcapping", None) or 0.0
     found = {id(node): value for node, value in suspect.attributes("softcap")}
@@ -63,19 +63,19 @@ def attention_softcap(suspect: Suspect) -> str:
         if node.op_type in {"Attention", "GroupQueryAttention"}:
             value = found.get(id(node), 0.0)
             if differ(value, wanted):
-                return told("attention softcap", value, wanted)
-    return ""
+                return Finding(told("attention softcap", value, wanted), node)
+    return None
 
 
-def final_softcap(suspect: Suspect) -> str:
+def final_softcap(suspect: Suspect) -> Finding | None:
     """The cap of the logits: what they are divided by before the tangent and multiplied by after it."""
     wanted = getattr(suspect.config, "final_logit_softcapping", None)
     if not wanted or not suspect.nodes:
-        return ""
+        return None
     for node, found in suspect.scalars("Div", "Mul"):
         if _is_beside_tanh(suspect, node) and differ(found, wanted) and differ(1 / found, wanted):
-            return told("final softcap", found, wanted)
-    return ""
+            return Finding(told("final softcap", found, wanted), node)
+    return None
 
 
 def _is_beside_tanh(suspect: Suspect, node: onnx.NodeProto) -> bool:
@@ -85,17 +85,16 @@ def _is_beside_tanh(suspect: Suspect, node: onnx.NodeProto) -> bool:
     return any(other is not None and other.op_type == "Tanh" for other in (*makers, *users))
 
 
-def sliding_window(suspect: Suspect) -> str:
+def sliding_window(suspect: Suspect) -> Finding | None:
     """The number of tokens that a sliding layer sees."""
     wanted = getattr(suspect.config, "sliding_window", None)
     if not wanted:
-        return ""
-    local = [value for _, value in suspect.attributes("local_window_size")]
-    counted = [abs(value) for node, value in suspect.scalars("Sub", "Add") if _is_integer(suspect, node)]
-    for found in (*local, *counted):
+        return None
+    counted = [(node, abs(value)) for node, value in suspect.scalars("Sub", "Add") if _is_integer(suspect, node)]
+    for node, found in (*suspect.attributes("local_window_size"), *counted):
         if found > 1 and found not in (wanted, wanted - 1):
-            return told("sliding window", found, wanted)
-    return ""
+            return Finding(told("sliding window", found, wanted), node)
+    return None
 
 
 def _is_integer(suspect: Suspect, node: onnx.NodeProto) -> bool:
@@ -106,4 +105,6 @@ def _is_integer(suspect: Suspect, node: onnx.NodeProto) -> bool:
 def _held(module: Any, names: tuple[str, ...]) -> float | None:
     """The first of these that a module holds as a number."""
     values = (getattr(module, name, None) for name in names)
-    return next((float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)), None)
+    return next(
+        (float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)), None
+    )

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.findings.suspect import Suspect
+from llmconv.verify.findings.suspect import Finding, Suspect, told
 
 CLOSE = 1e-6
 FEW = 4
 """Positions that are shown."""
 
 
-def rotary_table(suspect: Suspect) -> str:
+def rotary_table(suspect: Suspect) -> Finding | None:
     """Constants that should be a rotary module's frequencies."""
     tables = {
         name.rpartition(".")[0]: buffer.detach().double().numpy().ravel()
@@ -26,8 +26,8 @@ def rotary_table(suspect: Suspect) -> str:
             found = suspect.constant(name)
             near = [table for table in tables.values() if found is not None and table.size == found.size > 1]
             if found is not None and near and not any(_same(found, table) for table in near):
-                return _table_told(found.ravel().astype(np.float64), near[0])
-    return ""
+                return Finding(_table_told(found.ravel().astype(np.float64), near[0]), node)
+    return None
 
 
 def _same(found: Array, table: Array) -> bool:
@@ -61,7 +61,7 @@ def _base(table: Array) -> float | None:
     return base if np.allclose(table, base**-exponents, rtol=1e-4) else None
 
 
-def alibi_slopes(suspect: Suspect) -> str:
+def alibi_slopes(suspect: Suspect) -> Finding | None:
     """Constants that should be the slopes of ALiBi, one for each head."""
     heads = getattr(suspect.config, "num_attention_heads", None) or getattr(suspect.config, "n_head", 0)
     for node in suspect.nodes:
@@ -74,11 +74,11 @@ def alibi_slopes(suspect: Suspect) -> str:
             if wanted and not any(np.allclose(found.ravel(), table, rtol=CLOSE) for table in wanted):
                 near = min(wanted, key=lambda table: float(np.abs(found.ravel() - table).sum()))
                 at = int(np.argmax(np.abs(found.ravel() / near - 1)))
-                return f"ALiBi slope of head {at} {found.ravel()[at]:.6g} in the graph, {near[at]:.6g} in the model"
-    return ""
+                return Finding(told(f"ALiBi slope of head {at}", found.ravel()[at], near[at]), node)
+    return None
 
 
-def positions(suspect: Suspect) -> str:
+def positions(suspect: Suspect) -> Finding | None:
     """Integers for each token that are not the call's positions."""
     wanted = suspect.replay.call.position_ids
     given = suspect.replay.feeds.get("position_ids", wanted)
@@ -93,6 +93,7 @@ def positions(suspect: Suspect) -> str:
         numbers = found.reshape(wanted.shape)
         if not np.array_equal(numbers, given):
             row, first = (int(axis[0]) for axis in np.nonzero(numbers != given))
-            told = [", ".join(map(str, table[row, first : first + FEW].tolist())) for table in (numbers, given)]
-            return f"positions {told[0]} in the graph, {told[1]} in the model, from token {first} of sequence {row}"
-    return ""
+            few = [", ".join(map(str, table[row, first : first + FEW].tolist())) for table in (numbers, given)]
+            text = f"positions {few[0]} in the graph, {few[1]} in the model, from token {first} of sequence {row}"
+            return Finding(text, node)
+    return None

@@ -91,6 +91,19 @@ class Suspect:
                     yield node, attribute.f if attribute.type == onnx.AttributeProto.FLOAT else float(attribute.i)
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, in words.
+
+    Attributes:
+        text: such as `epsilon 1e-05 in the graph, 1e-06 in the model`.
+        node: the node that has it; None where no node is wrong.
+    """
+
+    text: str
+    node: onnx.NodeProto | None = None
+
+
 def differ(found: float, wanted: float) -> bool:
     """Not the same number in float32."""
     return not np.isclose(found, wanted, rtol=1e-6, atol=0)

@@ -7,12 +7,12 @@ import re
 import onnx
 import torch
 
-from llmconv.verify.findings.suspect import Suspect
+from llmconv.verify.findings.suspect import Finding, Suspect
 
 PRODUCTS = {"Gemm", "MatMul", "FusedMatMul", "FusedGemm", "MatMulNBits"}
 
 
-def audited(suspect: Suspect) -> str:
+def audited(suspect: Suspect) -> Finding | None:
     """What the weight audit says of a tensor that the nodes read."""
     problems = [
         problem
@@ -20,11 +20,14 @@ def audited(suspect: Suspect) -> str:
         if check.name == "weights" and check.verdict == "fail"
         for problem in check.detail.split("; ")
     ]
-    read = {name for node in suspect.nodes for name in node.input}
-    return next((problem for problem in problems if read & set(re.findall(r"`([^`]+)`", problem)[:1])), "")
+    for node in suspect.nodes:
+        for problem in problems:
+            if set(node.input) & set(re.findall(r"`([^`]+)`", problem)[:1]):
+                return Finding(problem, node)
+    return None
 
 
-def other_weight(suspect: Suspect) -> str:
+def other_weight(suspect: Suspect) -> Finding | None:
     """A module that reads the weight of another."""
     parameters = dict(suspect.replay.model.named_parameters(remove_duplicate=False))
     for node in suspect.nodes:
@@ -35,11 +38,11 @@ def other_weight(suspect: Suspect) -> str:
                 continue
             if not any(used is p or (used.shape == p.shape and torch.equal(used, p)) for p in own.values()):
                 wanted = next((key for key, p in own.items() if p.dim() == used.dim()), next(iter(own)))
-                return f"reads `{name}`, the model has `{suspect.scope(node)}.{wanted}` there"
-    return ""
+                return Finding(f"reads `{name}`, the model has `{suspect.scope(node)}.{wanted}` there", node)
+    return None
 
 
-def transposed(suspect: Suspect) -> str:
+def transposed(suspect: Suspect) -> Finding | None:
     """A product with a matrix the wrong way round; transformers' Conv1D keeps its matrix as (in, out)."""
     for node in suspect.nodes:
         module = suspect.module(node)
@@ -49,11 +52,11 @@ def transposed(suspect: Suspect) -> str:
             continue
         rows_out = isinstance(module, torch.nn.Linear)
         if (rows_out or type(module).__name__ == "Conv1D") and bool(flag) != rows_out:
-            return f"`{node.input[1]}` is used transposed"
-    return ""
+            return Finding(f"`{node.input[1]}` is used transposed", node)
+    return None
 
 
-def missing_bias(suspect: Suspect) -> str:
+def missing_bias(suspect: Suspect) -> Finding | None:
     """A module with a bias of which no node reads one."""
     for node in suspect.nodes:
         scope, bias = suspect.scope(node), getattr(suspect.module(node), "bias", None)
@@ -61,8 +64,8 @@ def missing_bias(suspect: Suspect) -> str:
             continue
         name = f"{scope}.bias"
         if not any(_adds(other, name, suspect) for other in suspect.trail.wiring.nodes):
-            return f"no bias in the graph, the model adds `{name}`"
-    return ""
+            return Finding(f"no bias in the graph, the model adds `{name}`", node)
+    return None
 
 
 def _adds(node: onnx.NodeProto, name: str, suspect: Suspect) -> bool:
