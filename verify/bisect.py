@@ -75,7 +75,7 @@ def bisect(report: Report, folder: Folder, eager: Eager | None, wanted: Bisectio
 def _written_told(folder: Path, written: Minimized | None) -> str:
     if written is None:
         return f"nothing written to `{folder}`: no piece of the graph is wrong by itself"
-    return f"{written.nodes} node{'s' * (written.nodes > 1)} with inputs in `{folder}`, sigma {written.sigma:.4g}"
+    return f"{written.nodes} node{'s' * (written.nodes > 1)} with inputs in `{folder}`, {written.difference}"
 
 
 @dataclass(frozen=True)

@@ -50,18 +50,20 @@ README = """# {title}
 
 ```python
 import json
+from pathlib import Path
+
 import numpy as np
 import onnxruntime as ort
 
 options = ort.SessionOptions()
 options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
 session = ort.InferenceSession("piece.onnx", options, providers=["CPUExecutionProvider"])
-(found,) = session.run(None, dict(np.load("inputs.npz")))
-expected = np.load("expected.npz")["expected"].reshape(found.shape)
-counts = np.load("expected.npz")["counts"].reshape(found.shape)  # padding and what a mask hides do not count
-error = np.where(counts, found.astype(np.float64) - expected, 0)
+with np.load("inputs.npz") as inputs, np.load("expected.npz") as model:
+    (found,) = session.run(None, dict(inputs))
+    counts = model["counts"]  # padding and what a mask hides do not count
+    error = found[counts].astype(np.float64) - model["expected"][counts]
 print("largest difference", np.abs(error).max())
-print("sigma", np.sqrt(np.mean(error[counts] ** 2)) / json.load(open("piece.json"))["noise"])
+print("sigma", np.sqrt(np.mean(error**2)) / json.loads(Path("piece.json").read_text())["noise"])
 ```
 """
 
@@ -71,12 +73,12 @@ class Minimized:
     """What was written.
 
     Attributes:
-        sigma: RMS of the difference in units of the noise.
         nodes: in the piece.
+        difference: how far it is from the model, in words.
     """
 
-    sigma: float
     nodes: int
+    difference: str
 
 
 def require_new(folder: Path) -> None:
@@ -127,7 +129,9 @@ def write_piece(folder: Path, piece: Piece, trail: Trail, replay: Replay, where:
         raise OutputFailed(
             f"cannot write the piece to `{folder}`: {error.strerror}", hint="give another folder to `--minimize`"
         ) from error
-    return Minimized(sigma, len(piece.nodes))
+    wrong = int((arrays["expected"] != found)[arrays["counts"]].sum())
+    is_float = record.exact.dtype.kind == "f"
+    return Minimized(len(piece.nodes), f"sigma {sigma:.4g}" if is_float else f"{wrong} of {found.size} values wrong")
 
 
 def _arrays(record: Record, found: Array, trail: Trail) -> dict[str, Array]:
