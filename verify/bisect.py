@@ -7,7 +7,7 @@ down to what can be shown to be wrong (`proof`), and compared with what the modu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import onnx
 
 from llmconv.errors import InputRefused
 from llmconv.runtime.cache_names import layer_of
+from llmconv.tensors import Array
 from llmconv.verify.agreement import Comparison
 from llmconv.verify.findings import Suspect, find
 from llmconv.verify.minimize import Minimized, write_piece
@@ -105,13 +106,13 @@ class Search:
         self.replay, self.where, self.checks = replay, where, checks
         self.wiring = Wiring(replay.tapped.model)
         self.scopes = Scopes(name for name, _ in replay.model.named_modules())
-        self.layers = {id(node): layer_of_scope(self.scopes.of(node.name)) for node in self.wiring.nodes}
+        self.layers = {id(node): layer_of_scope(self.scopes.of(node)) for node in self.wiring.nodes}
         self.comparison = Comparison(replay.dtype, replay.call, replay.virtual)
         self._found: tuple[Trail, Piece | None] | None = None
 
     def run(self) -> Where:
         """The answer."""
-        if all(self.scopes.of(node.name) == ANYWHERE for node in self.wiring.nodes):
+        if all(self.scopes.of(node) == ANYWHERE for node in self.wiring.nodes):
             return replace(self.where, text=f"{self.where.text}; no node is named after a module of the model")
         window = self._window()
         trail = self._trail(window)
@@ -146,7 +147,7 @@ class Search:
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if self._agrees_after(middle) else (low, middle)
-        return Window(low, low, self._crossing(low)[0])
+        return Window(low, low, self._crossing(low)[-1])
 
     def _crossing(self, layer: int) -> list[str]:
         """Values that a layer hands to what comes after it."""
@@ -163,18 +164,27 @@ class Search:
         return layer is None or layer > other
 
     def _agrees_after(self, layer: int) -> bool:
-        """Whether the layer's output agrees; yes where it cannot be told."""
-        names = self._crossing(layer)
+        """Whether the layer's output agrees; yes where it cannot be told.
+
+        A fused norm may add the last term itself, so that the output is made in the next layer.
+        """
+        found = self.replay.record(lambda scope: layer_of_scope(scope) == layer and scope.endswith(f".{layer}"))
+        records = [record for record in found if record.op == OUT]
+        handed = self._read_like(records, self._crossing(layer))
+        if not handed or self._any_agrees(records, handed):
+            return True
+        following = [node for node in self.wiring.nodes if self.layers[id(node)] in (layer + 1, None)]
+        fused = [name for node in following if "Norm" in node.op_type for name in node.output if name]
+        return self._any_agrees(records, self._read_like(records, fused))
+
+    def _read_like(self, records: Sequence[Record], names: Sequence[str]) -> dict[str, Array]:
+        """The values called so that have as many elements as one of the records."""
         values = self.replay.tapped.read(self.replay.feeds, names)
-        records = [
-            record
-            for record in self.replay.record(
-                lambda scope: layer_of_scope(scope) == layer and scope.endswith(f".{layer}")
-            )
-            if record.op == OUT
-        ]
-        pairs = [(record, value) for record in records for value in values.values() if value.size == record.exact.size]
-        return not pairs or any(self.comparison.agrees(record, value) for record, value in pairs)
+        sizes = {record.exact.size for record in records}
+        return {name: value for name, value in values.items() if value.size in sizes}
+
+    def _any_agrees(self, records: Sequence[Record], values: Mapping[str, Array]) -> bool:
+        return any(self.comparison.agrees(record, value) for record in records for value in values.values())
 
     def _trail(self, window: Window) -> Trail:
         """Every value of the window beside the model's."""

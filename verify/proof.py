@@ -107,9 +107,9 @@ def _first_target(trail: Trail, last: Target) -> Target:
         for output in node.output:
             if output not in trail.values or trail.values[output].dtype.kind != "f":
                 continue
-            size, scope = trail.values[output].size, trail.scopes.of(node.name)
+            size, scope = trail.values[output].size, trail.scopes.of(node)
             for user in trail.wiring.users[output]:
-                other = trail.scopes.of(user.name)
+                other = trail.scopes.of(user)
                 taken, given = ports.get((other, IN, size)), ports.get((scope, OUT, size))
                 if given and not inside(other, scope):
                     return Target(output, given)

@@ -1,13 +1,16 @@
 """Scopes: which module of the model a node of a graph belongs to, by the node's name.
 
 `model.layers.7.self_attn.q_proj/Gemm` is llmconv's form; `/model/layers.7/self_attn/q_proj/MatMul` is that of
-torch.onnx, optimum and the ORT-GenAI builder, which also has names of its own for some modules.
+torch.onnx, optimum and the ORT-GenAI builder, which also has names of its own for some modules. Others note the module
+in the node's metadata.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+
+import onnx
 
 ANYWHERE = "?"
 """The scope of a node whose name says nothing."""
@@ -19,6 +22,9 @@ OTHER_NAMES = {
     "final_norm_layernorm": ("norm", "ln_f"),
 }
 """What exporters call a module, to what models call it."""
+
+METADATA = ("pkg.torch.onnx.name_scopes", "pkg.onnxscript.name_scopes")
+"""Keys under which torch's and onnxscript's exporters note the modules of a node, outermost first."""
 
 LAYER = re.compile(r"^(?:.*?\.)??(\d+)(?:\.|$)")
 """The first number of a dotted name."""
@@ -35,11 +41,13 @@ class Scopes:
         self._modules = set(modules) - {""}
         self._found: dict[str, str] = {}
 
-    def of(self, node_name: str) -> str:
-        """The module's dotted name, empty for the model itself, or `ANYWHERE`."""
-        if node_name not in self._found:
-            self._found[node_name] = self._resolve(dotted_scope(node_name))
-        return self._found[node_name]
+    def of(self, node: onnx.NodeProto) -> str:
+        """The module's dotted name, or `ANYWHERE`."""
+        told = next((entry.value for entry in node.metadata_props if entry.key in METADATA), "")
+        key = f"{told}\n{node.name}"
+        if key not in self._found:
+            self._found[key] = self._resolve(recorded_scope(told) if told else dotted_scope(node.name))
+        return self._found[key]
 
     def _resolve(self, scope: str) -> str:
         """The deepest module that the scope names; the model's own prefix may be missing or longer."""
@@ -74,6 +82,14 @@ class Scopes:
 def dotted_scope(node_name: str) -> str:
     """`model.layers.7.mlp` of `model.layers.7.mlp/Mul` and of `/model/layers.7/mlp/Mul`; empty where there is none."""
     return node_name.strip("/").rpartition("/")[0].replace("/", ".")
+
+
+def recorded_scope(names: str) -> str:
+    """`model.layers.1.mlp` of `['', 'model', 'model.layers.1', 'mlp']`; a part may be told with all those before it."""
+    scope = ""
+    for name in re.findall(r"'([^']*)'", names):
+        scope = name if not scope or name.startswith(f"{scope}.") else f"{scope}.{name}"
+    return scope
 
 
 def layer_of_scope(scope: str) -> int | None:

@@ -117,11 +117,11 @@ class Trail:
         node = self.wiring.maker.get(value)
         if node is None or value not in self.values:
             return []
-        return self.by_place[self.scopes.of(node.name), self.values[value].size]
+        return self.by_place[self.scopes.of(node), self.values[value].size]
 
     def _agrees(self, value: str) -> bool:
         array, node = self.values[value], self.wiring.maker[value]
-        if array.dtype.kind != "f" and self.scopes.of(node.name) == ANYWHERE:
+        if array.dtype.kind != "f" and self.scopes.of(node) == ANYWHERE:
             return False  # small integers agree with something by chance
         records = self.places(value)
         if node.op_type in ARITHMETIC and any(self._is_same(name, array) for name in node.input):
@@ -145,7 +145,7 @@ class Trail:
     def scope(self, node: onnx.NodeProto) -> str:
         """The module of a node; of one that is named after none, that of what reads it."""
         for _ in range(len(self.wiring.nodes)):
-            scope = self.scopes.of(node.name)
+            scope = self.scopes.of(node)
             users = [user for name in node.output for user in self.wiring.users[name]]
             if scope != ANYWHERE or not users:
                 break

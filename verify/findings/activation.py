@@ -52,10 +52,10 @@ def _form(suspect: Suspect) -> str:
 def _graph_function(suspect: Suspect, scope: str, size: int) -> str:
     """What the graph makes of the module's input."""
     trail = suspect.trail
-    nodes = [node for node in trail.wiring.nodes if trail.scopes.of(node.name) == scope]
+    nodes = [node for node in trail.wiring.nodes if trail.scopes.of(node) == scope]
     made = {name for node in nodes for name in node.output}
     given = [n for node in nodes for n in node.input if n not in made and _size(suspect, n) == size]
-    handed = [n for n in made if any(trail.scopes.of(u.name) != scope for u in trail.wiring.users[n])]
+    handed = [n for n in made if any(trail.scopes.of(u) != scope for u in trail.wiring.users[n])]
     pairs = ((trail.values[a], trail.values[b]) for a in given for b in handed if _size(suspect, b) == size)
     return next((name for a, b in pairs if (name := _named(a.astype(np.float64), b))), "")
 

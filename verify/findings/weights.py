@@ -72,6 +72,6 @@ def _adds(node: onnx.NodeProto, name: str, suspect: Suspect) -> bool:
     """Whether a node reads the bias, under its name or in its module under another."""
     if name in node.input:
         return True
-    return suspect.trail.scopes.of(node.name) == name.rpartition(".")[0] and any(
+    return suspect.trail.scopes.of(node) == name.rpartition(".")[0] and any(
         item not in suspect.trail.wiring.maker and "bias" in item for item in node.input
     )
