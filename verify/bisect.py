@@ -13,7 +13,7 @@ from pathlib import Path
 
 import onnx
 
-from llmconv.errors import InputRefused
+from llmconv.errors import OutputFailed, first_line
 from llmconv.runtime.cache_names import layer_of
 from llmconv.tensors import Array
 from llmconv.verify.agreement import Comparison
@@ -65,8 +65,10 @@ def bisect(report: Report, folder: Folder, eager: Eager | None, wanted: Bisectio
                 search = Search(replay, report.where, report.checks)
                 report.where = search.run()
                 written = search.write(report.where, wanted.minimize)
-    except InputRefused as error:
-        report.notes.append(f"no node named: {error.message}")
+    except OutputFailed:
+        raise
+    except Exception as error:  # the verdict stands, whatever a graph of unknown making does to the search
+        report.notes.append(f"no node named: {first_line(error)}")
     if not report.where.node and not report.where.finding:
         report.notes.append("no node named: the values of no module could be compared")
     if wanted.minimize:
@@ -189,15 +191,17 @@ class Search:
     def _trail(self, window: Window) -> Trail:
         """Every value of the window beside the model's."""
 
-        def is_before(layer: int | None) -> bool:
-            return layer is not None and layer < window.first
+        def is_before(layer: int | None, first: int) -> bool:
+            return layer is not None and layer < first
 
-        trusted = [name for node in self.wiring.nodes if is_before(self.layers[id(node)]) for name in node.output]
+        before = [node for node in self.wiring.nodes if is_before(self.layers[id(node)], window.first)]
+        trusted = [name for node in before for name in node.output]
         nodes = [node for node in self.wiring.before(window.output, trusted) if not self.wiring.is_shape(node)]
         read = {name for node in nodes for name in node.input if name in self.wiring.maker}
         names = list(dict.fromkeys([*(name for node in nodes for name in node.output if name), *sorted(read)]))
         values = self.replay.tapped.read(self.replay.feeds, names)
-        records = self.replay.record(lambda scope: not is_before(layer_of_scope(scope)))
+        # Where a fused norm adds the last term, the first layer's nodes make the output of the layer before.
+        records = self.replay.record(lambda scope: not is_before(layer_of_scope(scope), window.first - 1))
         return Trail(self.wiring, self.scopes, values, records, self.comparison, trusted)
 
     def _expected(self, window: Window, trail: Trail) -> Record | None:

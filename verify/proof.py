@@ -69,7 +69,7 @@ def smallest_piece(trail: Trail, tapped: Tapped, inputs: Mapping[str, Array], la
         return Piece(suspects, target.value, None, proven=False)
     attempts = 0
     for node in suspects:
-        for output in node.output:
+        for output in set(node.output) - trail.good:
             for record in _candidates(trail, output):
                 attempts += 1
                 if attempts > ATTEMPTS:
@@ -105,7 +105,7 @@ def _first_target(trail: Trail, last: Target) -> Target:
     ids = {id(node) for node in suspects}
     for node in suspects:
         for output in node.output:
-            if output not in trail.values or trail.values[output].dtype.kind != "f":
+            if output in trail.good or output not in trail.values or trail.values[output].dtype.kind != "f":
                 continue
             size, scope = trail.values[output].size, trail.scopes.of(node)
             for user in trail.wiring.users[output]:

@@ -25,6 +25,9 @@ LAYOUT_OPS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatt
 ARITHMETIC = {"Identity": "^$", "Add": "add|sub", "Sub": "add|sub", "Mul": "mul|div", "Div": "mul|div"}
 """Operators that stay where a term or a factor is gone, and the operators of the records that they may agree with."""
 
+SKIP_NORMS = {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
+"""Norms that first add the last term, a sum of another module, which is their last output."""
+
 SHAPE_OPS = {"Shape", "Size", "Constant", "ConstantOfShape"}
 TAKES_SHAPE = {"Reshape", "Expand", "ConstantOfShape", "Unsqueeze", "Squeeze", "Slice", "Split", "Tile"}
 """Their other inputs than the first say how, not what."""
@@ -117,7 +120,10 @@ class Trail:
         node = self.wiring.maker.get(value)
         if node is None or value not in self.values:
             return []
-        return self.by_place[self.scopes.of(node), self.values[value].size]
+        size = self.values[value].size
+        if node.op_type in SKIP_NORMS and value != node.output[0]:
+            return [record for record in self.by_place[ANYWHERE, size] if "add" in record.op]
+        return self.by_place[self.scopes.of(node), size]
 
     def _agrees(self, value: str) -> bool:
         array, node = self.values[value], self.wiring.maker[value]
@@ -140,7 +146,7 @@ class Trail:
             if good.intersection(node.output) and not self.wiring.is_shape(node):
                 good.update(name for name in inner_inputs(node) if name in self.wiring.maker)
         shapes = (node for node in self.wiring.nodes if self.wiring.is_shape(node))
-        return good | {name for node in shapes for name in node.output}
+        return (good | {name for node in shapes for name in node.output}) - {""}
 
     def scope(self, node: onnx.NodeProto) -> str:
         """The module of a node; of one that is named after none, that of what reads it."""
