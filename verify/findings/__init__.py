@@ -26,6 +26,8 @@ FINDINGS: tuple[Callable[[Suspect], Finding | None], ...] = (
     wiring.missing_term,
     wiring.other_output,
     wiring.optimised,
+    wiring.swapped_inputs,
+    wiring.other_input,
     wiring.constant,
 )
 """Each says what it found, or nothing."""
