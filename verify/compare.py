@@ -34,6 +34,9 @@ GATES = {
 }
 """By the graph's dtype: 1.5 times the largest sigma of clean exports, see the calibration in docs/verification.md."""
 
+ULPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""One unit in the last place of 1, by dtype."""
+
 ULP_SHARE = 0.5
 """The floor is never below this share of one unit in the last place, where the eager run happens to be exact."""
 
@@ -118,7 +121,7 @@ class NoiseFloor:
     """
 
     def __init__(self, dtype: str) -> None:
-        self._ulp = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+        self._ulp = ULPS[dtype]
         self._pool: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def truth(self, name: str, exact: Array, rounded: Array, valid: Array) -> Truth:

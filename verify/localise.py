@@ -6,6 +6,7 @@ whose keys or values leave the floor brackets the fault.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from llmconv.runtime.cache_names import is_state, layer_of
@@ -18,9 +19,10 @@ def localise(checks: Sequence[Check]) -> Where | None:
     if not failed:
         return None
     told = "; ".join(f"{check.name}, {check.graph}: {check.detail}" for check in failed if not check.output)
+    audited = [check for check in failed if check.name == "weights"]
     failed = [check for check in failed if check.output]
     if not failed:
-        return Where("", "", 0, None, "", told)
+        return _of_weights(audited[0], told) if audited else Where("", "", 0, None, "", told)
     first = failed[0]
     same = [check for check in failed if (check.name, check.graph) == (first.name, first.graph)]
     step = min(check.step for check in same)
@@ -31,6 +33,15 @@ def localise(checks: Sequence[Check]) -> Where | None:
     text = f"{first.name}, {first.graph}, step {step}: {_place(layer, outputs)}"
     text = "; ".join(part for part in (text, first.detail, told) if part)
     return Where(first.name, first.graph, step, layer, first.output, text)
+
+
+def _of_weights(check: Check, told: str) -> Where:
+    """Where only the weight audit fails: the layer and the module of the first tensor that it names."""
+    tensor = next(iter(re.findall(r"`([^`]+)`", check.detail)), "")
+    scope = tensor.rpartition(".")[0]
+    found = re.search(r"(?:^|\.)(\d+)\.", tensor)
+    layer = int(found[1]) if found else None
+    return Where("", check.graph, 0, layer, "", told, scope=scope, finding=check.detail)
 
 
 def _depth(check: Check) -> int:

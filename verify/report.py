@@ -51,8 +51,12 @@ class Where:
     """The first place where a graph differs.
 
     Attributes:
-        layer: the first layer whose keys or values leave the floor; None when only the logits do.
+        layer: the first layer whose keys or values leave the floor; None when only the logits do. Where a node is
+            named, the node's layer, None outside the layers.
         text: the same in words.
+        node: the first node that differs; empty where none was searched for or found.
+        scope: the node's module, such as `model.layers.7.self_attn.q_norm`.
+        finding: what the node or the weight has and the model has not, in words; empty where it is of no known kind.
     """
 
     scenario: str
@@ -61,6 +65,9 @@ class Where:
     layer: int | None
     output: str
     text: str
+    node: str = ""
+    scope: str = ""
+    finding: str = ""
 
 
 @dataclass

@@ -18,14 +18,17 @@ from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, open_graph
+from llmconv.verify.bisect import Bisection, bisect
 from llmconv.verify.candidate import Agreement, Candidate, candidates, check_scenario
 from llmconv.verify.compare import GATES
 from llmconv.verify.copies import adding_copies, distinct
 from llmconv.verify.embeddings import check_embeddings, takes_embeddings
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.localise import localise
+from llmconv.verify.minimize import require_new
 from llmconv.verify.odd_weights import odd_weights
 from llmconv.verify.prefix import stored_start, trained_start
+from llmconv.verify.replay import Folder
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import Scenario, chosen, scenarios
 from llmconv.verify.structure import check_structure, name_problems
@@ -52,6 +55,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     on_checks: Callable[[list[Check]], None] | None = None,
     eager: Eager | None = None,
     trust_remote_code: bool = False,
+    bisection: Bisection | None = None,
 ) -> Report:
     """Compares every graph of a folder with the eager model: every output, every scenario.
 
@@ -65,13 +69,16 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         on_checks: called with the checks as they come.
         eager: the reference, opened before; what it computed is used again.
         trust_remote_code: run the reference's own code, which `auto_map` of its `config.json` names.
+        bisection: after a failure, look for the first node that differs.
 
     Raises:
         InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
-        UsageProblem: an unknown suite.
+        UsageProblem: an unknown suite, or a folder for the smallest failing piece that holds something.
     """
     folder = Path(folder)
     _require_usable(folder, suite)
+    if bisection and bisection.minimize:
+        require_new(bisection.minimize)
     report = Report(folder.name, folder.name, suite, versions=library_versions())
     report.settings = _recorded(settings or SessionSettings(), chosen(suite, only), repeat)
     entries = graph_entries(folder)
@@ -96,6 +103,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         eager = eager or Eager(truth_folder, graphs[0].dtype.name, code=code)
         _run(eager, folder, graphs, models, settings, report, add)
     report.where = localise(report.checks)
+    if bisection:
+        bisect(report, Folder(folder, entries, models, settings or SessionSettings(), suite), eager, bisection)
     return report
 
 

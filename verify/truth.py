@@ -65,6 +65,11 @@ class Eager:
         other._exact, other._rounded = runners
         return other
 
+    @property
+    def runners(self) -> tuple[Runner, Runner]:
+        """The model in float64, and in the graph's dtype."""
+        return self._exact, self._rounded
+
     def facts(self) -> Facts:
         """What the scenarios must know of the model."""
         config = self._model.config
@@ -148,10 +153,15 @@ def run_chain(runner: Runner, chain: Chain) -> list[Step]:
     past: Cache | None = None
     for index, call in enumerate(chain):
         run = runner.decode if index else runner.prefill
-        past = call.edit.apply(past, call.past_mask) if past else None
+        past = edited(past, call)
         steps.append(run(call.input_ids, call.attention_mask, call.position_ids, past))
         past = steps[-1].present
     return steps
+
+
+def edited(past: Cache | None, call: Call) -> Cache | None:
+    """What a call continues: the cache of the one before, as its client has changed it."""
+    return call.edit.apply(past, call.past_mask) if past else None
 
 
 def rows_of(step: Step) -> dict[str, Array]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Run every call so often; all must give equal bits.")
 @click.option("--report", "report_folder", type=click.Path(path_type=Path), help="Write JSON, JUnit, Markdown, HTML.")
 @click.option("--github", is_flag=True, help="Print failures as annotations of GitHub Actions, too.")
+@click.option("--bisect", is_flag=True, help="After a failure, name the first node that differs.")
+@click.option("--minimize", type=click.Path(path_type=Path), help="Write the smallest failing piece to a new folder.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
 @options.trust_remote_code
 @options.as_json
@@ -37,6 +39,8 @@ def command(
     repeat: int,
     report_folder: Path | None,
     github: bool,
+    bisect: bool,
+    minimize: Path | None,
     threads: int,
     trust_remote_code: bool,
     as_json: bool,
@@ -46,7 +50,7 @@ def command(
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
     from llmconv.runtime import SessionSettings
-    from llmconv.verify import verify
+    from llmconv.verify import Bisection, verify
     from llmconv.verify.github import annotation_lines
     from llmconv.verify.report import lines_of
     from llmconv.verify.report_files import write_report
@@ -65,6 +69,7 @@ def command(
         settings=SessionSettings(threads=threads),
         on_checks=None if as_json else show,
         trust_remote_code=trust_remote_code,
+        bisection=Bisection(minimize) if bisect or minimize else None,
     )
     if report_folder:
         write_report(report, report_folder)

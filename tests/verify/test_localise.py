@@ -1,0 +1,89 @@
+"""Where a fault is: the layer that a mutant changed is the layer that is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmconv.verify import Bisection, Check, verify
+from llmconv.verify.localise import localise
+from llmconv.verify.truth import Eager
+from tests.conftest import CONFIGS
+from tests.verify.mutants import MUTANTS, Mutant
+
+LAYERS: dict[str, int | None] = {
+    "one norm's epsilon times ten": 1,
+    "attention scale 1 % off in one layer": 1,
+    "attention softcap dropped in one layer": 2,
+    "final softcap 10 % off": None,
+    "activation in another form": 1,
+    "activation constant rounded": 1,
+    "causal mask too narrow": None,
+    "causal mask too wide": None,
+    "padding ignored": None,
+    "window off by one": None,
+    "window dropped": None,
+    "positions off by one": None,
+    "position_ids ignored": None,
+    "rotary base changed": None,
+    "rotary table in half precision": None,
+    "ALiBi slope 1 % off": None,
+    "two present names swapped": 1,
+    "key and value swapped": 2,
+    "two pasts swapped": 1,
+    "two layers' weights swapped": 1,
+    "square weight transposed": 1,
+    "bias dropped": 1,
+    "first side of a residual dropped": 2,
+    "second side of a residual dropped": 2,
+    "stale weight": 1,
+    "LoRA scale 1 % off": 1,
+    "one weight through bfloat16": 1,
+    "untied head tied": None,
+    "low bit of one weight flipped": 1,
+    "exponent bit of one weight flipped": 1,
+}
+"""The layer that a mutant changes; None outside the layers."""
+
+AUDIT = "`model.layers.7.mlp.up_proj.weight` differs from the reference's values"
+
+
+def test_the_layer_of_a_weight_is_the_answer_where_only_the_audit_fails() -> None:
+    where = localise([Check("weights", "decode.onnx", "", verdict="fail", detail=AUDIT)])
+    assert where and (where.layer, where.scope, where.finding) == (7, "model.layers.7.mlp.up_proj", AUDIT)
+
+
+def test_a_weight_outside_the_layers_has_none() -> None:
+    detail = "`lm_head.weight` maps the bytes of `model.embed_tokens.weight`"
+    where = localise([Check("weights", "decode.onnx", "", verdict="fail", detail=detail)])
+    assert where and (where.layer, where.scope) == (None, "lm_head")
+
+
+def brackets(layer: int | None, changed: int | None) -> bool:
+    """Whether the first layer whose cache differs is what a change of that layer brings about."""
+    return changed is None or layer in (changed, changed + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_the_layer_that_was_changed_is_named(
+    model_type: str,
+    exported: Callable[[str], Path],
+    broken: Callable[[str, Mutant], Path],
+    eager: Callable[[str], Eager],
+    request: pytest.FixtureRequest,
+) -> None:
+    mutants = [mutant for mutant in MUTANTS if model_type in mutant.families and mutant.name in LAYERS]
+    right, wrong = 0, []
+    for number, mutant in enumerate(mutants):
+        folder = broken(model_type, mutant).rename(request.getfixturevalue("tmp_path") / str(number))
+        report = verify(folder, reference=exported(model_type), eager=eager(model_type), bisection=Bisection())
+        first = localise(report.checks)
+        assert first and report.where
+        right += report.where.layer == LAYERS[mutant.name]
+        wrong += [] if report.where.layer == LAYERS[mutant.name] else [f"{mutant.name}: {report.where.text}"]
+        assert brackets(first.layer, LAYERS[mutant.name]), mutant.name
+    print(f"{model_type}: {right} of {len(mutants)} localised to the right layer", *wrong, sep="\n")
+    assert right >= 0.95 * len(mutants)
