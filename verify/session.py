@@ -72,7 +72,7 @@ def verify(
     truth_folder = Path(reference or recorded_reference(folder))
     report.reference = truth_folder.name
 
-    add = _collector(report, on_checks)
+    add = collector(report, on_checks)
     report.notes += changed_graphs(folder, _paths(folder, entries, models))
     source = Source.of(folder, truth_folder, [entry.prefix.file for entry in entries if entry.prefix])
     add(audit_files(folder))
@@ -86,7 +86,9 @@ def verify(
     return report
 
 
-def _collector(report: Report, on_checks: Callable[[list[Check]], None] | None) -> Callable[[list[Check]], None]:
+def collector(report: Report, on_checks: Callable[[list[Check]], None] | None) -> Callable[[list[Check]], None]:
+    """What takes new checks: they join the report, and `on_checks` is told."""
+
     def add(checks: list[Check]) -> None:
         report.checks += checks
         if on_checks:
@@ -96,10 +98,15 @@ def _collector(report: Report, on_checks: Callable[[list[Check]], None] | None) 
 
 
 def _require_usable(folder: Path, suite: str) -> None:
-    if suite not in {"quick", "full"}:
-        raise UsageProblem(f"suite `{suite}` is unknown", hint="give `quick` or `full`")
+    require_suite(suite)
     if not folder.is_dir():
         raise InputRefused(f"`{folder}` is no folder", hint="give the folder that `llmconv export` wrote to")
+
+
+def require_suite(suite: str) -> None:
+    """Refuses an unknown suite with UsageProblem."""
+    if suite not in {"quick", "full"}:
+        raise UsageProblem(f"suite `{suite}` is unknown", hint="give `quick` or `full`")
 
 
 def recorded_reference(folder: Path) -> Path:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from llmconv.cli import options
+from llmconv.errors import UsageProblem
 from llmconv.progress import say
 
 if TYPE_CHECKING:
@@ -16,7 +17,20 @@ if TYPE_CHECKING:
 
 
 @click.command("verify")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--graph",
+    "graphs",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A graph of any exporter in the place of FOLDER; twice for those of prompt and steps.",
+)
+@click.option(
+    "--input-map",
+    metavar="NAME",
+    help="How it names inputs and outputs: auto (default), genai, llmconv, mobius, optimum, transformers, or a JSON file.",
+)
 @click.option("--reference", type=click.Path(path_type=Path), help="HF folder of the model; default: as recorded.")
 @click.option("--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How much.")
 @click.option("--report", "report_folder", type=click.Path(path_type=Path), help="Write JSON, JUnit, Markdown, HTML.")
@@ -27,7 +41,9 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(
     ctx: click.Context,
-    folder: Path,
+    folder: Path | None,
+    graphs: tuple[Path, ...],
+    input_map: str | None,
     reference: Path | None,
     suite: str,
     report_folder: Path | None,
@@ -35,12 +51,12 @@ def command(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Compare every output of the graphs in FOLDER with the eager model.
+    """Compare every output of the graphs in FOLDER with the eager model; of another exporter's graph with `--graph`.
 
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
     from llmconv.runtime import SessionSettings
-    from llmconv.verify import verify
+    from llmconv.verify import verify, verify_graphs
     from llmconv.verify.report import lines_of
     from llmconv.verify.report_files import write_report
 
@@ -48,15 +64,22 @@ def command(
         for line in lines_of(checks):
             click.echo(line)
 
+    if (folder is None) is not bool(graphs):
+        raise UsageProblem("give either FOLDER or `--graph FILE`", hint="FOLDER is what `llmconv export` left")
+    if input_map and not graphs:
+        raise UsageProblem("`--input-map` describes a `--graph`", hint="leave it out: FOLDER says what its graphs are")
     started = time.perf_counter()
-    report = verify(
-        folder,
-        reference=reference,
-        suite=suite,
-        settings=SessionSettings(threads=threads),
-        on_checks=None if as_json else show,
-        trust_remote_code=trust_remote_code,
-    )
+    options_of_both: dict[str, Any] = {
+        "reference": reference,
+        "suite": suite,
+        "settings": SessionSettings(threads=threads),
+        "on_checks": None if as_json else show,
+        "trust_remote_code": trust_remote_code,
+    }
+    if folder is None:
+        report = verify_graphs(graphs, input_map=input_map or "auto", **options_of_both)
+    else:
+        report = verify(folder, **options_of_both)
     if report_folder:
         write_report(report, report_folder)
     if as_json:

@@ -1,0 +1,119 @@
+"""The foreign graphs' side of a comparison: which of them run alone or together, and what they leave out by design."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llmconv.errors import LlmconvError, UsageProblem
+from llmconv.runtime.runner import Cache, Runner, Step
+from llmconv.tensors import Array
+from llmconv.verify.candidate import Agreement, Candidate, check_scenario
+from llmconv.verify.compare import Gates, Truth, rms
+from llmconv.verify.foreign.graph import ForeignCache, ForeignGraph, ForeignRunner
+from llmconv.verify.report import Check
+from llmconv.verify.scenarios import Call, Chain, Scenario
+from llmconv.verify.truth import Truths, run_chain
+
+
+@dataclass(frozen=True)
+class ForeignCandidate(Candidate):
+    """One foreign graph, or the graph of the prompt that hands its cache to the graph of the steps.
+
+    Attributes:
+        foreign: the one or two graphs.
+        last_only: it gives the logits of the last token only.
+    """
+
+    foreign: tuple[ForeignGraph, ...] = ()
+    last_only: bool = False
+
+    @property
+    def last_logits(self) -> bool:
+        """See `Candidate`."""
+        return self.last_only
+
+    @property
+    def role(self) -> str:
+        """Two foreign graphs are not compared with each other: both are compared with the model."""
+        return ""
+
+    def refuses(self, call: Call) -> str:
+        """Why a call cannot be run by design; empty when it can."""
+        return next((reason for graph in self.foreign if (reason := graph.limits.refusal(call))), "")
+
+
+def foreign_candidates(graphs: Sequence[ForeignGraph]) -> list[ForeignCandidate]:
+    """Every graph that can begin a sequence alone, and two that hand the cache over.
+
+    Raises:
+        UsageProblem: a graph takes one token after a past, and there is none for the prompt.
+    """
+    ordered = sorted(graphs, key=lambda graph: (graph.keeps_cache, graph.limits.tokens is not None))
+    beginning = [graph for graph in ordered if not (graph.keeps_cache and graph.limits.tokens is not None)]
+    if not beginning:
+        raise UsageProblem(
+            f"`{ordered[0].name}` takes one token after a past and cannot begin",
+            hint="give the graph of the prompt too: `--graph prefill.onnx --graph decode.onnx`",
+        )
+    found = [ForeignCandidate(graph.name, ForeignRunner(graph, graph), (), (graph,)) for graph in beginning]
+    if len(ordered) == 2 and ordered[1].keeps_cache:
+        first, then = ordered
+        found.append(ForeignCandidate(f"{first.name}+{then.name}", ForeignRunner(first, then), (), (first, then)))
+    return found
+
+
+def check_foreign(
+    scenario: Scenario, chains: list[Chain], candidate: ForeignCandidate, truths: Truths, gates: Gates
+) -> list[Check]:
+    """`check_scenario`, over those outputs and rows that the graphs give by design."""
+    if any(candidate.refuses(call) for chain in chains for call in chain):
+        return check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates))
+    try:
+        runs = [run_chain(candidate.runner, chain) for chain in chains]
+    except LlmconvError as error:
+        return [Check(scenario.name, candidate.name, "logits", verdict="fail", detail=error.message)]
+    pairs = [pair for chain, steps in zip(chains, runs, strict=True) for pair in zip(chain, steps, strict=True)]
+    last_only = any(step.logits.shape[1] == 1 < call.input_ids.shape[1] for call, step in pairs)
+    given = [
+        [_given(truth, step) for truth, step in zip(wanted, steps, strict=True)]
+        for wanted, steps in zip(truths, runs, strict=True)
+    ]
+    replay = replace(candidate, runner=Replay(step for steps in runs for step in steps), last_only=last_only)
+    return check_scenario(scenario, chains, replay, given, gates, Agreement(gates))
+
+
+class Replay(Runner):
+    """Steps that were run before, in their order."""
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self._steps = steps
+
+    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+        """The next step."""
+        return next(self._steps)
+
+    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+        """The next step."""
+        return next(self._steps)
+
+
+def _given(truth: dict[str, Truth], step: Step) -> dict[str, Truth]:
+    """The truth of what a step gives: no keys and values where it keeps none, of a window the last ones."""
+    kept = step.present.kept if isinstance(step.present, ForeignCache) else {}
+    return {
+        name: expected if name == "logits" else _last_rows(expected, kept[name].shape[2])
+        for name, expected in truth.items()
+        if name == "logits" or name in kept
+    }
+
+
+def _last_rows(truth: Truth, count: int) -> Truth:
+    """The truth of the last `count` tokens; the rows in front of them are not compared."""
+    forgotten = truth.valid.shape[1] - count
+    if forgotten <= 0:
+        return truth
+    valid = truth.valid & (np.arange(truth.valid.shape[1]) >= forgotten)
+    return replace(truth, valid=valid, total_noise=max(rms(truth.noise[valid]), 1e-300))

@@ -1,0 +1,188 @@
+"""ForeignGraph: a graph of any exporter in onnxruntime, called by the names of its input map.
+
+What a graph cannot take at once it is given piece by piece, as its own clients do: one token after another where it
+takes one, and the whole sequence again where it keeps no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
+from llmconv.runtime.cache_names import cache_order
+from llmconv.runtime.chain import SessionChain
+from llmconv.runtime.ort import SessionSettings
+from llmconv.runtime.runner import Cache, Step
+from llmconv.tensors import Array
+from llmconv.verify.foreign.limits import Limits
+from llmconv.verify.foreign.ports import AXES, Binding
+
+DTYPES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(double)": "float64",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(bool)": "bool",
+}
+CacheShapes = Mapping[str, tuple[int, ...]]
+"""The model's own keys and values of one token, `[1, heads, 1, head_dim]`, by the names of reports."""
+
+
+@dataclass(frozen=True)
+class ForeignCache:
+    """What a graph gave as its cache, and the tokens that are in it.
+
+    Attributes:
+        kept: `[batch, heads, tokens, head_dim]` by name; a sliding layer may keep its window only.
+        input_ids, position_ids: of all tokens so far, `[batch, length]`.
+    """
+
+    kept: Mapping[str, Array]
+    input_ids: Array
+    position_ids: Array
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, padding included."""
+        return int(self.input_ids.shape[1])
+
+    def arrays(self) -> dict[str, Array]:
+        """See `Cache.arrays`; zeros stand where a layer has forgotten."""
+        return {name: _filled_in_front(array, self.length) for name, array in self.kept.items()}
+
+
+def _filled_in_front(array: Array, length: int) -> Array:
+    missing = length - array.shape[2]
+    return np.pad(array, ((0, 0), (0, 0), (missing, 0), (0, 0))) if missing > 0 else array
+
+
+class ForeignGraph:
+    """One graph in one session.
+
+    Attributes:
+        name: in reports.
+        path: of the file.
+        binding: its ports.
+        limits: what it cannot do by design.
+        dtype: element type of its logits.
+        outputs: names of its cache's outputs, as in reports.
+
+    Args:
+        cache_shapes: of the eager model, for what the graph leaves open.
+
+    Raises:
+        MalformedInput: onnxruntime cannot open it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: onnx.ModelProto,
+        binding: Binding,
+        cache_shapes: CacheShapes,
+        settings: SessionSettings,
+        name: str = "",
+    ) -> None:
+        self.name, self.path, self.binding, self._shapes = name or path.name, path, binding, cache_shapes
+        self.limits = Limits.of(model, binding)
+        self._session = SessionChain([path], settings.options())
+        declared, given = self._session.get_inputs(), self._session.get_outputs()
+        self.shapes = {port.name: port.shape for port in [*declared, *given]}
+        self._dtypes = {port.name: _dtype(self.name, port.name, port.type) for port in [*declared, *given]}
+        self.dtype = self._dtypes[binding.port_map.logits]
+        self.outputs = sorted(binding.present, key=cache_order)
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether it continues a past."""
+        return bool(self.binding.past)
+
+    def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+        """Continues `past` by `input_ids`; arguments as in `Runner.prefill`.
+
+        Raises:
+            InputRefused: what came before cannot be handed on.
+            MalformedInput: onnxruntime cannot run the graph on them.
+        """
+        if past is not None and not isinstance(past, ForeignCache):
+            raise InputRefused(f"`{self.name}` continues its own kind of cache only", hint="start with no past")
+        rows, new = input_ids.shape
+        before = past or ForeignCache({}, input_ids[:, :0], position_ids[:, :0])
+        ids = np.concatenate([before.input_ids, input_ids], axis=1)
+        positions = np.concatenate([before.position_ids, position_ids], axis=1)
+        if not self.keeps_cache:
+            logits, kept = self._call(ids, attention_mask, positions, {})
+            return Step(logits[:, -new:], ForeignCache(kept, ids, positions))
+        width, kept = self.limits.width(rows, before.length, new), dict(before.kept)
+        pieces = []
+        for start in range(before.length, before.length + new, width):
+            end = min(start + width, before.length + new)
+            logits, kept = self._call(ids[:, start:end], attention_mask[:, :end], positions[:, start:end], kept)
+            pieces.append(logits)
+        return Step(np.concatenate(pieces, axis=1), ForeignCache(kept, ids, positions))
+
+    def _call(
+        self, ids: Array, mask: Array, positions: Array, past: Mapping[str, Array]
+    ) -> tuple[Array, dict[str, Array]]:
+        """One run: logits `[batch, tokens, vocabulary]` and the cache by the names of reports."""
+        row = self.binding.port_map
+        feeds = {row.tokens: ids, row.mask: mask, row.positions: positions, row.branch: np.array([bool(past)])}
+        feeds = {name: array for name, array in feeds.items() if name in self.binding.inputs}
+        for name, port in self.binding.past.items():
+            feeds[port] = _moved(past[name] if past else self._empty(name, len(ids)), AXES, row.axes)
+        wanted = [row.logits, *(self.binding.present[name] for name in self.outputs)]
+        values = {name: _value(array, self._dtypes[name]) for name, array in feeds.items()}
+        try:
+            logits, *present = [value.numpy() for value in self._session.run_with_ort_values(wanted, values)]
+        except LlmconvError:
+            raise
+        except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            raise MalformedInput(
+                f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint="see the graph's own client"
+            ) from error
+        kept = {name: _moved(array, row.axes, AXES) for name, array in zip(self.outputs, present, strict=True)}
+        return (logits[:, None] if logits.ndim == 2 else logits), kept
+
+    def _empty(self, name: str, rows: int) -> Array:
+        """No keys or values; sizes that the graph leaves open are the model's."""
+        heads, size = self._shapes[name][1], self._shapes[name][3]
+        return np.zeros((rows, heads, 0, size))
+
+
+class ForeignRunner:
+    """The graph of the prompt and that of the steps; one may serve as both."""
+
+    def __init__(self, prefill: ForeignGraph, decode: ForeignGraph) -> None:
+        self._prefill, self._decode = prefill, decode
+
+    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+        """Runs the prompt."""
+        return self._prefill.run(input_ids, attention_mask, position_ids, past)
+
+    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+        """Runs a step."""
+        return self._decode.run(input_ids, attention_mask, position_ids, past)
+
+
+def _moved(array: Array, given: str, wanted: str) -> Array:
+    return array if given == wanted else array.transpose([given.index(axis) for axis in wanted])
+
+
+def _value(array: Array, dtype: str) -> ort.OrtValue:
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=dtype))
+
+
+def _dtype(graph: str, port: str, declared: str) -> str:
+    if declared not in DTYPES:
+        raise InputRefused(
+            f"`{graph}` has the port `{port}` of type {declared}",
+            hint="verify runs graphs of float32, float16 or float64",
+        )
+    return DTYPES[declared]

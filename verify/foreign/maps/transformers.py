@@ -1,0 +1,12 @@
+"""transformers' own exporter (`transformers.exporters`): flattened names of its cache, in two graphs."""
+
+from llmconv.verify.foreign.ports import PortMap
+
+MAP = PortMap(
+    name="transformers",
+    title="transformers' exporter",
+    producers=("pytorch",),
+    past=("input.past_key_values.layers.{layer}.{part}", "past_key_values.layers.{layer}.{part}"),
+    present=("output.past_key_values.layers.{layer}.{part}", "past_key_values.layers.{layer}.{part}"),
+    parts=("keys", "values"),
+)
