@@ -13,9 +13,10 @@ from llmconv.tensors import Array
 from llmconv.verify.candidate import Agreement, Candidate, check_scenario
 from llmconv.verify.compare import Gates, Truth, rms
 from llmconv.verify.foreign.graph import ForeignCache, ForeignGraph, ForeignRunner
+from llmconv.verify.foreign.slots import counts_slots, slot_chains, with_slots
 from llmconv.verify.report import Check
 from llmconv.verify.scenarios import Call, Chain, Scenario
-from llmconv.verify.truth import Truths, run_chain
+from llmconv.verify.truth import Eager, Truths, run_chain
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,43 @@ def foreign_candidates(graphs: Sequence[ForeignGraph]) -> list[ForeignCandidate]
 
 
 def check_foreign(
-    scenario: Scenario, chains: list[Chain], candidate: ForeignCandidate, truths: Truths, gates: Gates
+    scenario: Scenario,
+    chains: list[Chain],
+    candidate: ForeignCandidate,
+    truths: Truths,
+    eager: Eager,
+    gates: Gates,
 ) -> list[Check]:
-    """`check_scenario`, over those outputs and rows that the graphs give by design."""
-    if any(candidate.refuses(call) for chain in chains for call in chain):
+    """`check_scenario`, over those chains, outputs and rows that the graphs can give by design."""
+    refusals = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]
+    if all(refusals):
         return check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates))
+    able = [at for at, reason in enumerate(refusals) if not reason]
+    chains = [chains[at] for at in able]
     try:
         runs = [run_chain(candidate.runner, chain) for chain in chains]
     except LlmconvError as error:
         return [Check(scenario.name, candidate.name, "logits", verdict="fail", detail=error.message)]
+    checks = _compare(scenario, chains, candidate, runs, [truths[at] for at in able], gates)
+    if any(check.verdict == "fail" for check in checks) and counts_slots(candidate.foreign, chains):
+        other = replace(scenario, name=f"{scenario.name}, positions count padding")
+        slots = slot_chains(chains)
+        counted = _compare(scenario, slots, candidate, runs, eager.truths(other, slots), gates)
+        checks = with_slots(checks, counted, chains)
+    left_out = len(refusals) - len(able)
+    why = f"{left_out} of {len(refusals)} sequences left out: {next(filter(None, refusals))}" if left_out else ""
+    return [replace(check, detail="; ".join(filter(None, (check.detail, why)))) for check in checks]
+
+
+def _compare(
+    scenario: Scenario,
+    chains: list[Chain],
+    candidate: ForeignCandidate,
+    runs: list[list[Step]],
+    truths: Truths,
+    gates: Gates,
+) -> list[Check]:
+    """The checks of calls that were run."""
     pairs = [pair for chain, steps in zip(chains, runs, strict=True) for pair in zip(chain, steps, strict=True)]
     last_only = any(step.logits.shape[1] == 1 < call.input_ids.shape[1] for call, step in pairs)
     given = [

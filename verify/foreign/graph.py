@@ -32,7 +32,21 @@ DTYPES = {
     "tensor(bool)": "bool",
 }
 CacheShapes = Mapping[str, tuple[int, ...]]
-"""The model's own keys and values of one token, `[1, heads, 1, head_dim]`, by the names of reports."""
+STATUS = "Status Message: "
+"""What onnxruntime writes before the part of an error that tells."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a graph may leave open, as the eager model has it.
+
+    Attributes:
+        cache_shapes: keys and values of one token, `[1, heads, 1, head_dim]`, by the names of reports.
+        window: tokens that a sliding layer sees; None without one.
+    """
+
+    cache_shapes: CacheShapes
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,8 @@ class ForeignGraph:
         outputs: names of its cache's outputs, as in reports.
 
     Args:
-        cache_shapes: of the eager model, for what the graph leaves open.
+        model: the graph without its weights.
+        eager: what the graph leaves open.
 
     Raises:
         MalformedInput: onnxruntime cannot open it.
@@ -86,11 +101,11 @@ class ForeignGraph:
         path: Path,
         model: onnx.ModelProto,
         binding: Binding,
-        cache_shapes: CacheShapes,
+        eager: Model,
         settings: SessionSettings,
         name: str = "",
     ) -> None:
-        self.name, self.path, self.binding, self._shapes = name or path.name, path, binding, cache_shapes
+        self.name, self.path, self.binding, self._eager = name or path.name, path, binding, eager
         self.limits = Limits.of(model, binding)
         self._session = SessionChain([path], settings.options())
         declared, given = self._session.get_inputs(), self._session.get_outputs()
@@ -134,7 +149,7 @@ class ForeignGraph:
         """One run: logits `[batch, tokens, vocabulary]` and the cache by the names of reports."""
         row = self.binding.port_map
         feeds = {row.tokens: ids, row.mask: mask, row.positions: positions, row.branch: np.array([bool(past)])}
-        feeds = {name: array for name, array in feeds.items() if name in self.binding.inputs}
+        feeds = {name: feeds.get(name, np.array(self._eager.window or 0)) for name in self.binding.inputs}
         for name, port in self.binding.past.items():
             feeds[port] = _moved(past[name] if past else self._empty(name, len(ids)), AXES, row.axes)
         wanted = [row.logits, *(self.binding.present[name] for name in self.outputs)]
@@ -144,15 +159,16 @@ class ForeignGraph:
         except LlmconvError:
             raise
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            said = str(error).rpartition(STATUS)[2].partition("\n")[0].strip() or first_line(error)
             raise MalformedInput(
-                f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint="see the graph's own client"
+                f"`{self.name}` fails in onnxruntime: {said}", hint="see whether the graph's own client can run it"
             ) from error
         kept = {name: _moved(array, row.axes, AXES) for name, array in zip(self.outputs, present, strict=True)}
         return (logits[:, None] if logits.ndim == 2 else logits), kept
 
     def _empty(self, name: str, rows: int) -> Array:
         """No keys or values; sizes that the graph leaves open are the model's."""
-        heads, size = self._shapes[name][1], self._shapes[name][3]
+        heads, size = self._eager.cache_shapes[name][1], self._eager.cache_shapes[name][3]
         return np.zeros((rows, heads, 0, size))
 
 

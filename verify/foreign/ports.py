@@ -31,6 +31,7 @@ class PortMap:
         past, present: what the cache's inputs and outputs are called; the first template that fits counts.
         parts: what a template's `{part}` stands for, keys first.
         axes: order of the cache's axes: `b`atch, `h`eads, `t`okens, head size `d`.
+        window: scalar inputs of sliding layers that are the model's window.
         ignored: outputs that are not compared.
     """
 
@@ -46,6 +47,7 @@ class PortMap:
     present: tuple[str, ...] = ("present.{layer}.{part}",)
     parts: tuple[str, str] = PARTS
     axes: str = AXES
+    window: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("hidden_states",)
 
     def __post_init__(self) -> None:
@@ -54,13 +56,17 @@ class PortMap:
 
     def cache_name(self, templates: Sequence[str], port: str) -> str:
         """`present.3.key` of a port of the cache; empty for any other port."""
+        found = next(filter(None, (self._match(template, port) for template in templates)), None)
+        return f"present.{int(found['layer'])}.{PARTS[self.parts.index(found['part'])]}" if found else ""
+
+    def fits(self, templates: Sequence[str], port: str) -> bool:
+        """Whether some template fits a port."""
+        return any(self._match(template, port) for template in templates)
+
+    def _match(self, template: str, port: str) -> re.Match[str] | None:
+        pattern = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d{1,6})")
         parts = "|".join(map(re.escape, self.parts))
-        for template in templates:
-            pattern = re.escape(template).replace(r"\{layer\}", r"(?P<layer>\d+)")
-            found = re.fullmatch(pattern.replace(r"\{part\}", f"(?P<part>{parts})"), port)
-            if found:
-                return f"present.{int(found['layer'])}.{PARTS[self.parts.index(found['part'])]}"
-        return ""
+        return re.fullmatch(pattern.replace(r"\{part\}", f"(?P<part>{parts})"), port)
 
 
 @dataclass(frozen=True)
@@ -124,8 +130,10 @@ def _fit(row: PortMap, inputs: list[str], outputs: list[str]) -> tuple[Binding |
     past.pop("", None)
     present.pop("", None)
     others = frozenset(inputs) - set(past.values())
-    odd = [f"input `{port}`" for port in sorted(others - {row.tokens, row.mask, row.positions, row.branch})]
-    odd += [f"output `{port}`" for port in outputs if port not in {row.logits, *row.ignored, *present.values()}]
+    known = {row.tokens, row.mask, row.positions, row.branch}
+    odd = [f"input `{port}`" for port in sorted(others - known) if not row.fits(row.window, port)]
+    given = {row.logits, *present.values()}
+    odd += [f"output `{port}`" for port in outputs if port not in given and not row.fits(row.ignored, port)]
     odd += [f"no input `{row.tokens}`"] if row.tokens not in inputs else []
     odd += [f"no output `{row.logits}`"] if row.logits not in outputs else []
     odd += [f"no output for the past `{name}`" for name in past if name not in present]

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import onnx
 
+from llmconv.checkpoint import open_weights
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import SessionSettings
+from llmconv.tensors import LazyTensor
 from llmconv.verify.compare import GATES
 from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
-from llmconv.verify.foreign.graph import DTYPES, ForeignGraph
+from llmconv.verify.foreign.contents import Content
+from llmconv.verify.foreign.graph import DTYPES, ForeignGraph, Model
 from llmconv.verify.foreign.maps import AUTO, find_port_maps
 from llmconv.verify.foreign.ports import Binding, bind
 from llmconv.verify.foreign.structure import check_ports, dead_inputs
+from llmconv.verify.foreign.weights import absent, audit_contents, contents_of
 from llmconv.verify.localise import localise
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import scenarios
@@ -59,7 +63,9 @@ def verify_graphs(
     bindings = [bind(model, path.name, rows) for path, model in zip(files, models, strict=True)]
     report = Report(" and ".join(path.name for path in files), folder.name, suite, versions=library_versions())
     add = collector(report, on_checks)
-    eager = eager or Eager(folder, _dtype(models[0], bindings[0]), code=folder if trust_remote_code else None)
+    code = folder if trust_remote_code else None
+    eager = eager or Eager(folder, _dtype(models[0], bindings[0]), code=code)
+    _audit(files, models, open_weights(folder), report, add)
     graphs = _open(files, models, bindings, eager, settings or SessionSettings(), add)
     if len(graphs) == len(files):
         _notes(graphs, models, report)
@@ -86,6 +92,24 @@ def _dtype(model: onnx.ModelProto, binding: Binding) -> str:
     return DTYPES.get(f"tensor({kind})", "float32")
 
 
+def _audit(
+    paths: Sequence[Path],
+    models: Sequence[onnx.ModelProto],
+    tensors: Mapping[str, LazyTensor],
+    report: Report,
+    add: OnChecks,
+) -> None:
+    """One check per graph; tensors that are in none are a note."""
+    found: dict[str, Content] = {}
+    for path, model in zip(paths, models, strict=True):
+        contents = contents_of(model, path.parent, tensors)
+        add([audit_contents(path.name, contents, tensors)])
+        found |= {f"{path}:{name}": content for name, content in contents.items()}
+    missing = absent(found, tensors)
+    if found and missing:
+        report.notes.append(f"{len(missing)} tensors of the model are in no graph as they are, first `{missing[0]}`")
+
+
 def _open(
     paths: Sequence[Path],
     models: Sequence[onnx.ModelProto],
@@ -95,15 +119,15 @@ def _open(
     add: OnChecks,
 ) -> list[ForeignGraph]:
     """The graphs that onnxruntime opens and whose cache is the model's; the others are failed checks."""
-    shapes, graphs = eager.cache_shapes(), []
+    model_facts, graphs = Model(eager.cache_shapes(), eager.facts().window), []
     for path, model, binding in zip(paths, models, bindings, strict=True):
         name = path.name if len({path.name for path in paths}) == len(paths) else f"{path.parent.name}-{path.name}"
         try:
-            graph = ForeignGraph(path, model, binding, shapes, settings, name)
+            graph = ForeignGraph(path, model, binding, model_facts, settings, name)
         except LlmconvError as error:
             add([Check("structure", name, "", verdict="fail", detail=error.message)])
             continue
-        check = check_ports(graph, shapes)
+        check = check_ports(graph, model_facts.cache_shapes)
         add([check])
         if check.verdict == "pass":
             graphs.append(graph)
@@ -129,4 +153,4 @@ def _compare(eager: Eager, graphs: Sequence[ForeignGraph], report: Report, add: 
         truths = eager.truths(scenario, chains)
         for candidate in found:
             if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
-                add(check_foreign(scenario, chains, candidate, truths, gates))
+                add(check_foreign(scenario, chains, candidate, truths, eager, gates))

@@ -9,4 +9,6 @@ MAP = PortMap(
     past=("input.past_key_values.layers.{layer}.{part}", "past_key_values.layers.{layer}.{part}"),
     present=("output.past_key_values.layers.{layer}.{part}", "past_key_values.layers.{layer}.{part}"),
     parts=("keys", "values"),
+    window=("input.past_key_values.layers.{layer}._sliding_window_tensor",),
+    ignored=("output.past_key_values.layers.{layer}._sliding_window_tensor",),
 )
