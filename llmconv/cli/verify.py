@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option(
     "--input-map",
     metavar="NAME",
-    help="How it names inputs and outputs: auto (default), genai, llmconv, mobius, optimum, transformers, or a JSON file.",
+    help="How it names its inputs: auto (default), genai, llmconv, mobius, optimum, transformers, a JSON file.",
 )
 @click.option("--reference", type=click.Path(path_type=Path), help="HF folder of the model; default: as recorded.")
 @click.option("--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How much.")

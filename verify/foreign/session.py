@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
-import onnx
-
 from llmconv.checkpoint import open_weights
-from llmconv.errors import LlmconvError, UsageProblem
-from llmconv.runtime.guard import load_guarded
+from llmconv.errors import UsageProblem
 from llmconv.runtime.ort import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.compare import GATES
 from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
-from llmconv.verify.foreign.contents import Content
-from llmconv.verify.foreign.graph import DTYPES, ForeignGraph, Model
-from llmconv.verify.foreign.maps import AUTO, find_port_maps
-from llmconv.verify.foreign.ports import Binding, bind
+from llmconv.verify.foreign.files import GraphFile, read_graphs
+from llmconv.verify.foreign.graph import ForeignGraph, Model
+from llmconv.verify.foreign.maps import AUTO
 from llmconv.verify.foreign.structure import check_ports, dead_inputs
+from llmconv.verify.foreign.twin import scaled_graph, why_no_scaling
 from llmconv.verify.foreign.weights import absent, audit_contents, contents_of
 from llmconv.verify.localise import localise
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import scenarios
 from llmconv.verify.session import collector, library_versions, require_suite
 from llmconv.verify.truth import Eager
-
-MOST = 2
-"""One graph, or that of the prompt and that of the steps."""
+from llmconv.verify.twin import CHANGES, Change
+from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
 
 OnChecks = Callable[[list[Check]], None]
 
@@ -56,101 +54,104 @@ def verify_graphs(
         InputRefused: a graph fits no map, or refers to what it must not.
     """
     require_suite(suite)
-    files = [Path(path) for path in paths]
-    folder = _reference(files, reference)
-    rows = find_port_maps(input_map)
-    models = [load_guarded(path) for path in files]
-    bindings = [bind(model, path.name, rows) for path, model in zip(files, models, strict=True)]
-    report = Report(" and ".join(path.name for path in files), folder.name, suite, versions=library_versions())
+    files = read_graphs(paths, input_map)
+    folder = _reference(files[0].path, reference)
+    report = Report(" and ".join(file.name for file in files), folder.name, suite, versions=library_versions())
     add = collector(report, on_checks)
-    code = folder if trust_remote_code else None
-    eager = eager or Eager(folder, _dtype(models[0], bindings[0]), code=code)
-    _audit(files, models, open_weights(folder), report, add)
-    graphs = _open(files, models, bindings, eager, settings or SessionSettings(), add)
+    settings, tensors = settings or SessionSettings(), open_weights(folder)
+    eager = eager or Eager(folder, files[0].dtype, code=folder if trust_remote_code else None)
+    _audit(files, tensors, report, add)
+    facts = Model(eager.cache_shapes(), eager.facts().window)
+    graphs = _open(files, facts, settings, add)
     if len(graphs) == len(files):
-        _notes(graphs, models, report)
+        report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
         _compare(eager, graphs, report, add)
+        _compare_twins(eager, files, facts, settings, tensors, report, add)
     report.where = localise(report.checks)
     return report
 
 
-def _reference(paths: Sequence[Path], reference: str | Path | None) -> Path:
-    if not 0 < len(paths) <= MOST:
-        raise UsageProblem(f"{len(paths)} graphs were given", hint="give one, or that of the prompt and of the steps")
-    folder = Path(reference) if reference else paths[0].parent
+def _reference(path: Path, reference: str | Path | None) -> Path:
+    folder = Path(reference) if reference else path.parent
     if reference is None and not any(folder.glob("*.safetensors")):
         raise UsageProblem(
-            f"`{folder}` holds no model to compare `{paths[0].name}` with", hint="give `--reference HF_FOLDER`"
+            f"`{folder}` holds no model to compare `{path.name}` with", hint="give `--reference HF_FOLDER`"
         )
     return folder
 
 
-def _dtype(model: onnx.ModelProto, binding: Binding) -> str:
-    """Of the logits, as the file says."""
-    port = next(port for port in model.graph.output if port.name == binding.port_map.logits)
-    kind = onnx.TensorProto.DataType.Name(port.type.tensor_type.elem_type).lower()
-    return DTYPES.get(f"tensor({kind})", "float32")
-
-
-def _audit(
-    paths: Sequence[Path],
-    models: Sequence[onnx.ModelProto],
-    tensors: Mapping[str, LazyTensor],
-    report: Report,
-    add: OnChecks,
-) -> None:
+def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report: Report, add: OnChecks) -> None:
     """One check per graph; tensors that are in none are a note."""
-    found: dict[str, Content] = {}
-    for path, model in zip(paths, models, strict=True):
-        contents = contents_of(model, path.parent, tensors)
-        add([audit_contents(path.name, contents, tensors)])
-        found |= {f"{path}:{name}": content for name, content in contents.items()}
-    missing = absent(found, tensors)
-    if found and missing:
-        report.notes.append(f"{len(missing)} tensors of the model are in no graph as they are, first `{missing[0]}`")
+    missing = set(tensors)
+    for file in files:
+        file.contents = contents_of(file.model, file.path.parent, tensors)
+        missing &= absent(file.contents, tensors)
+        add([audit_contents(file.name, file.contents, tensors)])
+    if missing and len(missing) < len(tensors):
+        report.notes.append(f"{len(missing)} tensors of the model are in no graph as they are, first `{min(missing)}`")
 
 
-def _open(
-    paths: Sequence[Path],
-    models: Sequence[onnx.ModelProto],
-    bindings: Sequence[Binding],
-    eager: Eager,
-    settings: SessionSettings,
-    add: OnChecks,
-) -> list[ForeignGraph]:
-    """The graphs that onnxruntime opens and whose cache is the model's; the others are failed checks."""
-    model_facts, graphs = Model(eager.cache_shapes(), eager.facts().window), []
-    for path, model, binding in zip(paths, models, bindings, strict=True):
-        name = path.name if len({path.name for path in paths}) == len(paths) else f"{path.parent.name}-{path.name}"
-        try:
-            graph = ForeignGraph(path, model, binding, model_facts, settings, name)
-        except LlmconvError as error:
-            add([Check("structure", name, "", verdict="fail", detail=error.message)])
-            continue
-        check = check_ports(graph, model_facts.cache_shapes)
+def _open(files: Sequence[GraphFile], facts: Model, settings: SessionSettings, add: OnChecks) -> list[ForeignGraph]:
+    """The graphs that onnxruntime opens, whose cache is the model's and whose weights are not quantised."""
+    graphs = []
+    for file in files:
+        graph = file.open(facts, settings)
+        check = graph if isinstance(graph, Check) else check_ports(graph, facts.cache_shapes)
+        if file.quantized and check.verdict == "pass":
+            reason = f"`{file.quantized}` has weights of its own rounding, so the model says nothing of its numbers"
+            check = replace(check, verdict="skip", detail=reason)
         add([check])
-        if check.verdict == "pass":
+        if not isinstance(graph, Check) and check.verdict == "pass":
             graphs.append(graph)
     return graphs
 
 
-def _notes(graphs: Sequence[ForeignGraph], models: Sequence[onnx.ModelProto], report: Report) -> None:
-    for graph, model in zip(graphs, models, strict=True):
-        report.notes += [f"{graph.name}: input `{name}` has no effect" for name in dead_inputs(model)]
-        if not graph.outputs:
-            report.notes.append(f"{graph.name}: gives no keys and values, so its logits alone are compared")
-        if not graph.keeps_cache:
-            report.notes.append(f"{graph.name}: takes no past, so it is given the whole sequence at every step")
-        if graph.limits.tokens == 1:
-            report.notes.append(f"{graph.name}: takes one token, so several are given one after another")
+def _notes(file: GraphFile, graph: ForeignGraph) -> list[str]:
+    """What is odd about a graph, and how it is called for that."""
+    notes = [f"input `{name}` has no effect" for name in dead_inputs(file.model)]
+    if not graph.outputs:
+        notes.append("gives no keys and values, so its logits alone are compared")
+    if not graph.keeps_cache:
+        notes.append("takes no past, so it is given the whole sequence at every step")
+    if graph.limits.tokens == 1:
+        notes.append("takes one token, so several are given one after another")
+    return [f"{file.name}: {note}" for note in notes]
 
 
-def _compare(eager: Eager, graphs: Sequence[ForeignGraph], report: Report, add: OnChecks) -> None:
-    """All scenarios on every graph that can begin alone, and on two together."""
+def _compare(
+    eager: Eager, graphs: Sequence[ForeignGraph], report: Report, add: OnChecks, change: Change | None = None
+) -> None:
+    """All scenarios on every graph that can begin alone, and on two together; of twins a few."""
     found = foreign_candidates(graphs)
-    gates = GATES[eager.dtype]
     for scenario, chains in scenarios(report.suite, eager.facts()):
-        truths = eager.truths(scenario, chains)
+        if change and scenario.name not in TWIN_SCENARIOS:
+            continue
+        named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug) if change else scenario
+        truths = eager.truths(named, chains)
         for candidate in found:
             if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
-                add(check_foreign(scenario, chains, candidate, truths, eager, gates))
+                add(check_foreign(named, chains, candidate, truths, eager, GATES[eager.dtype]))
+
+
+def _compare_twins(
+    eager: Eager,
+    files: Sequence[GraphFile],
+    facts: Model,
+    settings: SessionSettings,
+    tensors: Mapping[str, LazyTensor],
+    report: Report,
+    add: OnChecks,
+) -> None:
+    """A few scenarios on scaled weights."""
+    reasons = [why_no_scaling(file.contents, tensors, report.suite) for file in files]
+    if any(reasons):
+        report.notes.append(f"no run on scaled weights: {next(filter(None, reasons))}")
+        return
+    for change in CHANGES:
+        with ExitStack() as stack:
+            copies = [stack.enter_context(scaled_graph(file.path, file.contents, tensors, change)) for file in files]
+            opened = [file.open(facts, settings, copy) for file, copy in zip(files, copies, strict=True)]
+            add([graph for graph in opened if isinstance(graph, Check)])
+            graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
+            if len(graphs) == len(files):
+                _compare(eager.twin(change), graphs, report, add, change)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from llmconv.tensors import LazyTensor
+from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.foreign.contents import BEGINNING, Content, find_contents
 from llmconv.verify.report import Check
 from llmconv.verify.weights import initializer_values, reference_name
@@ -31,8 +31,8 @@ def contents_of(model: onnx.ModelProto, folder: Path, reference: Mapping[str, La
 
 
 def _content(tensor: onnx.TensorProto, folder: Path) -> Content:
-    def read() -> np.ndarray:
-        return initializer_values(tensor, folder)
+    def read() -> Array:
+        return np.asarray(initializer_values(tensor, folder))
 
     return Content(tuple(tensor.dims), onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type), read)
 
@@ -57,6 +57,6 @@ def _told(contents: Mapping[str, Content], matched: list[Content]) -> str:
     return f"{len(matched)} of {len(contents)} are the model's by content ({told or 'none'})" + (rest if other else "")
 
 
-def absent(contents: Mapping[str, Content], reference: Mapping[str, LazyTensor]) -> list[str]:
+def absent(contents: Mapping[str, Content], reference: Mapping[str, LazyTensor]) -> set[str]:
     """Tensors of the model that no initializer holds."""
-    return sorted(set(reference) - {name for content in contents.values() for name in content.names})
+    return set(reference) - {name for content in contents.values() for name in content.names}
