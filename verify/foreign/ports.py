@@ -51,6 +51,9 @@ class PortMap:
     ignored: tuple[str, ...] = ("hidden_states",)
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not all(isinstance(text, str) for text in (value if isinstance(value, tuple) else (value,))):
+                raise ValueError(f"`{name}` is {value!r}")
         if sorted(self.axes) != sorted(AXES) or len(self.parts) != len(PARTS):
             raise ValueError(f"axes are an order of `{AXES}`, parts are two words")
 

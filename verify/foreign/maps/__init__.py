@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -60,10 +61,13 @@ def find_port_maps(name: str) -> list[PortMap]:
 
 
 def _from_json(path: Path) -> PortMap:
-    fields = {"name": path.stem, "title": path.name, **read_json(path)}
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    """A row whose lists of names may be one name."""
+    given = {"name": path.stem, "title": path.name, **read_json(path)}
+    several = {field.name for field in fields(PortMap) if not isinstance(field.default, str)} - {"name", "title"}
+    row = {key: (value,) if key in several and isinstance(value, str) else value for key, value in given.items()}
+    row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     try:
-        return PortMap(**fields)
+        return PortMap(**row)
     except (TypeError, ValueError) as error:
         raise MalformedInput(
             f"`{path.name}` is no input map: {error}", hint="docs/verification.md shows the fields of one"
