@@ -12,10 +12,10 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow clients check fix bench families docs wheel size
+.PHONY: help setup demo test test-slow clients check fix bench families other-exporters docs wheel size
 
 help:
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-15s %s\n", $$1, $$2 }'
 
 setup: $(READY) ## create .venv from constraints.txt; quick when there is nothing to do
 	@:
@@ -60,6 +60,9 @@ bench: $(READY) ## time and peak memory of every job, kept in docs/benchmarks.md
 
 families: $(READY) ## export and verify a tiny model of every family, an hour; kept in docs/families.md
 	$(BIN)/python -m tools.families --suite full --write docs/families.md
+
+other-exporters: $(READY) ## verify their graphs of tiny models; kept in docs/verification.md
+	$(BIN)/python -m tools.other_exporters --write
 
 docs: $(READY) ## write the generated pages again
 	$(BIN)/python -m tools.cli_page

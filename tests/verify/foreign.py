@@ -58,7 +58,7 @@ def transposed_cache(model: onnx.ModelProto) -> None:
     """Keys and values with tokens before heads."""
     for ports, inward in ((model.graph.input, True), (model.graph.output, False)):
         for port in ports:
-            if "past_key_values" in port.name:
+            if port.name.startswith(("past_key_values", "present")):
                 _transpose(model, port, inward)
 
 

@@ -13,13 +13,16 @@ import pytest
 from click.testing import CliRunner, Result
 from onnx import numpy_helper
 
+from benchmarks.exporters import GENAI, MOBIUS, OPTIMUM
 from llmconv.cli import main
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.verify import PortMap, Report, register_port_map, verify_graphs
 from llmconv.verify.foreign import maps
 from llmconv.verify.truth import Eager
-from tests.verify.foreign import changed, renamed, transposed_cache
+from tests.verify.foreign import changed, export_by_transformers, renamed, transposed_cache
 from tests.verify.mutants import MUTANTS, Mutant
+from tools.other_exporters import FOLDER
+from tools.other_exporters import exported as exported_by
 
 Tiny = Callable[[str], Path]
 OTHER_NAMES = renamed(r"^(past_key_values|present)\.(\d+)\.(k|v)\w+", r"\1_\2_\3")
@@ -222,3 +225,32 @@ def test_the_command_takes_a_graph_in_the_place_of_a_folder(graph: Path) -> None
     result = run("--graph", graph, "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["folder"] == "decode.onnx"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_both_graphs_of_transformers_pass_alone_and_together(model_type: str, tiny: Tiny, tmp_path: Path) -> None:
+    graphs = export_by_transformers(tiny(model_type), tmp_path / "by-transformers")
+    report = verify_graphs(graphs, reference=tiny(model_type))
+    assert report.verdict == "pass"
+    assert {c.graph for c in report.checks if c.output} == {"prefill.onnx", "prefill.onnx+decode.onnx"}
+    assert "transposed" in weights(report)
+    mutant = changed(graphs[1], tmp_path / "mutant.onnx", one_less)
+    assert verify_graphs([graphs[0], mutant], reference=tiny(model_type)).verdict == "fail"
+
+
+def one_less(model: onnx.ModelProto) -> None:
+    """Every position one less than it was told."""
+    model.graph.initializer.append(numpy_helper.from_array(np.array(1), "one"))
+    for node in model.graph.node:
+        node.input[:] = ["moved" if name == "position_ids" else name for name in node.input]
+    model.graph.node.insert(0, onnx.helper.make_node("Sub", ["position_ids", "one"], ["moved"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exporter", [OPTIMUM, GENAI, MOBIUS])
+def test_a_llama_by_other_exporters_passes(exporter: str) -> None:
+    graphs, problem = exported_by("llama", exporter)
+    if not graphs:
+        pytest.skip(problem)
+    assert verify_graphs(graphs, reference=FOLDER / "llama").verdict == "pass"
