@@ -95,6 +95,14 @@ def test_a_map_that_does_not_fit_says_at_which_port(graph: Path, check: Callable
         check(graph, input_map="transformers")
 
 
+def test_a_mask_of_another_rank_is_refused(graph: Path, check: Callable[..., Report], tmp_path: Path) -> None:
+    def widen(model: onnx.ModelProto) -> None:
+        model.graph.input[1].type.tensor_type.shape.dim.add().dim_value = 1
+
+    with pytest.raises(UnsupportedInput, match="input `attention_mask` with 3 axes"):
+        check(changed(graph, tmp_path / "wide.onnx", widen), input_map="llmconv")
+
+
 def test_a_mutant_is_caught_and_placed(check: Callable[..., Report], broken: Callable[[str, Mutant], Path]) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name.startswith("attention scale"))
     report = check(broken("llama", mutant) / "decode.onnx")

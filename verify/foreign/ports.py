@@ -111,11 +111,12 @@ def bind(model: onnx.ModelProto, name: str, rows: Iterable[PortMap]) -> Binding:
         UnsupportedInput: there is none.
     """
     inputs, outputs = input_names(model), [port.name for port in model.graph.output]
+    ranks = {port.name: len(port.type.tensor_type.shape.dim) for port in model.graph.input}
     producer = model.producer_name
     ordered = sorted(rows, key=lambda row: producer not in row.producers)
     odd: list[str] = []
     for row in ordered:
-        binding, odd = _fit(row, inputs, outputs)
+        binding, odd = _fit(row, inputs, outputs, ranks)
         if binding:
             return binding
     rows_said = f"the input map `{ordered[0].name}`: {odd[0]}" if len(ordered) == 1 else "any input map"
@@ -126,7 +127,9 @@ def bind(model: onnx.ModelProto, name: str, rows: Iterable[PortMap]) -> Binding:
     )
 
 
-def _fit(row: PortMap, inputs: list[str], outputs: list[str]) -> tuple[Binding | None, list[str]]:
+def _fit(
+    row: PortMap, inputs: list[str], outputs: list[str], ranks: Mapping[str, int]
+) -> tuple[Binding | None, list[str]]:
     """The binding, or what does not fit."""
     past = {row.cache_name(row.past, port): port for port in inputs}
     present = {row.cache_name(row.present, port): port for port in outputs}
@@ -135,6 +138,8 @@ def _fit(row: PortMap, inputs: list[str], outputs: list[str]) -> tuple[Binding |
     others = frozenset(inputs) - set(past.values())
     known = {row.tokens, row.mask, row.positions, row.branch}
     odd = [f"input `{port}`" for port in sorted(others - known) if not row.fits(row.window, port)]
+    flat = (row.tokens, row.mask, row.positions)
+    odd += [f"input `{port}` with {ranks[port]} axes" for port in flat if ranks.get(port, 0) not in (0, 2)]
     given = {row.logits, *present.values()}
     odd += [f"output `{port}`" for port in outputs if port not in given and not row.fits(row.ignored, port)]
     odd += [f"no input `{row.tokens}`"] if row.tokens not in inputs else []
