@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llmconv.errors import LlmconvError, UsageProblem
-from llmconv.runtime.runner import Cache, Runner, Step
-from llmconv.tensors import Array
+from llmconv.runtime.runner import Step
 from llmconv.verify.candidate import Agreement, Candidate, check_scenario
 from llmconv.verify.compare import Gates, Truth, rms
-from llmconv.verify.foreign.graph import ForeignCache, ForeignGraph, ForeignRunner
+from llmconv.verify.foreign.cache import ForeignCache
+from llmconv.verify.foreign.graph import ForeignGraph
+from llmconv.verify.foreign.runners import ForeignRunner, Replay
 from llmconv.verify.foreign.slots import counts_slots, slot_chains, with_slots
 from llmconv.verify.report import Check
 from llmconv.verify.scenarios import Call, Chain, Scenario
@@ -112,21 +113,6 @@ def _compare(
     ]
     replay = replace(candidate, runner=Replay(step for steps in runs for step in steps), last_only=last_only)
     return check_scenario(scenario, chains, replay, given, gates, Agreement(gates))
-
-
-class Replay(Runner):
-    """Steps that were run before, in their order."""
-
-    def __init__(self, steps: Iterator[Step]) -> None:
-        self._steps = steps
-
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """The next step."""
-        return next(self._steps)
-
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """The next step."""
-        return next(self._steps)
 
 
 def _given(truth: dict[str, Truth], step: Step) -> dict[str, Truth]:

@@ -20,6 +20,7 @@ from llmconv.runtime.chain import SessionChain
 from llmconv.runtime.ort import SessionSettings
 from llmconv.runtime.runner import Cache, Step
 from llmconv.tensors import Array
+from llmconv.verify.foreign.cache import ForeignCache, unrolled
 from llmconv.verify.foreign.limits import Limits
 from llmconv.verify.foreign.ports import AXES, Binding
 
@@ -32,6 +33,9 @@ DTYPES = {
     "tensor(bool)": "bool",
 }
 CacheShapes = Mapping[str, tuple[int, ...]]
+MOST_NEW = 512
+"""New tokens that a ring has room for beside its window."""
+
 STATUS = "Status Message: "
 """What onnxruntime writes before the part of an error that tells."""
 
@@ -47,34 +51,6 @@ class Model:
 
     cache_shapes: CacheShapes
     window: int | None = None
-
-
-@dataclass(frozen=True)
-class ForeignCache:
-    """What a graph gave as its cache, and the tokens that are in it.
-
-    Attributes:
-        kept: `[batch, heads, tokens, head_dim]` by name; a sliding layer may keep its window only.
-        input_ids, position_ids: of all tokens so far, `[batch, length]`.
-    """
-
-    kept: Mapping[str, Array]
-    input_ids: Array
-    position_ids: Array
-
-    @property
-    def length(self) -> int:
-        """Tokens so far, padding included."""
-        return int(self.input_ids.shape[1])
-
-    def arrays(self) -> dict[str, Array]:
-        """See `Cache.arrays`; zeros stand where a layer has forgotten."""
-        return {name: _filled_in_front(array, self.length) for name, array in self.kept.items()}
-
-
-def _filled_in_front(array: Array, length: int) -> Array:
-    missing = length - array.shape[2]
-    return np.pad(array, ((0, 0), (0, 0), (missing, 0), (0, 0))) if missing > 0 else array
 
 
 class ForeignGraph:
@@ -129,19 +105,21 @@ class ForeignGraph:
         if past is not None and not isinstance(past, ForeignCache):
             raise InputRefused(f"`{self.name}` continues its own kind of cache only", hint="start with no past")
         rows, new = input_ids.shape
-        before = past or ForeignCache({}, input_ids[:, :0], position_ids[:, :0])
+        before = past or ForeignCache({}, {}, input_ids[:, :0], position_ids[:, :0])
         ids = np.concatenate([before.input_ids, input_ids], axis=1)
         positions = np.concatenate([before.position_ids, position_ids], axis=1)
         if not self.keeps_cache:
-            logits, kept = self._call(ids, attention_mask, positions, {})
-            return Step(logits[:, -new:], ForeignCache(kept, ids, positions))
-        width, kept = self.limits.width(rows, before.length, new), dict(before.kept)
+            logits, given = self._call(ids, attention_mask, positions, {})
+            return Step(logits[:, -new:], ForeignCache(given, given, ids, positions))
+        width, given = self.limits.width(rows, before.length, new), dict(before.given)
         pieces = []
         for start in range(before.length, before.length + new, width):
             end = min(start + width, before.length + new)
-            logits, kept = self._call(ids[:, start:end], attention_mask[:, :end], positions[:, start:end], kept)
+            logits, given = self._call(ids[:, start:end], attention_mask[:, :end], positions[:, start:end], given)
             pieces.append(logits)
-        return Step(np.concatenate(pieces, axis=1), ForeignCache(kept, ids, positions))
+        rings, length = self.limits.rings, ids.shape[1]
+        kept = {name: unrolled(array, length) if name in rings else array for name, array in given.items()}
+        return Step(np.concatenate(pieces, axis=1), ForeignCache(kept, given, ids, positions))
 
     def _call(
         self, ids: Array, mask: Array, positions: Array, past: Mapping[str, Array]
@@ -163,28 +141,14 @@ class ForeignGraph:
             raise MalformedInput(
                 f"`{self.name}` fails in onnxruntime: {said}", hint="see whether the graph's own client can run it"
             ) from error
-        kept = {name: _moved(array, row.axes, AXES) for name, array in zip(self.outputs, present, strict=True)}
-        return (logits[:, None] if logits.ndim == 2 else logits), kept
+        given = {name: _moved(array, row.axes, AXES) for name, array in zip(self.outputs, present, strict=True)}
+        return (logits[:, None] if logits.ndim == 2 else logits), given
 
     def _empty(self, name: str, rows: int) -> Array:
-        """No keys or values; sizes that the graph leaves open are the model's."""
+        """No keys or values, or an empty ring; sizes that the graph leaves open are the model's."""
+        slots = (self._eager.window or 0) + MOST_NEW if name in self.limits.rings else 0
         heads, size = self._eager.cache_shapes[name][1], self._eager.cache_shapes[name][3]
-        return np.zeros((rows, heads, 0, size))
-
-
-class ForeignRunner:
-    """The graph of the prompt and that of the steps; one may serve as both."""
-
-    def __init__(self, prefill: ForeignGraph, decode: ForeignGraph) -> None:
-        self._prefill, self._decode = prefill, decode
-
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """Runs the prompt."""
-        return self._prefill.run(input_ids, attention_mask, position_ids, past)
-
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """Runs a step."""
-        return self._decode.run(input_ids, attention_mask, position_ids, past)
+        return np.zeros((rows, heads, slots, size))
 
 
 def _moved(array: Array, given: str, wanted: str) -> Array:

@@ -25,6 +25,7 @@ class Limits:
         tokens: new tokens of every call, None for any number.
         takes_mask, takes_positions: it has those inputs.
         counts_mask: the mask tells how long a sequence is, and nothing else.
+        rings: what lies in buffers of fixed length that are written round and round, by the names of reports.
         single: several new tokens after a past are for one sequence only.
     """
 
@@ -34,6 +35,7 @@ class Limits:
     takes_positions: bool
     counts_mask: bool
     single: bool
+    rings: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, model: onnx.ModelProto, binding: Binding) -> Limits:
@@ -42,7 +44,9 @@ class Limits:
         rows, tokens = axes[binding.port_map.tokens]
         grouped = [node for node in nodes(model) if node.op_type == GROUPED]
         biased = all(len(node.input) > BIAS and node.input[BIAS] for node in grouped)
-        return cls(rows, tokens, binding.takes_mask, binding.takes_positions, not biased, bool(grouped))
+        ringed = {port for node in grouped if _is_ring(node) for port in node.input[3:5]}
+        rings = frozenset(name for name, port in binding.past.items() if port in ringed)
+        return cls(rows, tokens, binding.takes_mask, binding.takes_positions, not biased, bool(grouped), rings)
 
     def refusal(self, call: Call) -> str:
         """Why a call cannot be run; empty when it can."""
@@ -62,6 +66,10 @@ class Limits:
         if self.tokens is not None:
             return self.tokens
         return 1 if self.single and rows > 1 and past else new
+
+
+def _is_ring(node: onnx.NodeProto) -> bool:
+    return any(attribute.name == "sliding_window_cache" and attribute.i for attribute in node.attribute)
 
 
 def _fixed_axes(port: onnx.ValueInfoProto) -> Sequence[int | None]:

@@ -115,6 +115,8 @@ def _notes(file: GraphFile, graph: ForeignGraph) -> list[str]:
         notes.append("takes no past, so it is given the whole sequence at every step")
     if graph.limits.tokens == 1:
         notes.append("takes one token, so several are given one after another")
+    if graph.limits.rings:
+        notes.append("keeps its sliding layers in rings, which are given room for the window and 512 new tokens")
     return [f"{file.name}: {note}" for note in notes]
 
 
