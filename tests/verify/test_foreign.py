@@ -75,8 +75,8 @@ def test_a_registered_row_is_found_by_auto(
 ) -> None:
     monkeypatch.setattr(maps, "_registered", {})
     odd = changed(graph, tmp_path / "odd.onnx", OTHER_NAMES)
-    row = {**FIELDS, "past": (FIELDS["past"],), "present": (FIELDS["present"],), "parts": ("k", "v")}
-    register_port_map(PortMap("odd", "an odd exporter", **row))
+    past, present = "past_key_values_{layer}_{part}", "present_{layer}_{part}"
+    register_port_map(PortMap("odd", "an odd exporter", past=(past,), present=(present,), parts=("k", "v")))
     assert check(odd).verdict == "pass"
 
 

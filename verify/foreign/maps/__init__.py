@@ -12,6 +12,7 @@ from dataclasses import fields
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UsageProblem
@@ -64,7 +65,9 @@ def _from_json(path: Path) -> PortMap:
     """A row whose lists of names may be one name."""
     given = {"name": path.stem, "title": path.name, **read_json(path)}
     several = {field.name for field in fields(PortMap) if not isinstance(field.default, str)} - {"name", "title"}
-    row = {key: (value,) if key in several and isinstance(value, str) else value for key, value in given.items()}
+    row: dict[str, Any] = {
+        key: (value,) if key in several and isinstance(value, str) else value for key, value in given.items()
+    }
     row = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     try:
         return PortMap(**row)
