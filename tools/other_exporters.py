@@ -119,7 +119,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", choices=[*MODELS, []], default=list(MODELS))
+    parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}; default: all")
     parser.add_argument("--suite", default="quick")
     parser.add_argument("--write", action="store_true", help=f"write the section of {PAGE}")
     return parser.parse_args()
