@@ -12,10 +12,10 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow clients check fix bench families mutants docs wheel size
+.PHONY: help setup demo test test-slow clients check fix bench families mutants other-exporters docs wheel size
 
 help:
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-15s %s\n", $$1, $$2 }'
 
 setup: $(READY) ## create .venv from constraints.txt; quick when there is nothing to do
 	@:
@@ -63,6 +63,9 @@ families: $(READY) ## export and verify a tiny model of every family, an hour; k
 
 mutants: $(READY) ## faulty and clean graphs under verify and other checks, half an hour; kept in docs/calibration.md
 	$(BIN)/python -m tools.calibrate
+
+other-exporters: $(READY) ## verify their graphs of tiny models; kept in docs/verification.md
+	$(BIN)/python -m tools.other_exporters --write
 
 docs: $(READY) ## write the generated pages again
 	$(BIN)/python -m tools.cli_page

@@ -89,10 +89,11 @@ def check_scenario(
     truths: Truths,
     gates: Gates,
     pair: Agreement,
-    evidence: Evidence,
+    evidence: Evidence | None = None,
     repeat: int = 1,
 ) -> list[Check]:
     """One check per output, over all chains and calls; with `repeat` all runs have to give the same bits."""
+    evidence = evidence or Evidence()
     blank = Check(scenario.name, candidate.name, "")
     reason = next((candidate.refuses(call) for chain in chains for call in chain if candidate.refuses(call)), "")
     if reason:
@@ -101,11 +102,11 @@ def check_scenario(
     for chain, truth in zip(chains, truths, strict=True):
         try:
             steps = run_chain(candidate.runner, chain)
-            unsteady = any(not _equal(steps, run_chain(candidate.runner, chain)) for _ in range(1, repeat))
+            same = steady(candidate.runner, chain, steps, repeat)
         except LlmconvError as error:
             return [replace(blank, output="logits", verdict="fail", detail=error.message)]
-        if unsteady:
-            return [replace(blank, output="logits", verdict="fail", detail="two runs of the graph differ")]
+        if not same:
+            return [unsteady(blank)]
         for call, step, expected in zip(chain, steps, truth, strict=True):
             rows = rows_of(step)
             found = _results(candidate, expected["logits"], step)
@@ -116,6 +117,16 @@ def check_scenario(
             evidence.see_logits(scenario.name, call, expected["logits"], step.logits)
             pair.see(candidate, scenario, expected, rows)
     return [fold(blank, name, found, gates) for name, found in measures.items()]
+
+
+def steady(runner: Runner, chain: Chain, steps: list[Step], repeat: int) -> bool:
+    """Whether further runs of the same calls, `repeat` in all, give the same bits."""
+    return all(_equal(steps, run_chain(runner, chain)) for _ in range(1, repeat))
+
+
+def unsteady(blank: Check) -> Check:
+    """The check of a graph that is not."""
+    return replace(blank, output="logits", verdict="fail", detail="two runs of the graph differ")
 
 
 def _equal(steps: list[Step], others: list[Step]) -> bool:

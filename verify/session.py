@@ -80,7 +80,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     if bisection and bisection.minimize:
         require_new(bisection.minimize)
     report = Report(folder.name, folder.name, suite, versions=library_versions())
-    report.settings = _recorded(settings or SessionSettings(), chosen(suite, only), repeat)
+    report.settings = recorded(settings or SessionSettings(), chosen(suite, only), repeat)
     entries = graph_entries(folder)
     if not entries:
         report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
@@ -91,7 +91,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     truth_folder = Path(reference or recorded_reference(folder))
     report.reference = truth_folder.name
 
-    add = _collector(report, on_checks)
+    add = collector(report, on_checks)
     report.notes += changed_graphs(folder, _paths(folder, entries, models))
     source = Source.of(folder, truth_folder, [entry.prefix.file for entry in entries if entry.prefix])
     add(audit_files(folder))
@@ -108,17 +108,20 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     return report
 
 
-def _recorded(settings: SessionSettings, rows: Sequence[Scenario], repeat: int) -> dict[str, Any]:
+def recorded(settings: SessionSettings, rows: Sequence[Scenario], repeat: int) -> dict[str, Any]:
     """What would have to be the same for the same report."""
-    gates = {dtype: asdict(gate) for dtype, gate in GATES.items()}
-    seeds = {scenario.name: scenario.seed for scenario in rows}
-    return {"threads": settings.threads, "optimization": settings.optimization, "repeat": repeat} | {
-        "gates": gates,
-        "seeds": seeds,
+    return {
+        "threads": settings.threads,
+        "optimization": settings.optimization,
+        "repeat": repeat,
+        "gates": {dtype: asdict(gate) for dtype, gate in GATES.items()},
+        "seeds": {scenario.name: scenario.seed for scenario in rows},
     }
 
 
-def _collector(report: Report, on_checks: Callable[[list[Check]], None] | None) -> Callable[[list[Check]], None]:
+def collector(report: Report, on_checks: Callable[[list[Check]], None] | None) -> Callable[[list[Check]], None]:
+    """What takes new checks: they join the report, and `on_checks` is told."""
+
     def add(checks: list[Check]) -> None:
         report.checks += checks
         if on_checks:
@@ -128,10 +131,15 @@ def _collector(report: Report, on_checks: Callable[[list[Check]], None] | None) 
 
 
 def _require_usable(folder: Path, suite: str) -> None:
-    if suite not in {"quick", "full"}:
-        raise UsageProblem(f"suite `{suite}` is unknown", hint="give `quick` or `full`")
+    require_suite(suite)
     if not folder.is_dir():
         raise InputRefused(f"`{folder}` is no folder", hint="give the folder that `llmconv export` wrote to")
+
+
+def require_suite(suite: str) -> None:
+    """Refuses an unknown suite with UsageProblem."""
+    if suite not in {"quick", "full"}:
+        raise UsageProblem(f"suite `{suite}` is unknown", hint="give `quick` or `full`")
 
 
 def recorded_reference(folder: Path) -> Path:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from llmconv.cli import options
+from llmconv.errors import UsageProblem
 from llmconv.progress import say
 
 if TYPE_CHECKING:
@@ -16,7 +17,20 @@ if TYPE_CHECKING:
 
 
 @click.command("verify")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--graph",
+    "graphs",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A graph of any exporter in the place of FOLDER; twice for those of prompt and steps.",
+)
+@click.option(
+    "--input-map",
+    metavar="NAME",
+    help="How it names its inputs: auto (default), genai, llmconv, mobius, optimum, transformers, a JSON file.",
+)
 @click.option("--reference", type=click.Path(path_type=Path), help="HF folder of the model; default: as recorded.")
 @click.option("--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How much.")
 @click.option("--scenario", "only", multiple=True, metavar="NAME", help="This scenario only; may be repeated.")
@@ -32,7 +46,9 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(
     ctx: click.Context,
-    folder: Path,
+    folder: Path | None,
+    graphs: tuple[Path, ...],
+    input_map: str | None,
     reference: Path | None,
     suite: str,
     only: tuple[str, ...],
@@ -45,12 +61,12 @@ def command(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Compare every output of the graphs in FOLDER with the eager model.
+    """Compare every output of the graphs in FOLDER with the eager model; of another exporter's graph with `--graph`.
 
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
     from llmconv.runtime import SessionSettings
-    from llmconv.verify import Bisection, verify
+    from llmconv.verify import Bisection, verify, verify_graphs
     from llmconv.verify.github import annotation_lines
     from llmconv.verify.report import lines_of
     from llmconv.verify.report_files import write_report
@@ -59,18 +75,22 @@ def command(
         for line in lines_of(checks):
             click.echo(line)
 
+    _require_fitting(folder, graphs, input_map, searches=bisect or minimize is not None)
     started = time.perf_counter()
-    report = verify(
-        folder,
-        reference=reference,
-        suite=suite,
-        only=only,
-        repeat=repeat,
-        settings=SessionSettings(threads=threads),
-        on_checks=None if as_json else show,
-        trust_remote_code=trust_remote_code,
-        bisection=Bisection(minimize) if bisect or minimize else None,
-    )
+    options_of_both: dict[str, Any] = {
+        "reference": reference,
+        "suite": suite,
+        "only": only,
+        "repeat": repeat,
+        "settings": SessionSettings(threads=threads),
+        "on_checks": None if as_json else show,
+        "trust_remote_code": trust_remote_code,
+    }
+    if folder is None:
+        report = verify_graphs(graphs, input_map=input_map or "auto", **options_of_both)
+    else:
+        bisection = Bisection(minimize) if bisect or minimize else None
+        report = verify(folder, bisection=bisection, **options_of_both)
     if report_folder:
         write_report(report, report_folder)
     if as_json:
@@ -82,3 +102,13 @@ def command(
         click.echo(line, err=as_json)
     say(f"{time.perf_counter() - started:.1f} s" + (f", report in {report_folder}" if report_folder else ""))
     ctx.exit(report.exit_code)
+
+
+def _require_fitting(folder: Path | None, graphs: tuple[Path, ...], input_map: str | None, *, searches: bool) -> None:
+    """Raises UsageProblem where options do not fit each other."""
+    if (folder is None) is not bool(graphs):
+        raise UsageProblem("give either FOLDER or `--graph FILE`", hint="FOLDER is what `llmconv export` left")
+    if input_map and not graphs:
+        raise UsageProblem("`--input-map` describes a `--graph`", hint="leave it out: FOLDER says what its graphs are")
+    if searches and graphs:
+        raise UsageProblem("`--bisect` and `--minimize` are for FOLDER", hint="leave them out for a `--graph`")

@@ -1,0 +1,52 @@
+"""ForeignCache: the keys and values of a foreign graph, in the order of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmconv.tensors import Array
+
+
+@dataclass(frozen=True)
+class ForeignCache:
+    """What a graph gave as its cache, and the tokens that are in it.
+
+    Attributes:
+        kept: keys and values in the order of the tokens, `[batch, heads, tokens, head_dim]` by name; a sliding layer
+            may keep its last ones only.
+        given: the same as the graph gave them, to be its next past.
+        input_ids, position_ids: of all tokens so far, `[batch, length]`.
+    """
+
+    kept: Mapping[str, Array]
+    given: Mapping[str, Array]
+    input_ids: Array
+    position_ids: Array
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, padding included."""
+        return int(self.input_ids.shape[1])
+
+    def arrays(self) -> dict[str, Array]:
+        """See `Cache.arrays`; zeros stand where a layer has forgotten."""
+        return {name: _filled_in_front(array, self.length) for name, array in self.kept.items()}
+
+
+def _filled_in_front(array: Array, length: int) -> Array:
+    missing = length - array.shape[2]
+    return np.pad(array, ((0, 0), (0, 0), (missing, 0), (0, 0))) if missing > 0 else array
+
+
+def unrolled(ring: Array, length: int) -> Array:
+    """The last tokens of a ring in their order: token t lies in slot t modulo the ring's slots.
+
+    Args:
+        ring: `[batch, heads, slots, head_dim]`.
+        length: tokens so far.
+    """
+    slots = ring.shape[2]
+    return ring[:, :, np.arange(max(0, length - slots), length) % slots]

@@ -1,0 +1,141 @@
+"""Which of the model's tensors a foreign graph's initializers are, found by content: names say nothing there.
+
+Exporters transpose matrices for `MatMul`, lay several side by side (`q`, `k` and `v` in one), cut them apart, and add
+one to the norms of Gemma. Whole tensors are found by the sha256 of their bytes; parts by the bytes of their rows. One
+tensor and one initializer are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from llmconv.tensors import Array, LazyTensor
+
+FLOATS = {"float16", "float32", "float64", "bfloat16"}
+BEGINNING = 8
+"""Elements of a vector that must agree before the rest is compared."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of an initializer (of its transpose where `side`) that are rows `first`, … of the tensor `name`."""
+
+    name: str
+    rows: range
+    side: bool = False
+
+
+@dataclass
+class Content:
+    """One initializer, and what was found of it.
+
+    Attributes:
+        shape, dtype: of its values.
+        read: gives them.
+        whole: the tensor that it is; empty when it is none.
+        form: what was done to that tensor, such as `transposed`.
+        parts: tensors of the model that lie in it, or that it was cut from.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    read: Callable[[], Array]
+    whole: str = ""
+    form: str = ""
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def names(self) -> set[str]:
+        """Of the tensors in it."""
+        return {self.whole} if self.whole else {part.name for part in self.parts}
+
+    @property
+    def matched(self) -> bool:
+        """Whether all of it was found."""
+        return bool(self.whole) or any(self._covered(side) for side in (False, True)[: len(self.shape)])
+
+    def _covered(self, side: bool) -> bool:
+        rows = np.zeros(self.shape[-1 if side else 0], dtype=bool)
+        for part in self.parts:
+            rows[part.rows.start : part.rows.stop] |= part.side is side
+        return bool(rows.all())
+
+
+def forms(values: Array) -> Iterator[tuple[str, Array]]:
+    """What exporters make of a tensor."""
+    yield "", values
+    if values.ndim > 1:
+        yield "transposed", values.swapaxes(-1, -2)
+    else:
+        yield "plus one", values + values.dtype.type(1)
+
+
+def find_contents(contents: Mapping[str, Content], reference: Mapping[str, LazyTensor]) -> None:
+    """Looks every tensor of the model up among the initializers, and notes it there."""
+    by_digest: dict[tuple[str, tuple[int, ...]], list[Content]] = defaultdict(list)
+    for content in contents.values():
+        by_digest[digest(content.read()), content.shape].append(content)
+    dtypes = {content.dtype for content in contents.values()}
+    for name, values in _each(reference, dtypes):
+        for form, made in forms(values):
+            for content in by_digest.get((digest(made), made.shape), []):
+                if not content.whole:
+                    content.whole, content.form = name, form
+    rest = [content for content in contents.values() if not content.whole and len(content.shape) <= 2]
+    if rest:
+        _find_parts(rest, _each(reference, dtypes))
+
+
+def _each(reference: Mapping[str, LazyTensor], dtypes: Iterable[np.dtype[Any]]) -> Iterator[tuple[str, Array]]:
+    """The model's tensors in the types of the graph."""
+    for name, tensor in reference.items():
+        if tensor.dtype.name in FLOATS and tensor.shape:
+            values = tensor.read()
+            yield from ((name, values.astype(dtype, copy=False)) for dtype in dtypes)
+
+
+def _find_parts(contents: list[Content], tensors: Iterator[tuple[str, Array]]) -> None:
+    """Tensors that lie side by side in an initializer, and initializers that were cut out of a tensor."""
+    places: dict[bytes, list[tuple[Content, bool, int]]] = defaultdict(list)
+    for content in contents:
+        values = content.read()
+        for side in (False, True)[: values.ndim]:
+            for at, key in _keys(values.T if side else values):
+                places[key].append((content, side, at))
+    for name, values in tensors:
+        if values.ndim > 2:
+            continue
+        for first, key in _keys(values):
+            for content, side, at in places.get(key, []):
+                if first == 0 or at == 0:  # where the tensor begins, or the initializer
+                    _note(content, side, at, name, values[first:])
+
+
+def _note(content: Content, side: bool, at: int, name: str, values: Array) -> None:
+    """Notes the rows of an initializer from `at` on that are the rows of `values`, if all of them are."""
+    mine = content.read()
+    mine = (mine.T if side else mine)[at:]
+    count = min(len(mine), len(values))
+    if np.array_equal(mine[:count], values[:count]) and (count == len(values) or at == 0):
+        content.parts.append(Part(name, range(at, at + count), side))
+
+
+def _keys(values: Array) -> Iterator[tuple[int, bytes]]:
+    """What the rows of a matrix begin a comparison with; of a vector, its next few elements."""
+    if values.ndim == 1:
+        for at in range(len(values) - BEGINNING + 1):
+            yield at, values[at : at + BEGINNING].tobytes()
+    else:
+        for at, row in enumerate(np.ascontiguousarray(values)):
+            yield at, hashlib.sha256(row.tobytes()).digest()[:12]
+
+
+def digest(values: Array) -> str:
+    """The sha256 of an array's bytes, row by row."""
+    return hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()

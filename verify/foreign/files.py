@@ -1,0 +1,87 @@
+"""GraphFile: one graph of another exporter as read from its file, with what is known before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx
+
+from llmconv.errors import LlmconvError, UsageProblem
+from llmconv.runtime.guard import load_guarded, nodes
+from llmconv.runtime.ort import SessionSettings
+from llmconv.verify.foreign.contents import Content
+from llmconv.verify.foreign.graph import DTYPES, ForeignGraph, Model
+from llmconv.verify.foreign.maps import find_port_maps
+from llmconv.verify.foreign.ports import Binding, bind
+from llmconv.verify.report import Check
+
+MOST = 2
+"""One graph, or that of the prompt and that of the steps."""
+
+QUANTIZED = {
+    *("MatMulNBits", "MatMulBnb4", "QMoE", "GatherBlockQuantized", "DequantizeLinear", "QLinearMatMul"),
+    *("MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"),
+}
+
+
+@dataclass
+class GraphFile:
+    """A file, guarded and bound.
+
+    Attributes:
+        path: of the file.
+        name: in reports: the file's, with its folder's where two have the same.
+        model: without its weights.
+        binding: its ports.
+        contents: its initializers, once they were audited.
+    """
+
+    path: Path
+    name: str
+    model: onnx.ModelProto
+    binding: Binding
+    contents: Mapping[str, Content] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> str:
+        """Of the logits, as the file says."""
+        port = next(port for port in self.model.graph.output if port.name == self.binding.port_map.logits)
+        kind = onnx.TensorProto.DataType.Name(port.type.tensor_type.elem_type).lower()
+        return DTYPES.get(f"tensor({kind})", "float32")
+
+    @property
+    def quantized(self) -> str:
+        """An operator on quantised weights; empty where there is none."""
+        return next((node.op_type for node in nodes(self.model) if node.op_type in QUANTIZED), "")
+
+    def open(self, eager: Model, settings: SessionSettings, copy: Path | None = None) -> ForeignGraph | Check:
+        """The graph in a session, or the failed check where onnxruntime refuses it.
+
+        Args:
+            copy: a copy with other weights, to be opened in its place.
+        """
+        try:
+            return ForeignGraph(copy or self.path, self.model, self.binding, eager, settings, self.name)
+        except LlmconvError as error:
+            return Check("structure", self.name, "", verdict="fail", detail=error.message)
+
+
+def read_graphs(paths: Sequence[str | Path], input_map: str) -> list[GraphFile]:
+    """The files, once all that they refer to is harmless and their ports are known.
+
+    Raises:
+        UsageProblem: none or too many, or an unknown map.
+        InputRefused: a graph fits no map, or refers to what it must not.
+    """
+    files = [Path(path) for path in paths]
+    if not 0 < len(files) <= MOST:
+        raise UsageProblem(f"{len(files)} graphs were given", hint="give one, or that of the prompt and of the steps")
+    rows = find_port_maps(input_map)
+    alone = len({path.name for path in files}) == len(files)
+    models = [load_guarded(path) for path in files]
+    return [
+        GraphFile(path, path.name if alone else f"{path.parent.name}/{path.name}", model, bind(model, path.name, rows))
+        for path, model in zip(files, models, strict=True)
+    ]

@@ -1,0 +1,165 @@
+"""verify_graphs: graphs of any exporter against the eager model; the scenarios are those of llmconv's own graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from llmconv.checkpoint import open_weights
+from llmconv.errors import UsageProblem
+from llmconv.runtime.ort import SessionSettings
+from llmconv.tensors import LazyTensor
+from llmconv.verify.compare import GATES
+from llmconv.verify.evidence import Evidence
+from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
+from llmconv.verify.foreign.files import GraphFile, read_graphs
+from llmconv.verify.foreign.graph import ForeignGraph, Model
+from llmconv.verify.foreign.maps import AUTO
+from llmconv.verify.foreign.structure import check_ports, dead_inputs
+from llmconv.verify.foreign.twin import scaled_graph, why_no_scaling
+from llmconv.verify.foreign.weights import absent, audit_contents, contents_of
+from llmconv.verify.localise import localise
+from llmconv.verify.report import Check, Report
+from llmconv.verify.scenarios import chosen, scenarios
+from llmconv.verify.session import collector, library_versions, recorded, require_suite
+from llmconv.verify.truth import Eager
+from llmconv.verify.twin import CHANGES, Change
+from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
+
+OnChecks = Callable[[list[Check]], None]
+
+
+def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
+    paths: Sequence[str | Path],
+    *,
+    reference: str | Path | None = None,
+    input_map: str = AUTO,
+    suite: str = "quick",
+    only: Sequence[str] = (),
+    repeat: int = 1,
+    settings: SessionSettings | None = None,
+    on_checks: OnChecks | None = None,
+    eager: Eager | None = None,
+    trust_remote_code: bool = False,
+) -> Report:
+    """Compares a graph of any exporter, or those of prompt and steps, with the eager model; arguments as in `verify`.
+
+    Args:
+        paths: one file, or two.
+        reference: the Hugging Face folder of the model; the graph's own folder when left out.
+        input_map: name of a row of `maps`, `auto`, or a JSON file.
+        suite, only, repeat, settings, on_checks, eager, trust_remote_code: as for `verify`.
+
+    Raises:
+        UsageProblem: no graph or too many, no reference, an unknown map, or a graph of steps without one of the prompt.
+        InputRefused: a graph fits no map, or refers to what it must not.
+    """
+    require_suite(suite)
+    files = read_graphs(paths, input_map)
+    folder = _reference(files[0].path, reference)
+    report = Report(" and ".join(file.name for file in files), folder.name, suite, versions=library_versions())
+    report.settings = recorded(settings or SessionSettings(), chosen(suite, only), repeat)
+    add = collector(report, on_checks)
+    settings, tensors = settings or SessionSettings(), open_weights(folder)
+    eager = eager or Eager(folder, files[0].dtype, code=folder if trust_remote_code else None)
+    _audit(files, tensors, report, add)
+    facts = Model(eager.cache_shapes(), eager.facts().window)
+    graphs = _open(files, facts, settings, add)
+    if len(graphs) == len(files):
+        report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
+        _compare(eager, graphs, report, add)
+        _compare_twins(eager, files, facts, settings, tensors, report, add)
+    report.where = localise(report.checks)
+    return report
+
+
+def _reference(path: Path, reference: str | Path | None) -> Path:
+    folder = Path(reference) if reference else path.parent
+    if reference is None and not any(folder.glob("*.safetensors")):
+        raise UsageProblem(
+            f"`{folder}` holds no model to compare `{path.name}` with", hint="give `--reference HF_FOLDER`"
+        )
+    return folder
+
+
+def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report: Report, add: OnChecks) -> None:
+    """One check per graph; tensors that are in none are a note."""
+    missing = set(tensors)
+    for file in files:
+        file.contents = contents_of(file.model, file.path.parent, tensors)
+        missing &= absent(file.contents, tensors)
+        add([audit_contents(file.name, file.contents, tensors)])
+    if missing and len(missing) < len(tensors):
+        report.notes.append(f"{len(missing)} tensors of the model are in no graph as they are, first `{min(missing)}`")
+
+
+def _open(files: Sequence[GraphFile], facts: Model, settings: SessionSettings, add: OnChecks) -> list[ForeignGraph]:
+    """The graphs that onnxruntime opens, whose cache is the model's and whose weights are not quantised."""
+    graphs = []
+    for file in files:
+        graph = file.open(facts, settings)
+        check = graph if isinstance(graph, Check) else check_ports(graph, facts.cache_shapes)
+        if file.quantized and check.verdict == "pass":
+            reason = f"`{file.quantized}` has weights of its own rounding, so the model says nothing of its numbers"
+            check = replace(check, verdict="skip", detail=reason)
+        add([check])
+        if not isinstance(graph, Check) and check.verdict == "pass":
+            graphs.append(graph)
+    return graphs
+
+
+def _notes(file: GraphFile, graph: ForeignGraph) -> list[str]:
+    """What is odd about a graph, and how it is called for that."""
+    notes = [f"input `{name}` has no effect" for name in dead_inputs(file.model)]
+    if not graph.outputs:
+        notes.append("gives no keys and values, so its logits alone are compared")
+    if not graph.keeps_cache:
+        notes.append("takes no past, so it is given the whole sequence at every step")
+    if graph.limits.tokens == 1:
+        notes.append("takes one token, so several are given one after another")
+    if graph.limits.rings:
+        notes.append("keeps its sliding layers in rings, which are given room for the window and 512 new tokens")
+    return [f"{file.name}: {note}" for note in notes]
+
+
+def _compare(
+    eager: Eager, graphs: Sequence[ForeignGraph], report: Report, add: OnChecks, change: Change | None = None
+) -> None:
+    """All scenarios on every graph that can begin alone, and on two together; of twins a few."""
+    found = foreign_candidates(graphs)
+    repeat = report.settings["repeat"]
+    for scenario, chains in scenarios(report.suite, eager.facts(), tuple(report.settings["seeds"])):
+        if change and scenario.name not in TWIN_SCENARIOS:
+            continue
+        named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug) if change else scenario
+        truths = eager.truths(named, chains)
+        for candidate in found:
+            if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
+                seen = Evidence() if change else report.evidence.setdefault(candidate.name, Evidence())
+                add(check_foreign(named, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
+
+
+def _compare_twins(
+    eager: Eager,
+    files: Sequence[GraphFile],
+    facts: Model,
+    settings: SessionSettings,
+    tensors: Mapping[str, LazyTensor],
+    report: Report,
+    add: OnChecks,
+) -> None:
+    """A few scenarios on scaled weights."""
+    reasons = [why_no_scaling(file.contents, tensors, report.suite) for file in files]
+    if any(reasons):
+        report.notes.append(f"no run on scaled weights: {next(filter(None, reasons))}")
+        return
+    for change in CHANGES:
+        with ExitStack() as stack:
+            copies = [stack.enter_context(scaled_graph(file.path, file.contents, tensors, change)) for file in files]
+            opened = [file.open(facts, settings, copy) for file, copy in zip(files, copies, strict=True)]
+            add([graph for graph in opened if isinstance(graph, Check)])
+            graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
+            if len(graphs) == len(files):
+                _compare(eager.twin(change), graphs, report, add, change)
