@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -61,10 +62,13 @@ class Edit:
         """
         if self == Edit():
             return cache
-        arrays = {name: self._edited(name, array, mask) for name, array in cache.arrays().items()}
+        if isinstance(cache, EditsItself):
+            return cache.edited(self, mask)
+        arrays = {name: self.of_array(name, array, mask) for name, array in cache.arrays().items()}
         return EditedCache(arrays, cache.length - self.drop)
 
-    def _edited(self, name: str, array: Array, mask: Array) -> Array:
+    def of_array(self, name: str, array: Array, mask: Array) -> Array:
+        """One output of a cache afterwards; see `apply`."""
         array = array[list(self.rows)] if self.rows is not None else array.copy()
         if is_state(name):
             return array
@@ -72,6 +76,14 @@ class Edit:
         if self.garbage:
             array.transpose(0, 2, 1, 3)[:, array.shape[2] - mask.shape[1] :][mask == 0] = GARBAGE
         return array
+
+
+@runtime_checkable
+class EditsItself(Protocol):
+    """A cache that knows more than its arrays."""
+
+    def edited(self, edit: Edit, mask: Array) -> Cache:
+        """See `Edit.apply`."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmconv.tensors import Array
+from llmconv.verify.calls import Edit
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,19 @@ class ForeignCache:
     def arrays(self) -> dict[str, Array]:
         """See `Cache.arrays`; zeros stand where a layer has forgotten."""
         return {name: _filled_in_front(array, self.length) for name, array in self.kept.items()}
+
+    def edited(self, edit: Edit, mask: Array) -> ForeignCache:
+        """See `Edit.apply`; of a ring the rows alone are exchanged."""
+        rows = list(edit.rows) if edit.rows is not None else slice(None)
+        end = self.length - edit.drop
+        ids, positions = self.input_ids[rows, :end], self.position_ids[rows, :end]
+        whole = {name for name, array in self.kept.items() if self.given[name] is array}
+        arrays = {
+            name: edit.of_array(name, array, mask) if name in whole else array[rows]
+            for name, array in self.given.items()
+        }
+        kept = {name: arrays[name] if name in whole else array[rows] for name, array in self.kept.items()}
+        return ForeignCache(kept, arrays, ids, positions)
 
 
 def _filled_in_front(array: Array, length: int) -> Array:

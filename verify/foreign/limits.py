@@ -55,6 +55,8 @@ class Limits:
             return f"the graph takes {self.rows} sequence(s) at once, not {rows}"
         if not call.uniform and not self.takes_positions:
             return "the graph has no input for positions"
+        if call.edit.drop and self.rings:
+            return "the graph keeps its sliding layers in rings, of which no token can be taken back"
         if call.attention_mask.all():
             return ""
         if not self.takes_mask:
