@@ -33,9 +33,12 @@ def names(wheel: Path) -> set[str]:
 
 
 def modules() -> set[str]:
-    """What the wheel should hold: every module, under the name that it is imported by."""
+    """What the wheel should hold: every module, under the name that it is imported by; a compiled one has a stub."""
     front = {str(path) for path in Path("llmconv").rglob("*.py")} | {"llmconv/py.typed"}
-    return front | {f"llmconv/{path}" for room in ROOMS for path in Path(room).rglob("*.py")}
+    stubs = [path for room in ROOMS for path in Path(room).rglob("*.pyi")]
+    compiled = [path.with_suffix(".abi3.so") for path in stubs]
+    rooms = [path for room in ROOMS for path in Path(room).rglob("*.py")]
+    return front | {f"llmconv/{path}" for path in (*rooms, *stubs, *compiled)}
 
 
 def use(wheel: Path) -> None:
