@@ -68,7 +68,7 @@ def product_by_rows(
     results = [value.new_empty((*value.shape[:-1], rows), dtype=dtype) for value, _ in inputs]
     for start in range(0, rows, step):
         part = slice(start, min(rows, start + step))
-        matrix = stored[part].to(dtype)
+        matrix = (stored[...] if step >= rows else stored[part]).to(dtype)
         for result, (value, bias) in zip(results, inputs, strict=True):
             result[..., part] = functional.linear(value, matrix, None if bias is None else bias[part])
     return results

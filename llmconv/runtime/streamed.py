@@ -52,9 +52,9 @@ class StreamedRunner(EagerRunner):
     def __init__(
         self, folder: Path, dtype: str = "float32", *, code: Path | None = None, resident: int = RESIDENT
     ) -> None:
-        self._stored = stored_tensors(folder)
-        super().__init__(folder, dtype, code=code)
         load = torch.float32 if dtype == "float64" else getattr(torch, dtype)
+        self._stored = stored_tensors(folder, load)
+        super().__init__(folder, dtype, code=code)
         self._weights = StreamedWeights(self.model, self._stored, load)
         self._layers = _layers(self.model)
         if not self._layers:

@@ -24,21 +24,36 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
+from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput
+from llmconv.safetensors_io import FileTensor
 
 HINT = "run `llmconv verify` without `--low-memory`"
 
 
-class StoredTensor:
-    """A tensor of a safetensors file, read when it is sliced."""
+ALIGNMENT = 64
+"""Bytes of a cache line; sums of products depend on where in it a matrix begins."""
 
-    def __init__(self, stored: Any) -> None:
-        self._stored = stored
+
+class StoredTensor:
+    """A tensor of a safetensors file, read when it is sliced.
+
+    Args:
+        stored: the slice of `safe_open`.
+        offset: of its first byte in the file; a tensor that is used as it is stored begins at the same place of a cache
+            line as if the file were mapped, which is what `from_pretrained` does.
+        dtype: that a load asks for.
+    """
+
+    def __init__(self, stored: Any, offset: int, dtype: torch.dtype) -> None:
+        self._stored, self._offset, self._dtype = stored, offset, dtype
         self.shape = tuple(stored.get_shape())
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         tensor: torch.Tensor = self._stored[key]
-        return tensor.float() if tensor.dtype is torch.float64 else tensor  # as a load in float32 has it
+        if tensor.dtype is torch.float64:
+            return tensor.float()  # as a load in float32 has it
+        return _placed(tensor, self._offset) if tensor.dtype is self._dtype and key is Ellipsis else tensor
 
     def get_shape(self) -> list[int]:
         """As transformers asks for it."""
@@ -59,10 +74,23 @@ class HollowTensor:
         return torch.empty(self.shape, dtype=dtype, device="meta")
 
 
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a folder's safetensors files by name."""
-    files = [safe_open(path, "pt", device="cpu", backend="pread") for path in sorted(folder.glob("*.safetensors"))]
-    return {name: StoredTensor(file.get_slice(name)) for file in files for name in file.keys()}  # noqa: SIM118
+def stored_tensors(folder: Path, dtype: torch.dtype) -> dict[str, StoredTensor]:
+    """Every tensor of a folder's weights by name; `dtype` is what a load asks for."""
+    found = {name: tensor for name, tensor in open_weights(folder).items() if isinstance(tensor, FileTensor)}
+    files = {tensor.path for tensor in found.values()}
+    opened = {path: safe_open(path, "pt", device="cpu", backend="pread") for path in files}
+    return {name: StoredTensor(opened[t.path].get_slice(name), t.offset, dtype) for name, t in found.items()}
+
+
+def _placed(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """The same at an address that has the remainder of `offset` within a cache line."""
+    if (tensor.data_ptr() - offset) % ALIGNMENT == 0:
+        return tensor
+    room = torch.empty(tensor.nbytes + 2 * ALIGNMENT, dtype=torch.uint8)
+    start = (offset - room.data_ptr()) % ALIGNMENT
+    if start % tensor.itemsize:
+        return tensor
+    return room[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class StreamedWeights:
