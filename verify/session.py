@@ -11,7 +11,7 @@ import onnx
 
 from llmconv import __version__
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, LlmconvError, UsageProblem
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
 from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry, graph_entries
@@ -21,6 +21,7 @@ from llmconv.verify.candidate import Agreement, Candidate, candidates, check_sce
 from llmconv.verify.compare import GATES
 from llmconv.verify.embeddings import check_embeddings, takes_embeddings
 from llmconv.verify.localise import localise
+from llmconv.verify.low_memory import StreamedEager, foresee, open_in_pieces
 from llmconv.verify.prefix import stored_start, trained_start
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import scenarios
@@ -43,6 +44,7 @@ def verify(
     on_checks: Callable[[list[Check]], None] | None = None,
     eager: Eager | None = None,
     trust_remote_code: bool = False,
+    low_memory: bool = False,
 ) -> Report:
     """Compares every graph of a folder with the eager model: every output, every scenario.
 
@@ -54,6 +56,7 @@ def verify(
         on_checks: called with the checks as they come.
         eager: the reference, opened before; what it computed is used again.
         trust_remote_code: run the reference's own code, which `auto_map` of its `config.json` names.
+        low_memory: hold neither the model nor a graph's weights, see `llmconv.verify.low_memory`.
 
     Raises:
         InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
@@ -77,9 +80,11 @@ def verify(
     source = Source.of(folder, truth_folder, [entry.prefix.file for entry in entries if entry.prefix])
     add(audit_files(folder))
     _audit(models, source, report, add)
-    graphs = _open(folder, entries, settings, add)
+    graphs = _open(folder, entries, settings, add, low_memory)
     if graphs:
         code = truth_folder if trust_remote_code else None
+        if low_memory:
+            eager = StreamedEager(truth_folder, graphs[0].dtype.name, code=code, suite=suite)
         eager = eager or Eager(truth_folder, graphs[0].dtype.name, code=code)
         _run(eager, folder, graphs, models, settings, report, add)
     report.where = localise(report.checks)
@@ -155,12 +160,16 @@ def _open(
     entries: Iterable[GraphEntry],
     settings: SessionSettings | None,
     add: Callable[[list[Check]], None],
+    low_memory: bool,
 ) -> list[OrtGraph]:
     """The graphs that onnxruntime can open; the others are failed checks."""
     graphs = []
+    opened = open_in_pieces if low_memory else open_graph
     for entry in entries:
         try:
-            graphs.append(open_graph(folder, entry, replace(settings or SessionSettings(), garbage=True)))
+            graphs.append(opened(folder, entry, replace(settings or SessionSettings(), garbage=True)))
+        except UnsupportedInput:
+            raise
         except LlmconvError as error:
             add([Check("structure", entry.name, "", verdict="fail", detail=error.message)])
     return graphs
@@ -197,7 +206,9 @@ def _compare(
     pair = Agreement(gates)
     for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
         truth = eager.behind(prefix, trained_start(folder, prefix)) if prefix else eager
-        for scenario, chains in scenarios(report.suite, truth.facts()):
+        planned = scenarios(report.suite, truth.facts())
+        foresee([graph for graph in graphs if graph.entry.prefix == prefix], planned)
+        for scenario, chains in planned:
             found = [candidate for candidate in candidates(graphs, chains) if candidate.prefix == prefix]
             truths = truth.truths(scenario, chains) if found else []
             for candidate in found:
@@ -226,7 +237,7 @@ def _compare_twins(
     for change in CHANGES:
         twin = eager.twin(change)
         with scaled_copy(folder, paths, change) as copy:
-            graphs = _open(copy, entries, settings, add)
+            graphs = _open(copy, entries, settings, add, isinstance(eager, StreamedEager))
             for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
                 truth = twin
                 if prefix:  # which stays what it is
@@ -239,10 +250,11 @@ def _compare_twin(
 ) -> None:
     """Graphs on weights of which some are scaled, and the eager model on the same."""
     gates = GATES[twin.dtype]
-    for scenario, chains in scenarios(report.suite, twin.facts()):
-        if scenario.name in TWIN_SCENARIOS:
-            named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug)
-            truths = twin.truths(named, chains)
-            for graph in graphs:
-                candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
-                add(check_scenario(named, chains, candidate, truths, gates, Agreement(gates)))
+    planned = [one for one in scenarios(report.suite, twin.facts()) if one[0].name in TWIN_SCENARIOS]
+    foresee(graphs, planned)
+    for scenario, chains in planned:
+        named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug)
+        truths = twin.truths(named, chains)
+        for graph in graphs:
+            candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
+            add(check_scenario(named, chains, candidate, truths, gates, Agreement(gates)))

@@ -36,12 +36,15 @@ class Eager:
         self.folder, self.dtype, self._code = folder, dtype, code
         self._kept: dict[str, Truths] | None = {} if keep else None
         self._twins: dict[str, Eager] = {}
-        self._model = EagerRunner(folder, "float64", code=code)
-        self._exact: Runner = self._model
-        self._rounded_model = EagerRunner(folder, dtype, code=code)
-        self._rounded: Runner = self._rounded_model
+        self._model, self._exact = self._open("float64")
+        self._rounded_model, self._rounded = self._open(dtype)
         self._floor = NoiseFloor(dtype)
         self._virtual = self._first_position = 0
+
+    def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
+        """The model, and what runs it."""
+        model = EagerRunner(self.folder, dtype, code=self._code)
+        return model, model
 
     def behind(self, entry: PrefixEntry, start: Callable[[EagerRunner], Start]) -> Eager:
         """The same model behind a prefix.
@@ -73,7 +76,7 @@ class Eager:
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
         """What the cache consists of, by the name of the output: shapes for a batch of one and one token."""
         one = np.zeros((1, 1), dtype=np.int64)
-        present = self._model.prefill(one, one + 1, one).present
+        present = self._exact.prefill(one, one + 1, one).present
         return {name: array.shape for name, array in present.arrays().items()}
 
     def embed(self, input_ids: Array) -> tuple[Array, Array]:

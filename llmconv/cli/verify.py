@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @click.option("--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How much.")
 @click.option("--report", "report_folder", type=click.Path(path_type=Path), help="Write JSON, JUnit, Markdown, HTML.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
+@click.option("--low-memory", is_flag=True, help="Hold no more of the model than one layer: slower, for large models.")
 @options.trust_remote_code
 @options.as_json
 @options.talk
@@ -32,6 +33,7 @@ def command(
     suite: str,
     report_folder: Path | None,
     threads: int,
+    low_memory: bool,
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
@@ -56,6 +58,7 @@ def command(
         settings=SessionSettings(threads=threads),
         on_checks=None if as_json else show,
         trust_remote_code=trust_remote_code,
+        low_memory=low_memory,
     )
     if report_folder:
         write_report(report, report_folder)
