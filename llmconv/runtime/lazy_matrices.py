@@ -49,7 +49,7 @@ class LazyMatrices(TorchFunctionMode):
     def _look_up(self, ids: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         stored = self._matrices[id(parameter)]
         tokens, places = torch.unique(ids, return_inverse=True)
-        rows = torch.cat([stored[token : token + 1] for token in tokens.tolist()])
+        rows = torch.cat([stored.rows(token, token + 1) for token in tokens.tolist()])
         return functional.embedding(places, rows.to(parameter.dtype))
 
 
@@ -68,7 +68,7 @@ def product_by_rows(
     results = [value.new_empty((*value.shape[:-1], rows), dtype=dtype) for value, _ in inputs]
     for start in range(0, rows, step):
         part = slice(start, min(rows, start + step))
-        matrix = (stored[...] if step >= rows else stored[part]).to(dtype)
+        matrix = (stored[...] if step >= rows else stored.rows(part.start, part.stop)).to(dtype)
         for result, (value, bias) in zip(results, inputs, strict=True):
             result[..., part] = functional.linear(value, matrix, None if bias is None else bias[part])
     return results

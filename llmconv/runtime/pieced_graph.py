@@ -65,7 +65,8 @@ class Declared:
             UnsupportedInput: always; only graphs that fill buffers in place ask for it.
         """
         raise UnsupportedInput(
-            "a graph that fills buffers in place cannot run in pieces", hint="run `llmconv verify` without `--low-memory`"
+            "a graph that fills buffers in place cannot run in pieces",
+            hint="run `llmconv verify` without `--low-memory`",
         )
 
     def get_inputs(self) -> list[Port]:
@@ -163,7 +164,9 @@ class PiecedGraph(OrtGraph):
         if made is not None:
             return made
         declared = self.inputs[name]
-        axes = [call.past_length if at == LENGTH_AXIS and not is_state(name) else axis for at, axis in enumerate(declared)]
+        axes = [
+            call.past_length if at == LENGTH_AXIS and not is_state(name) else axis for at, axis in enumerate(declared)
+        ]
         shape = [len(call.input_ids), *axes[1:]]
         if name not in piece.shapes_only or any(isinstance(axis, str) for axis in shape):
             raise UnsupportedInput(

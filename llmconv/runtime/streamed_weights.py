@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -34,30 +35,35 @@ HINT = "run `llmconv verify` without `--low-memory`"
 ALIGNMENT = 64
 """Bytes of a cache line; sums of products depend on where in it a matrix begins."""
 
+WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+"""Integers of the size of a float, which torch takes from numpy whatever the float."""
+
 
 class StoredTensor:
     """A tensor of a safetensors file, read when it is sliced.
 
     Args:
         stored: the slice of `safe_open`.
-        offset: of its first byte in the file; a tensor that is used as it is stored begins at the same place of a cache
-            line as if the file were mapped, which is what `from_pretrained` does.
+        file: where it lies; a tensor that is used as it is stored begins at the same place of a cache line as if the
+            file were mapped, which is what `from_pretrained` does.
         dtype: that a load asks for.
     """
 
-    def __init__(self, stored: Any, offset: int, dtype: torch.dtype) -> None:
-        self._stored, self._offset, self._dtype = stored, offset, dtype
-        self.shape = tuple(stored.get_shape())
+    def __init__(self, stored: Any, file: FileTensor, dtype: torch.dtype) -> None:
+        self._stored, self._file, self._dtype = stored, file, dtype
+        self.shape = file.shape
 
     def __getitem__(self, key: Any) -> torch.Tensor:
+        """All of it, which is what transformers asks for."""
         tensor: torch.Tensor = self._stored[key]
         if tensor.dtype is torch.float64:
             return tensor.float()  # as a load in float32 has it
-        return _placed(tensor, self._offset) if tensor.dtype is self._dtype and key is Ellipsis else tensor
+        return _placed(tensor, self._file.offset) if tensor.dtype is self._dtype else tensor
 
-    def get_shape(self) -> list[int]:
-        """As transformers asks for it."""
-        return list(self.shape)
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Some rows; a slice of `safe_open` would read the whole tensor for them."""
+        words = torch.from_numpy(self._file.rows(start, stop).view(WORDS[self._file.dtype.itemsize]))
+        return words.view(getattr(torch, self._file.dtype.name))
 
 
 class HollowTensor:
@@ -79,7 +85,7 @@ def stored_tensors(folder: Path, dtype: torch.dtype) -> dict[str, StoredTensor]:
     found = {name: tensor for name, tensor in open_weights(folder).items() if isinstance(tensor, FileTensor)}
     files = {tensor.path for tensor in found.values()}
     opened = {path: safe_open(path, "pt", device="cpu", backend="pread") for path in files}
-    return {name: StoredTensor(opened[t.path].get_slice(name), t.offset, dtype) for name, t in found.items()}
+    return {name: StoredTensor(opened[t.path].get_slice(name), t, dtype) for name, t in found.items()}
 
 
 def _placed(tensor: torch.Tensor, offset: int) -> torch.Tensor:
