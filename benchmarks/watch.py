@@ -48,7 +48,7 @@ def watch(command: Sequence[str], limit: int) -> Memory:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
-    process = subprocess.Popen(command, env=INSTALLED, preexec_fn=limited, stdout=sys.stderr)  # noqa: PLW1509
+    process = subprocess.Popen(command, env=INSTALLED, preexec_fn=limited, stdout=sys.stderr)
     peaks = dict.fromkeys((*FIELDS, "VmHWM"), 0)
     while process.poll() is None:
         for name, size in _status(process.pid).items():

@@ -16,7 +16,7 @@ from llmconv.runtime.runner import Cache, Choices, Step
 from llmconv.tensors import Array
 
 ROWS = 2048
-"""Tokens, past ones counted again with every call, that are run at once: what they leave is held in memory meanwhile."""
+"""Tokens, past ones counted with every call, that are run at once: what they leave is held in memory meanwhile."""
 
 
 class Given(Protocol):

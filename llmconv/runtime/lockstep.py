@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from llmconv.errors import UnsupportedInput
+
+HINT = "run `llmconv verify` without `--low-memory`"
 
 T = TypeVar("T")
 
@@ -73,7 +74,9 @@ class Lockstep(Generic[T]):
 
     def arrive(self, station: str, work: Callable[[], Any]) -> Any:
         """Called within a pass: waits until all are here, and returns the result of the work."""
-        this: Pass[T] = self._here.current
+        this: Pass[T] | None = getattr(self._here, "current", None)
+        if this is None:
+            raise UnsupportedInput(f"`{station}` runs in a planned call only", hint=HINT)
         this.arrival = Arrival(station, work)
         this.back.release()
         this.go.acquire()
@@ -110,7 +113,7 @@ class Lockstep(Generic[T]):
         if len(stations) > 1 or len(waiting) < count:
             raise UnsupportedInput(
                 f"not every call goes through `{min(stations)}` in its turn",
-                hint="run `llmconv verify` without `--low-memory`",
+                hint=HINT,
             )
         self._serve(stations.pop(), arrivals)
         for _, this in waiting:
