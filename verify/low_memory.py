@@ -25,11 +25,11 @@ from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.runtime.eager import EagerRunner
 from llmconv.runtime.foreseen import Drawer, Foreseen, KnownCache, Line
 from llmconv.runtime.graph_entry import GraphEntry, PrefixEntry
+from llmconv.runtime.lockstep import HINT
 from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings
 from llmconv.runtime.pieced_graph import PiecedGraph
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.streamed import StreamedRunner
-from llmconv.runtime.streamed_weights import HINT
 from llmconv.verify.candidate import Candidate
 from llmconv.verify.scenarios import Call, Chain, Scenario, scenarios
 from llmconv.verify.truth import Eager

@@ -17,6 +17,8 @@ from llmconv.runtime.cache_names import is_state, past_of
 from llmconv.runtime.foreseen import Drawer, Foreseen
 from llmconv.runtime.graph_entry import GraphEntry
 from llmconv.runtime.guard import load_guarded, nodes
+from llmconv.runtime.heap import trim
+from llmconv.runtime.lockstep import HINT
 from llmconv.runtime.ort import LENGTH_AXIS, TENSOR_DTYPES, OrtCache, OrtGraph, SessionSettings
 from llmconv.runtime.pieces import TYPES, Piece, cut
 from llmconv.runtime.planned import PlannedCall
@@ -28,6 +30,7 @@ PIECE = 1 << 30
 
 KINDS = {number: name for name, number in TYPES.items()}
 Values = dict[str, ort.OrtValue]
+Ports = dict[str, tuple[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Declared:
         """
         raise UnsupportedInput(
             "a graph that fills buffers in place cannot run in pieces",
-            hint="run `llmconv verify` without `--low-memory`",
+            hint=HINT,
         )
 
     def get_inputs(self) -> list[Port]:
@@ -121,23 +124,25 @@ class PiecedGraph(OrtGraph):
         wanted = {*self.result_names, *self.present_names}
         for at, piece in enumerate(self._pieces):
             try:
-                session = self._open(piece, ports)
-                ports |= {port.name: (port.type, port.shape) for port in session.get_outputs()}
-                for call, mine in zip(calls, values, strict=True):
-                    feeds = {name: self._fed(name, piece, call, mine, values) for name in piece.inputs}
-                    mine |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True)
+                self._run_piece(piece, calls, values, ports)
             except LlmconvError:
                 raise
             except Exception as error:  # onnxruntime's exceptions share no base class of their own
-                raise MalformedInput(
-                    f"`{self.name}` fails in onnxruntime: {first_line(error)}",
-                    hint="run `llmconv verify` without `--low-memory`",
-                ) from error
+                raise MalformedInput(f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint=HINT) from error
+            trim()
             later = wanted.union(*(piece.inputs for piece in self._pieces[at + 1 :]))
             values = [{name: value for name, value in mine.items() if name in later} for mine in values]
         return [self._gathered(call, mine) for call, mine in zip(calls, values, strict=True)]
 
-    def _open(self, piece: Piece, ports: dict[str, tuple[str, Any]]) -> ort.InferenceSession:
+    def _run_piece(self, piece: Piece, calls: Sequence[PlannedCall], values: list[Values], ports: Ports) -> None:
+        """Adds the outputs of a piece to the values of every call; its session is gone afterwards."""
+        session = self._open(piece, ports)
+        ports |= {port.name: (port.type, port.shape) for port in session.get_outputs()}
+        for call, mine in zip(calls, values, strict=True):
+            feeds = {name: self._fed(name, piece, call, mine, values) for name in piece.inputs}
+            mine |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True)
+
+    def _open(self, piece: Piece, ports: Ports) -> ort.InferenceSession:
         settings = self._settings
         if piece.weight_bytes > self._limit:  # no second copy of a large matrix
             settings = replace(settings, optimization="disable")
@@ -169,9 +174,7 @@ class PiecedGraph(OrtGraph):
         ]
         shape = [len(call.input_ids), *axes[1:]]
         if name not in piece.shapes_only or any(isinstance(axis, str) for axis in shape):
-            raise UnsupportedInput(
-                f"`{self.name}` takes `{name}` before its layer", hint="run `llmconv verify` without `--low-memory`"
-            )
+            raise UnsupportedInput(f"`{self.name}` takes `{name}` before its layer", hint=HINT)
         return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, TENSOR_DTYPES[self.types[name]]))
 
     def _gathered(self, call: PlannedCall, values: Values) -> Step:

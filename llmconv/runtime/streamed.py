@@ -27,11 +27,11 @@ from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.runtime.eager import EagerRunner, one_thread
 from llmconv.runtime.eager_cache import EagerCache, keeps_states, to_numpy
 from llmconv.runtime.lazy_matrices import LazyMatrices, product_by_rows
-from llmconv.runtime.lockstep import Arrival, Lockstep
+from llmconv.runtime.lockstep import HINT, Arrival, Lockstep
 from llmconv.runtime.own_code import own_classes
 from llmconv.runtime.planned import PlannedCall
 from llmconv.runtime.runner import Cache, Step
-from llmconv.runtime.streamed_weights import HINT, HollowTensor, StreamedWeights, stored_tensors
+from llmconv.runtime.streamed_weights import HollowTensor, StreamedWeights, stored_tensors
 from llmconv.tensors import Array
 
 RESIDENT = 1 << 24

@@ -27,10 +27,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput
+from llmconv.runtime.heap import trim
+from llmconv.runtime.lockstep import HINT
 from llmconv.safetensors_io import FileTensor
-
-HINT = "run `llmconv verify` without `--low-memory`"
-
 
 ALIGNMENT = 64
 """Bytes of a cache line; sums of products depend on where in it a matrix begins."""
@@ -148,6 +147,7 @@ class StreamedWeights:
             for name, tensor in self._model.state_dict(keep_vars=True).items():
                 if tensor is not self._tensors[name]:
                     _set(self._model, name, self._tensors[name])
+            trim()
 
     def _load(self, names: list[str]) -> None:
         shared = {alias for name in names for alias in self._aliases[id(self._tensors[name])]}
