@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from tempfile import TemporaryFile
-from typing import Protocol
+from pathlib import Path
+from tempfile import gettempdir, mkstemp
+from typing import Any, Protocol
+from weakref import finalize
 
 import numpy as np
 
-from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.errors import LlmconvError, OutputFailed, UnsupportedInput, first_line
 from llmconv.runtime.planned import PlannedCall
 from llmconv.runtime.runner import Cache, Choices, Step
+from llmconv.safetensors_io import read_exactly
 from llmconv.tensors import Array
 
 ROWS = 2048
@@ -33,21 +37,38 @@ class Given(Protocol):
 
 
 class Drawer:
-    """A temporary file of arrays."""
+    """A temporary file of arrays, without a name; it is gone with the drawer."""
 
     def __init__(self) -> None:
-        self._file = TemporaryFile(prefix="llmconv-")  # noqa: SIM115 - it lives as long as the drawer
+        self._fd, name = mkstemp(prefix="llmconv-")
+        os.unlink(name)
+        self._end = 0
+        finalize(self, os.close, self._fd)
 
     def put(self, array: Array) -> Drawn:
-        """Writes an array behind the others."""
-        offset = self._file.seek(0, 2)
-        self._file.write(np.ascontiguousarray(array).data)
-        return Drawn(self, offset, array.shape, array.dtype)
+        """Writes an array behind the others.
+
+        Raises:
+            OutputFailed: the disk is full.
+        """
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        drawn = Drawn(self, self._end, array.shape, array.dtype)
+        try:
+            while content:
+                count = os.pwrite(self._fd, content, self._end)
+                content, self._end = content[count:], self._end + count
+        except OSError as error:
+            raise OutputFailed(
+                f"results cannot be kept in `{gettempdir()}`: {first_line(error)}",
+                hint="set TMPDIR to a folder with more room",
+            ) from error
+        return drawn
 
     def get(self, drawn: Drawn) -> Array:
         """Reads one."""
-        self._file.seek(drawn.offset)
-        return np.fromfile(self._file, drawn.dtype, int(np.prod(drawn.shape))).reshape(drawn.shape)
+        array: Array = np.empty(drawn.shape, drawn.dtype)
+        read_exactly(self._fd, array.reshape(-1).view(np.uint8).data, drawn.offset, Path(gettempdir()))
+        return array
 
 
 @dataclass(frozen=True)
@@ -57,7 +78,7 @@ class Drawn:
     drawer: Drawer
     offset: int
     shape: tuple[int, ...]
-    dtype: np.dtype
+    dtype: np.dtype[Any]
 
     def read(self) -> Array:
         """The array."""

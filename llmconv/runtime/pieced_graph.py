@@ -28,7 +28,7 @@ from llmconv.tensors import Array
 PIECE = 1 << 30
 """Bytes of weights in float32 that are there at a time, where no single matrix has more."""
 
-KINDS = {number: name for name, number in TYPES.items()}
+KINDS = {int(number): name for name, number in TYPES.items()}
 Values = dict[str, ort.OrtValue]
 Ports = dict[str, tuple[str, Any]]
 
@@ -168,14 +168,14 @@ class PiecedGraph(OrtGraph):
         made = values[call.parent].get(self._present_of[name])
         if made is not None:
             return made
-        declared = self.inputs[name]
-        axes = [
-            call.past_length if at == LENGTH_AXIS and not is_state(name) else axis for at, axis in enumerate(declared)
-        ]
-        shape = [len(call.input_ids), *axes[1:]]
-        if name not in piece.shapes_only or any(isinstance(axis, str) for axis in shape):
+        shape = [len(call.input_ids), *(axis for axis in self.inputs[name][1:])]
+        if not is_state(name):
+            shape[LENGTH_AXIS] = call.past_length
+        known = [axis for axis in shape if isinstance(axis, int)]
+        if name not in piece.shapes_only or len(known) < len(shape):
             raise UnsupportedInput(f"`{self.name}` takes `{name}` before its layer", hint=HINT)
-        return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, TENSOR_DTYPES[self.types[name]]))
+        dtype = TENSOR_DTYPES[self.types[name]]
+        return ort.OrtValue.ortvalue_from_numpy(np.zeros(known, dtype))
 
     def _gathered(self, call: PlannedCall, values: Values) -> Step:
         lengths = [values[name].shape()[LENGTH_AXIS] for name in self.present_names if not is_state(name)]

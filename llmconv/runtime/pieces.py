@@ -209,7 +209,5 @@ def _taken_from_outside(graph: onnx.GraphProto) -> set[str]:
 
 def _float_bytes(tensor: onnx.TensorProto) -> int:
     """Bytes of an initializer once it is float32, or as it is where it is none."""
-    count = prod(tensor.dims)
-    if tensor.data_type in FLOATS:
-        return 4 * count
-    return count * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    is_float = tensor.data_type in FLOATS
+    return int(prod(tensor.dims)) * (4 if is_float else onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)

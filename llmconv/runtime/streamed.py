@@ -31,7 +31,7 @@ from llmconv.runtime.lockstep import HINT, Arrival, Lockstep
 from llmconv.runtime.own_code import own_classes
 from llmconv.runtime.planned import PlannedCall
 from llmconv.runtime.runner import Cache, Step
-from llmconv.runtime.streamed_weights import HollowTensor, StreamedWeights, stored_tensors
+from llmconv.runtime.streamed_weights import HollowTensor, StoredTensor, StreamedWeights, stored_tensors
 from llmconv.tensors import Array
 
 RESIDENT = 1 << 24
@@ -59,8 +59,7 @@ class StreamedRunner(EagerRunner):
         self._layers = _layers(self.model)
         if not self._layers:
             raise UnsupportedInput(f"`{folder.name}` has no list of layers to stream", hint=HINT)
-        self._matrices = self._large_matrices(resident)
-        self._lazy = {id(parameter): self._weights.plain_source(parameter) for parameter in self._matrices.values()}
+        self._matrices, self._lazy = self._large_matrices(resident)
         self._keep_the_rest()
         for name, layer in self._layers.items():
             layer.forward = partial(self._forward_layer, name, layer.forward)
@@ -83,24 +82,22 @@ class StreamedRunner(EagerRunner):
             None, config=config, state_dict=hollow, dtype=dtype, attn_implementation="eager", local_files_only=True
         )
 
-    def _large_matrices(self, resident: int) -> dict[str, nn.Parameter]:
-        """Embeddings and heads outside of layers that are read by rows."""
-        found = {}
-        modules = {name: module for name, module in self.model.named_modules() if isinstance(module, nn.Embedding)}
+    def _large_matrices(self, resident: int) -> tuple[dict[int, torch.Tensor], dict[int, StoredTensor]]:
+        """Embeddings and heads outside of layers that are read by rows: parameter and content by the parameter's id."""
         head = self.model.get_output_embeddings()
-        modules |= {name: module for name, module in self.model.named_modules() if module is head}
-        for name, module in modules.items():
-            weight = module.weight
-            outside = not any(name.startswith(f"{layer}.") for layer in self._layers)
-            if outside and weight.numel() > resident and self._weights.plain_source(weight):
-                found[f"{name}.weight"] = weight
-        return found
+        modules = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.Embedding) or m is head]
+        outside = [m.weight for n, m in modules if not any(n.startswith(f"{layer}.") for layer in self._layers)]
+        large = {id(weight): weight for weight in outside if weight.numel() > resident}
+        found = {key: self._weights.plain_source(weight) for key, weight in large.items()}
+        lazy = {key: stored for key, stored in found.items() if stored}
+        return {key: large[key] for key in lazy}, lazy
 
     def _keep_the_rest(self) -> None:
         streamed = {name for layer in self._layers for name in self._weights.names(layer)}
-        ids = {id(parameter) for parameter in self._matrices.values()}
         tensors = self.model.state_dict(keep_vars=True).items()
-        self._weights.keep(name for name, t in tensors if t.is_meta and name not in streamed and id(t) not in ids)
+        self._weights.keep(
+            name for name, t in tensors if t.is_meta and name not in streamed and id(t) not in self._lazy
+        )
 
     # --- one call at a time, for those who ask so ---------------------------------------------------------------------
 
@@ -204,7 +201,7 @@ class StreamedRunner(EagerRunner):
         with self._computing():
             if station.startswith("matrix "):
                 matrix = int(station.removeprefix("matrix "))
-                dtype = next(weight.dtype for weight in self._matrices.values() if id(weight) == matrix)
+                dtype = self._matrices[matrix].dtype
                 products = product_by_rows(self._lazy[matrix], dtype, [arrival.work() for _, arrival in arrivals])
                 for (_, arrival), product in zip(arrivals, products, strict=True):
                     arrival.result = product
@@ -222,8 +219,9 @@ class StreamedRunner(EagerRunner):
     def _take_over(self, number: int, written: dict[int, list[int]]) -> None:
         """Keys and values that the call before has of this layer by now."""
         parent = self._parents[number]
-        for layer in written[parent] if parent is not None else ():
-            self._caches[number].layers[layer] = copy.copy(self._caches[parent].layers[layer])
+        if parent is not None:
+            for layer in written[parent]:
+                self._caches[number].layers[layer] = copy.copy(self._caches[parent].layers[layer])
 
     def _note(self, station: str, number: int, layers: list[int]) -> None:
         if set(layers) & set(self._written[number]):

@@ -6,6 +6,7 @@ stacked and matrices split as `from_pretrained` does it. Bytes are read with `pr
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ from llmconv.safetensors_io import FileTensor
 
 ALIGNMENT = 64
 """Bytes of a cache line; sums of products depend on where in it a matrix begins."""
+
+SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 WORDS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 """Integers of the size of a float, which torch takes from numpy whatever the float."""
@@ -83,7 +86,7 @@ def stored_tensors(folder: Path, dtype: torch.dtype) -> dict[str, StoredTensor]:
     """Every tensor of a folder's weights by name; `dtype` is what a load asks for."""
     found = {name: tensor for name, tensor in open_weights(folder).items() if isinstance(tensor, FileTensor)}
     files = {tensor.path for tensor in found.values()}
-    opened = {path: safe_open(path, "pt", device="cpu", backend="pread") for path in files}
+    opened: dict[Path, Any] = {path: safe_open(path, "pt", device="cpu", backend="pread") for path in files}
     return {name: StoredTensor(opened[t.path].get_slice(name), t, dtype) for name, t in found.items()}
 
 
@@ -157,7 +160,8 @@ class StreamedWeights:
             dtype_plan=self._model._get_dtype_plan(self._dtype),
             weight_mapping=get_model_conversion_mapping(self._model),
         )
-        convert_and_load_state_dict_in_model(self._model, sources, config)
+        with _without_threads():
+            convert_and_load_state_dict_in_model(self._model, sources, config)
         for name in names:
             _set(self._model, name, self._loaded(name))
 
@@ -189,6 +193,17 @@ def _sources(model: Any, stored: Iterable[str]) -> tuple[dict[str, list[str]], d
         if pattern is None:
             plain[name] = source
     return sources, plain
+
+
+@contextmanager
+def _without_threads() -> Iterator[None]:
+    """transformers loads in this thread: those of a pool leave their heaps behind, each time others."""
+    before = os.environ.get(SYNCHRONOUS)
+    os.environ[SYNCHRONOUS] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(SYNCHRONOUS) if before is None else os.environ.update({SYNCHRONOUS: before})
 
 
 def _get(model: nn.Module, name: str) -> torch.Tensor:

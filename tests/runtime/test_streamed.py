@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from llmconv.runtime.streamed import StreamedRunner
 from llmconv.tensors import Array
 from tests.conftest import CONFIGS, DECODER, save_tiny
 
-MORE = {
+MORE: dict[str, dict[str, Any]] = {
     "mixtral": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mamba": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 8},
     "falcon_h1": {
