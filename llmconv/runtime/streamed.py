@@ -148,9 +148,11 @@ class StreamedRunner(EagerRunner):
             raise UnsupportedInput(
                 f"the model cannot run layer by layer: {type(error).__name__}: {first_line(error)}", hint=HINT
             ) from error
-        for number, step in enumerate(steps):  # what stood for a past that did not come
-            layers = step.present.cache.layers if isinstance(step.present, EagerCache) else []
-            del layers[max(self._written[number], default=len(layers)) + 1 :]
+        for number, step in enumerate(steps):
+            if calls[number].parent is not None and isinstance(step.present, EagerCache):
+                del step.present.cache.layers[
+                    max(self._written[number], default=-1) + 1 :
+                ]  # nothing came in their place
         return steps
 
     def _expected_past(self, calls: Sequence[PlannedCall], number: int) -> Cache | None:

@@ -21,6 +21,7 @@ from tests.conftest import CONFIGS, DECODER, save_tiny
 MORE: dict[str, dict[str, Any]] = {
     "mixtral": {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mamba": {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 8},
+    "lfm2": {**DECODER, "layer_types": ["full_attention", "conv"] * 2},
     "falcon_h1": {
         **DECODER,
         "mamba_d_ssm": 64,
@@ -56,7 +57,7 @@ MORE: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 128,
     },
 }
-"""Experts, states, both, layers that share keys, layers that share weights."""
+"""Experts, states, convolutions, both kinds, layers that share keys, layers that share weights."""
 
 CALLS = [(0, 6, None), (6, 1, 0), (7, 2, 1), (0, 9, None), (3, 1, None)]
 """First token, new tokens, the call that it continues."""
