@@ -150,9 +150,8 @@ class StreamedRunner(EagerRunner):
             ) from error
         for number, step in enumerate(steps):
             if calls[number].parent is not None and isinstance(step.present, EagerCache):
-                del step.present.cache.layers[
-                    max(self._written[number], default=-1) + 1 :
-                ]  # nothing came in their place
+                filled = max(self._written[number], default=-1) + 1
+                del step.present.cache.layers[filled:]
         return steps
 
     def _expected_past(self, calls: Sequence[PlannedCall], number: int) -> Cache | None:

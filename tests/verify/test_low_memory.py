@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -64,6 +65,18 @@ def test_a_mutant_in_pieces_is_caught(
     report = verify(broken("llama", mutant), reference=exported("llama"), low_memory=True)
     assert report.verdict == "fail"
     assert report.where and report.where.layer == layer
+
+
+OPTIONS: list[dict[str, Any]] = [{"stages": 2}, {"postprocess": "topk:3", "last_logits": True}, {"opset": 21}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options))
+def test_a_graph_with_options_passes_in_pieces(
+    options: dict[str, Any], optioned: Callable[..., Path], small_pieces: None
+) -> None:
+    report = verify(optioned("gemma2", **options), low_memory=True)
+    assert report.verdict == "pass", report.closing_lines()
 
 
 def test_pieces_hold_every_node_once_and_no_more_weights_than_they_may(exported: Tiny) -> None:
