@@ -27,6 +27,7 @@ class Facts:
         takes_positions: whether `position_ids` reach the model.
         original: tokens of the context before rotary scaling, where other frequencies begin; None without one.
         keeps_states: some layer keeps a state, of which no tokens can be taken back.
+        edits: caches can be changed between two calls.
         greedy: continues one prompt [1, tokens] by the model's own likeliest tokens, so many.
     """
 
@@ -36,6 +37,7 @@ class Facts:
     takes_positions: bool = True
     original: int | None = None
     keeps_states: bool = False
+    edits: bool = True
     greedy: Callable[[Array, int], Array] | None = None
 
 

@@ -120,6 +120,8 @@ def _no_token(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 
 def _exchanged(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     """Two steps after each of which the rows continue other ones, padding included."""
+    if not facts.edits:
+        return []
     mask = ragged_mask((7, 4, 2), 3, "left")
     calls = chain(mask, [7, 1, 1, 1], facts, rng)
     kept = np.arange(3)
@@ -135,7 +137,7 @@ def _exchanged(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 
 def _taken_back(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     """A draft of four tokens, of which three are taken back."""
-    if facts.keeps_states:
+    if facts.keeps_states or not facts.edits:
         return []
     first = chain(full_mask(2, 10), [6, 4], facts, rng)
     second = chain(full_mask(2, 10), [7, 1, 2], facts, rng)[1:]
@@ -143,6 +145,8 @@ def _taken_back(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _garbage(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+    if not facts.edits:
+        return []
     calls = chain(ragged_mask((9, 3), 2, "left"), [9, 1, 1], facts, rng)
     return [[calls[0], *(replace(call, edit=Edit(garbage=True)) for call in calls[1:])]]
 

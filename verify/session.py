@@ -12,7 +12,7 @@ import onnx
 
 from llmconv import __version__
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, LlmconvError, UsageProblem
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
 from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry, graph_entries
@@ -25,6 +25,7 @@ from llmconv.verify.copies import adding_copies, distinct
 from llmconv.verify.embeddings import check_embeddings, takes_embeddings
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.localise import localise
+from llmconv.verify.low_memory import StreamedEager, foresee, open_in_pieces
 from llmconv.verify.minimize import require_new
 from llmconv.verify.odd_weights import odd_weights
 from llmconv.verify.prefix import stored_start, trained_start
@@ -56,6 +57,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     eager: Eager | None = None,
     trust_remote_code: bool = False,
     bisection: Bisection | None = None,
+    low_memory: bool = False,
 ) -> Report:
     """Compares every graph of a folder with the eager model: every output, every scenario.
 
@@ -70,6 +72,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         eager: the reference, opened before; what it computed is used again.
         trust_remote_code: run the reference's own code, which `auto_map` of its `config.json` names.
         bisection: after a failure, look for the first node that differs.
+        low_memory: hold neither the model nor a graph's weights, see `llmconv.verify.low_memory`.
 
     Raises:
         InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
@@ -97,9 +100,12 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     add(audit_files(folder))
     report.notes += odd_weights(source.reference)
     _audit(models, source, report, add)
-    graphs = _open(folder, entries, settings, add)
+    graphs = _open(folder, entries, settings, add, low_memory)
     if graphs:
         code = truth_folder if trust_remote_code else None
+        if low_memory:
+            names = tuple(report.settings["seeds"])
+            eager = StreamedEager(truth_folder, graphs[0].dtype.name, code=code, suite=suite, only=names)
         eager = eager or Eager(truth_folder, graphs[0].dtype.name, code=code)
         _run(eager, folder, graphs, models, settings, report, add)
     report.where = localise(report.checks)
@@ -195,12 +201,16 @@ def _open(
     entries: Iterable[GraphEntry],
     settings: SessionSettings | None,
     add: Callable[[list[Check]], None],
+    low_memory: bool,
 ) -> list[OrtGraph]:
     """The graphs that onnxruntime can open; the others are failed checks."""
     graphs = []
+    opened = open_in_pieces if low_memory else open_graph
     for entry in entries:
         try:
-            graphs.append(open_graph(folder, entry, replace(settings or SessionSettings(), garbage=True)))
+            graphs.append(opened(folder, entry, replace(settings or SessionSettings(), garbage=True)))
+        except UnsupportedInput:
+            raise
         except LlmconvError as error:
             add([Check("structure", entry.name, "", verdict="fail", detail=error.message)])
     return graphs
@@ -240,7 +250,9 @@ def _compare(
     pair = Agreement(gates)
     for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
         truth = eager.behind(prefix, trained_start(folder, prefix)) if prefix else eager
-        for scenario, chains in scenarios(report.suite, truth.facts(), tuple(report.settings["seeds"])):
+        planned = scenarios(report.suite, truth.facts(), tuple(report.settings["seeds"]))
+        foresee([graph for graph in graphs if graph.entry.prefix == prefix], planned)
+        for scenario, chains in planned:
             found = [candidate for candidate in candidates(graphs, chains) if candidate.prefix == prefix]
             truths = truth.truths(scenario, chains) if found else []
             for candidate in found:
@@ -271,7 +283,7 @@ def _compare_twins(
     for change in CHANGES:
         twin = eager.twin(change)
         with scaled_copy(folder, paths, change) as copy:
-            graphs = _open(copy, entries, settings, add)
+            graphs = _open(copy, entries, settings, add, isinstance(eager, StreamedEager))
             for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
                 truth = twin
                 if prefix:  # which stays what it is
@@ -289,14 +301,15 @@ def _compare_settings(
 ) -> None:
     """One scenario as onnxruntime computes it when it optimises otherwise, with one thread and with two."""
     named = {scenario.name: (scenario, chains) for scenario, chains in scenarios("quick", eager.facts())}
-    if report.suite != "full" or OTHER_SETTINGS_SCENARIO not in report.settings["seeds"]:
+    is_left_out = report.suite != "full" or isinstance(eager, StreamedEager)
+    if is_left_out or OTHER_SETTINGS_SCENARIO not in report.settings["seeds"]:
         return
     scenario, chains = named[OTHER_SETTINGS_SCENARIO]
     for level, threads in OTHER_SETTINGS:
         other = replace(settings or SessionSettings(), optimization=level, threads=threads)
         name = f"{scenario.name}, optimisation {level}, {threads} thread{'s' * (threads > 1)}"
         entries = [graph.entry for graph in originals if not graph.entry.prefix]
-        for graph in _open(folder, entries, other, add):
+        for graph in _open(folder, entries, other, add, False):
             candidate, gates = Candidate(graph.name, OrtRunner(graph, graph), (graph,)), GATES[eager.dtype]
             truths = eager.truths(scenario, chains)
             row = replace(scenario, name=name, bug=OTHER_SETTINGS_BUG)
@@ -308,10 +321,15 @@ def _compare_twin(
 ) -> None:
     """Graphs on weights of which some are scaled, and the eager model on the same."""
     gates = GATES[twin.dtype]
-    for scenario, chains in scenarios(report.suite, twin.facts()):
-        if scenario.name in TWIN_SCENARIOS and scenario.name in report.settings["seeds"]:
-            named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug)
-            truths = twin.truths(named, chains)
-            for graph in graphs:
-                candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
-                add(check_scenario(named, chains, candidate, truths, gates, Agreement(gates), Evidence()))
+    planned = [
+        one
+        for one in scenarios(report.suite, twin.facts(), tuple(report.settings["seeds"]))
+        if one[0].name in TWIN_SCENARIOS
+    ]
+    foresee(graphs, planned)
+    for scenario, chains in planned:
+        named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug)
+        truths = twin.truths(named, chains)
+        for graph in graphs:
+            candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
+            add(check_scenario(named, chains, candidate, truths, gates, Agreement(gates)))

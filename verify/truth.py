@@ -40,12 +40,15 @@ class Eager:
         self.folder, self.dtype, self._code = folder, dtype, code
         self._kept: dict[str, Truths] | None = {} if keep else None
         self._twins: dict[str, Eager] = {}
-        self._model = EagerRunner(folder, "float64", code=code)
-        self._exact: Runner = self._model
-        self._rounded_model = EagerRunner(folder, dtype, code=code)
-        self._rounded: Runner = self._rounded_model
+        self._model, self._exact = self._open("float64")
+        self._rounded_model, self._rounded = self._open(dtype)
         self._floor = NoiseFloor(dtype)
         self._virtual = self._first_position = 0
+
+    def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
+        """The model, and what runs it."""
+        model = EagerRunner(self.folder, dtype, code=self._code)
+        return model, model
 
     def behind(self, entry: PrefixEntry, start: Callable[[EagerRunner], Start]) -> Eager:
         """The same model behind a prefix.
@@ -80,7 +83,7 @@ class Eager:
             limit = max(limit, 4 * (original or 0)) - self._first_position
         states = any(is_state(name) for name in self.cache_shapes())
         takes = self._model.takes_positions
-        return Facts(self._model.vocab_size, limit, window, takes, original, states, self._continued)
+        return Facts(self._model.vocab_size, limit, window, takes, original, states, greedy=self._continued)
 
     def _continued(self, prompt: Array, steps: int) -> Array:
         """A prompt [1, tokens] and its likeliest tokens, [1, tokens + steps]."""
@@ -100,7 +103,7 @@ class Eager:
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
         """What the cache consists of, by the name of the output: shapes for a batch of one and one token."""
         one = np.zeros((1, 1), dtype=np.int64)
-        present = self._model.prefill(one, one + 1, one).present
+        present = self._exact.prefill(one, one + 1, one).present
         return {name: array.shape for name, array in present.arrays().items()}
 
     def embed(self, input_ids: Array) -> tuple[Array, Array]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 @click.option("--bisect", is_flag=True, help="After a failure, name the first node that differs.")
 @click.option("--minimize", type=click.Path(path_type=Path), help="Write the smallest failing piece to a new folder.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
+@click.option("--low-memory", is_flag=True, help="Hold no more of the model than one layer: slower, for large models.")
 @options.trust_remote_code
 @options.as_json
 @options.talk
@@ -58,6 +59,7 @@ def command(
     bisect: bool,
     minimize: Path | None,
     threads: int,
+    low_memory: bool,
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
@@ -75,7 +77,9 @@ def command(
         for line in lines_of(checks):
             click.echo(line)
 
-    _require_fitting(folder, graphs, input_map, searches=bisect or minimize is not None)
+    _require_fitting(
+        folder, graphs, input_map, searches=bisect or minimize is not None, low_memory=low_memory, repeat=repeat
+    )
     started = time.perf_counter()
     options_of_both: dict[str, Any] = {
         "reference": reference,
@@ -90,7 +94,7 @@ def command(
         report = verify_graphs(graphs, input_map=input_map or "auto", **options_of_both)
     else:
         bisection = Bisection(minimize) if bisect or minimize else None
-        report = verify(folder, bisection=bisection, **options_of_both)
+        report = verify(folder, bisection=bisection, low_memory=low_memory, **options_of_both)
     if report_folder:
         write_report(report, report_folder)
     if as_json:
@@ -104,11 +108,24 @@ def command(
     ctx.exit(report.exit_code)
 
 
-def _require_fitting(folder: Path | None, graphs: tuple[Path, ...], input_map: str | None, *, searches: bool) -> None:
+def _require_fitting(
+    folder: Path | None,
+    graphs: tuple[Path, ...],
+    input_map: str | None,
+    *,
+    searches: bool,
+    low_memory: bool,
+    repeat: int,
+) -> None:
     """Raises UsageProblem where options do not fit each other."""
     if (folder is None) is not bool(graphs):
         raise UsageProblem("give either FOLDER or `--graph FILE`", hint="FOLDER is what `llmconv export` left")
     if input_map and not graphs:
         raise UsageProblem("`--input-map` describes a `--graph`", hint="leave it out: FOLDER says what its graphs are")
+    if low_memory and (graphs or searches or repeat > 1):
+        raise UsageProblem(
+            "`--low-memory` takes FOLDER, runs every call once, and searches for no node",
+            hint="leave out `--low-memory`, or `--graph`, `--repeat`, `--bisect` and `--minimize`",
+        )
     if searches and graphs:
         raise UsageProblem("`--bisect` and `--minimize` are for FOLDER", hint="leave them out for a `--graph`")

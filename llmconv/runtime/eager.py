@@ -79,15 +79,7 @@ class EagerRunner:
         self._code = code if runs_own_code(fields, code is not None) else None
         try:
             with blaming(self._code):
-                source = own_classes(self._code, fields)[1] if self._code else _class_of(folder)
-                model = source.from_pretrained(
-                    folder,
-                    dtype=getattr(torch, load),
-                    attn_implementation="eager",
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                )
+                model = self._load(folder, fields, getattr(torch, load))
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise InputRefused(
                 f"transformers cannot load `{folder}`: {first_line(error)}",
@@ -102,6 +94,18 @@ class EagerRunner:
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._continues = hasattr(sys.modules[type(self.model).__module__], CONTINUES)
         self._is_small = model.num_parameters() <= SMALL_MODEL
+
+    def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype) -> Any:
+        """The model of a folder whose `config.json` says `fields`."""
+        source = own_classes(self._code, fields)[1] if self._code else _class_of(folder)
+        return source.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
 
     @property
     def config(self) -> Any:
@@ -173,10 +177,16 @@ class EagerRunner:
         """Runs the model and returns the logits; floats are cast to its precision first."""
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
         tensors = {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        exact: Any = KeepDouble() if self.dtype == "float64" else nullcontext()  # type: ignore[no-untyped-call]
-        with torch.no_grad(), one_thread() if self._is_small else nullcontext(), exact, blaming(self._code):
+        with one_thread() if self._is_small else nullcontext(), self._computing():
             logits: torch.Tensor = self.model(**tensors, **{self._cache_name: cache}, use_cache=True).logits
         return logits
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """What holds while the model runs."""
+        exact: Any = KeepDouble() if self.dtype == "float64" else nullcontext()  # type: ignore[no-untyped-call]
+        with torch.no_grad(), exact, blaming(self._code):
+            yield
 
 
 def _class_of(folder: Path) -> Any:

@@ -57,12 +57,16 @@ class EagerCache:
 
 def fresh_cache(config: Any) -> Any:
     """An empty DynamicCache that keeps every token; of a mixed model, with the right kind of layer in each place."""
-    decoder = config.get_text_config(decoder=True)
-    if not STATE_TYPES & set(getattr(decoder, "layer_types", None) or ()):
+    if not keeps_states(config):
         return DynamicCache()
-    cache = DynamicCache(config=decoder)
+    cache = DynamicCache(config=config.get_text_config(decoder=True))
     cache.layers = [DynamicLayer() if isinstance(layer, DynamicSlidingWindowLayer) else layer for layer in cache.layers]
     return cache
+
+
+def keeps_states(config: Any) -> bool:
+    """Whether some layers keep a state of fixed size, instead of every token's keys and values."""
+    return bool(STATE_TYPES & set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ()))
 
 
 def restore(cache: Any, name: str, tensor: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -38,18 +39,21 @@ class SessionSettings:
             weights once more and two sessions no longer share the mapped file.
         optimization: `all`, `extended`, `basic` or `disable`.
         garbage: buffers of a fixed length start with large numbers in place of zeros, for `verify`.
+        arena: keeps memory that was freed, for the next call.
     """
 
     threads: int = 0
     prepack: bool = False
     optimization: str = "all"
     garbage: bool = False
+    arena: bool = True
 
     def options(self) -> ort.SessionOptions:
         """As onnxruntime's own object."""
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
+        options.enable_cpu_mem_arena = self.arena
         options.log_severity_level = 4  # failures are raised, so that they are told once
         options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[self.optimization])
         options.add_session_config_entry("session.disable_prepacking", "0" if self.prepack else "1")
@@ -104,7 +108,7 @@ class OrtGraph:
         settings = settings or SessionSettings()
         self.entry = entry or GraphEntry("", (path.name,))
         self.name = self.entry.name
-        self._session = SessionChain(self.entry.paths(path.parent), settings.options())
+        self._session = self._connect(self.entry.paths(path.parent), settings)
         declared, results = self._session.get_inputs(), self._session.get_outputs()
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
         self.outputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in results}
@@ -124,6 +128,10 @@ class OrtGraph:
             self._buffered = BufferedSession(
                 self._session.whole, self.sizes, self.result_names, self.embed, settings.garbage
             )
+
+    def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
+        """What declares inputs and outputs, and runs."""
+        return SessionChain(paths, settings.options())
 
     def embed(self, input_ids: Array) -> dict[str, Array]:
         """`input_ids`, or `inputs_embeds` where the graph takes those."""
