@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,36 +12,27 @@ import onnx
 
 from llmconv import __version__
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
 from llmconv.runtime.embeddings import EMBEDDINGS
-from llmconv.runtime.graph_entry import GraphEntry, graph_entries
+from llmconv.runtime.graph_entry import graph_entries
 from llmconv.runtime.guard import load_guarded
-from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, open_graph
+from llmconv.runtime.ort import SessionSettings
 from llmconv.verify.bisect import Bisection, bisect
-from llmconv.verify.candidate import Agreement, Candidate, candidates, check_scenario
 from llmconv.verify.compare import GATES
-from llmconv.verify.copies import adding_copies, distinct
-from llmconv.verify.embeddings import check_embeddings, takes_embeddings
-from llmconv.verify.evidence import Evidence
+from llmconv.verify.comparison import Comparison, open_graphs, paths_of
+from llmconv.verify.embeddings import takes_embeddings
 from llmconv.verify.localise import localise
-from llmconv.verify.low_memory import StreamedEager, foresee, open_in_pieces
+from llmconv.verify.low_memory import StreamedEager
 from llmconv.verify.minimize import require_new
 from llmconv.verify.odd_weights import odd_weights
-from llmconv.verify.prefix import stored_start, trained_start
 from llmconv.verify.replay import Folder
 from llmconv.verify.report import Check, Report
-from llmconv.verify.scenarios import Scenario, chosen, scenarios
-from llmconv.verify.structure import check_structure, name_problems
+from llmconv.verify.scenarios import Scenario, chosen
 from llmconv.verify.truth import Eager
-from llmconv.verify.twin import CHANGES, Change, scaled_copy, why_no_twin
-from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
 from llmconv.verify.weights import Source, audit_files, audit_weights
 from llmconv.verify.whole import load_whole
 
-OTHER_SETTINGS = (("disable", 1), ("basic", 2), ("extended", 1))
-OTHER_SETTINGS_SCENARIO = "left padding"
-OTHER_SETTINGS_BUG = "optimum #978: wrong from one level of optimisation on"
 LIBRARIES = ("numpy", "onnx", "onnxruntime", "torch", "transformers")
 
 
@@ -95,19 +86,20 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     report.reference = truth_folder.name
 
     add = collector(report, on_checks)
-    report.notes += changed_graphs(folder, _paths(folder, entries, models))
+    report.notes += changed_graphs(folder, paths_of(folder, entries, models))
     source = Source.of(folder, truth_folder, [entry.prefix.file for entry in entries if entry.prefix])
     add(audit_files(folder))
     report.notes += odd_weights(source.reference)
     _audit(models, source, report, add)
-    graphs = _open(folder, entries, settings, add, low_memory)
+    settings = settings or SessionSettings()
+    graphs = open_graphs(folder, entries, settings, add, low_memory=low_memory)
     if graphs:
         code = truth_folder if trust_remote_code else None
         if low_memory:
             names = tuple(report.settings["seeds"])
             eager = StreamedEager(truth_folder, graphs[0].dtype.name, code=code, suite=suite, only=names)
         eager = eager or Eager(truth_folder, graphs[0].dtype.name, code=code)
-        _run(eager, folder, graphs, models, settings, report, add)
+        Comparison(eager, folder, models, settings, report, add).run(graphs)
     report.where = localise(report.checks)
     if bisection:
         bisect(report, Folder(folder, entries, models, settings or SessionSettings(), suite), eager, bisection)
@@ -161,12 +153,6 @@ def recorded_reference(folder: Path) -> Path:
     return path
 
 
-def _paths(folder: Path, entries: Iterable[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> list[Path]:
-    """All graph files."""
-    table = [folder / EMBEDDINGS] if EMBEDDINGS in models else []
-    return [*(path for entry in entries for path in entry.paths(folder)), *table]
-
-
 def changed_graphs(folder: Path, paths: Iterable[Path]) -> list[str]:
     """A note for every graph that is not the one that the manifest describes."""
     recorded = read_manifest(folder).files
@@ -194,142 +180,3 @@ def _audit(
     unused = sorted(set(source.reference) - used)
     if used and unused:
         report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")
-
-
-def _open(
-    folder: Path,
-    entries: Iterable[GraphEntry],
-    settings: SessionSettings | None,
-    add: Callable[[list[Check]], None],
-    low_memory: bool,
-) -> list[OrtGraph]:
-    """The graphs that onnxruntime can open; the others are failed checks."""
-    graphs = []
-    opened = open_in_pieces if low_memory else open_graph
-    for entry in entries:
-        try:
-            graphs.append(opened(folder, entry, replace(settings or SessionSettings(), garbage=True)))
-        except UnsupportedInput:
-            raise
-        except LlmconvError as error:
-            add([Check("structure", entry.name, "", verdict="fail", detail=error.message)])
-    return graphs
-
-
-def _run(
-    eager: Eager,
-    folder: Path,
-    graphs: list[OrtGraph],
-    models: dict[str, onnx.ModelProto],
-    settings: SessionSettings | None,
-    report: Report,
-    add: Callable[[list[Check]], None],
-) -> None:
-    """Everything that takes the eager model; graphs of another signature are not run."""
-    if EMBEDDINGS in models:
-        add([check_embeddings(folder / EMBEDDINGS, eager, settings)])
-    shapes = eager.cache_shapes()
-    add([check_structure(graph, models[graph.name], shapes) for graph in graphs])
-    graphs = [graph for graph in graphs if not name_problems(graph, shapes)]
-    graphs, copies = distinct(folder, graphs)
-    add = adding_copies(add, copies)
-    _compare(eager, folder, graphs, report, add)
-    _compare_twins(eager, folder, graphs, models, settings, report, add)
-    _compare_settings(eager, folder, graphs, settings, report, add)
-
-
-def _compare(
-    eager: Eager,
-    folder: Path,
-    graphs: list[OrtGraph],
-    report: Report,
-    add: Callable[[list[Check]], None],
-) -> None:
-    """All scenarios on all graphs, each against the model behind the graph's own prefix."""
-    gates = GATES[eager.dtype]
-    pair = Agreement(gates)
-    for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
-        truth = eager.behind(prefix, trained_start(folder, prefix)) if prefix else eager
-        planned = scenarios(report.suite, truth.facts(), tuple(report.settings["seeds"]))
-        foresee([graph for graph in graphs if graph.entry.prefix == prefix], planned)
-        for scenario, chains in planned:
-            found = [candidate for candidate in candidates(graphs, chains) if candidate.prefix == prefix]
-            truths = truth.truths(scenario, chains) if found else []
-            for candidate in found:
-                evidence = report.evidence.setdefault(candidate.name, Evidence())
-                repeat = report.settings["repeat"]
-                add(check_scenario(scenario, chains, candidate, truths, gates, pair, evidence, repeat))
-    add(pair.checks())
-
-
-def _compare_twins(
-    eager: Eager,
-    folder: Path,
-    originals: list[OrtGraph],
-    models: dict[str, onnx.ModelProto],
-    settings: SessionSettings | None,
-    report: Report,
-    add: Callable[[list[Check]], None],
-) -> None:
-    """A few scenarios on scaled weights."""
-    if not originals:
-        return
-    entries = [graph.entry for graph in originals]
-    paths = _paths(folder, entries, models)
-    reason = why_no_twin(folder, eager.folder, [models[entry.name] for entry in entries], report.suite)
-    if reason:
-        report.notes.append(f"no run on scaled weights: {reason}")
-        return
-    for change in CHANGES:
-        twin = eager.twin(change)
-        with scaled_copy(folder, paths, change) as copy:
-            graphs = _open(copy, entries, settings, add, isinstance(eager, StreamedEager))
-            for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
-                truth = twin
-                if prefix:  # which stays what it is
-                    truth = twin.behind(prefix, stored_start(folder, prefix, len(eager.cache_shapes()) // 2))
-                _compare_twin(truth, change, [graph for graph in graphs if graph.entry.prefix == prefix], report, add)
-
-
-def _compare_settings(
-    eager: Eager,
-    folder: Path,
-    originals: list[OrtGraph],
-    settings: SessionSettings | None,
-    report: Report,
-    add: Callable[[list[Check]], None],
-) -> None:
-    """One scenario as onnxruntime computes it when it optimises otherwise, with one thread and with two."""
-    named = {scenario.name: (scenario, chains) for scenario, chains in scenarios("quick", eager.facts())}
-    is_left_out = report.suite != "full" or isinstance(eager, StreamedEager)
-    if is_left_out or OTHER_SETTINGS_SCENARIO not in report.settings["seeds"]:
-        return
-    scenario, chains = named[OTHER_SETTINGS_SCENARIO]
-    for level, threads in OTHER_SETTINGS:
-        other = replace(settings or SessionSettings(), optimization=level, threads=threads)
-        name = f"{scenario.name}, optimisation {level}, {threads} thread{'s' * (threads > 1)}"
-        entries = [graph.entry for graph in originals if not graph.entry.prefix]
-        for graph in _open(folder, entries, other, add, False):
-            candidate, gates = Candidate(graph.name, OrtRunner(graph, graph), (graph,)), GATES[eager.dtype]
-            truths = eager.truths(scenario, chains)
-            row = replace(scenario, name=name, bug=OTHER_SETTINGS_BUG)
-            add(check_scenario(row, chains, candidate, truths, gates, Agreement(gates), Evidence()))
-
-
-def _compare_twin(
-    twin: Eager, change: Change, graphs: list[OrtGraph], report: Report, add: Callable[[list[Check]], None]
-) -> None:
-    """Graphs on weights of which some are scaled, and the eager model on the same."""
-    gates = GATES[twin.dtype]
-    planned = [
-        one
-        for one in scenarios(report.suite, twin.facts(), tuple(report.settings["seeds"]))
-        if one[0].name in TWIN_SCENARIOS
-    ]
-    foresee(graphs, planned)
-    for scenario, chains in planned:
-        named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug)
-        truths = twin.truths(named, chains)
-        for graph in graphs:
-            candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
-            add(check_scenario(named, chains, candidate, truths, gates, Agreement(gates)))

@@ -1,0 +1,170 @@
+"""Comparison: the graphs of a folder beside one eager model: all scenarios, scaled weights, other settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx
+
+from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.runtime.embeddings import EMBEDDINGS
+from llmconv.runtime.graph_entry import GraphEntry
+from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, open_graph
+from llmconv.verify.calls import Chain
+from llmconv.verify.candidate import Agreement, Candidate, candidates, check_scenario
+from llmconv.verify.compare import GATES
+from llmconv.verify.copies import adding_copies, distinct
+from llmconv.verify.embeddings import check_embeddings
+from llmconv.verify.evidence import Evidence
+from llmconv.verify.low_memory import StreamedEager, foresee, open_in_pieces
+from llmconv.verify.prefix import stored_start, trained_start
+from llmconv.verify.report import Check, Report
+from llmconv.verify.scenarios import Scenario, scenarios
+from llmconv.verify.structure import check_structure, name_problems
+from llmconv.verify.truth import Eager
+from llmconv.verify.twin import CHANGES, Change, scaled_copy, why_no_twin
+from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
+
+OTHER_SETTINGS = (("disable", 1), ("basic", 2), ("extended", 1))
+OTHER_SETTINGS_SCENARIO = "left padding"
+OTHER_SETTINGS_BUG = "optimum #978: wrong from one level of optimisation on"
+
+Add = Callable[[list[Check]], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What graphs are compared by.
+
+    Attributes:
+        eager: the model.
+        folder: of the graphs.
+        models: the graphs without their weights, by name; the embedding table too, where there is one.
+        settings: of onnxruntime.
+        report: says which scenarios, and how often.
+        add: takes the checks.
+    """
+
+    eager: Eager
+    folder: Path
+    models: Mapping[str, onnx.ModelProto]
+    settings: SessionSettings
+    report: Report
+    add: Add
+
+    def run(self, opened: Sequence[OrtGraph]) -> None:
+        """Everything that takes the eager model; graphs of another signature are not run, copies once."""
+        if EMBEDDINGS in self.models:
+            self.add([check_embeddings(self.folder / EMBEDDINGS, self.eager, self.settings)])
+        shapes = self.eager.cache_shapes()
+        self.add([check_structure(graph, self.models[graph.name], shapes) for graph in opened])
+        graphs, copies = distinct(self.folder, [graph for graph in opened if not name_problems(graph, shapes)])
+        once = replace(self, add=adding_copies(self.add, copies))
+        once._compare(graphs)
+        once._compare_twins(graphs)
+        once._compare_settings(graphs)
+
+    def _planned(self, eager: Eager) -> list[tuple[Scenario, list[Chain]]]:
+        return scenarios(self.report.suite, eager.facts(), tuple(self.report.settings["seeds"]))
+
+    def _compare(self, graphs: list[OrtGraph]) -> None:
+        """All scenarios on all graphs, each against the model behind the graph's own prefix."""
+        gates = GATES[self.eager.dtype]
+        pair, repeat = Agreement(gates), self.report.settings["repeat"]
+        for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
+            truth = self.eager.behind(prefix, trained_start(self.folder, prefix)) if prefix else self.eager
+            planned = self._planned(truth)
+            foresee([graph for graph in graphs if graph.entry.prefix == prefix], planned)
+            for scenario, chains in planned:
+                found = [candidate for candidate in candidates(graphs, chains) if candidate.prefix == prefix]
+                truths = truth.truths(scenario, chains) if found else []
+                for candidate in found:
+                    evidence = self.report.evidence.setdefault(candidate.name, Evidence())
+                    self.add(check_scenario(scenario, chains, candidate, truths, gates, pair, evidence, repeat))
+        self.add(pair.checks())
+
+    def _compare_twins(self, originals: list[OrtGraph]) -> None:
+        """A few scenarios on scaled weights."""
+        if not originals:
+            return
+        entries = [graph.entry for graph in originals]
+        models = [self.models[entry.name] for entry in entries]
+        reason = why_no_twin(self.folder, self.eager.folder, models, self.report.suite)
+        if reason:
+            self.report.notes.append(f"no run on scaled weights: {reason}")
+            return
+        low_memory = isinstance(self.eager, StreamedEager)
+        for change in CHANGES:
+            twin = self.eager.twin(change)
+            with scaled_copy(self.folder, paths_of(self.folder, entries, self.models), change) as copy:
+                graphs = open_graphs(copy, entries, self.settings, self.add, low_memory=low_memory)
+                for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
+                    truth = twin
+                    if prefix:  # which stays what it is
+                        layers = len(self.eager.cache_shapes()) // 2
+                        truth = twin.behind(prefix, stored_start(self.folder, prefix, layers))
+                    self._compare_twin(truth, change, [graph for graph in graphs if graph.entry.prefix == prefix])
+
+    def _compare_twin(self, twin: Eager, change: Change, graphs: list[OrtGraph]) -> None:
+        """Graphs on weights of which some are scaled, and the eager model on the same."""
+        planned = [one for one in self._planned(twin) if one[0].name in TWIN_SCENARIOS]
+        foresee(graphs, planned)
+        for scenario, chains in planned:
+            named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug)
+            self._alone(named, chains, graphs, twin)
+
+    def _compare_settings(self, originals: list[OrtGraph]) -> None:
+        """One scenario as onnxruntime computes it when it optimises otherwise, with one thread and with two."""
+        planned = [one for one in self._planned(self.eager) if one[0].name == OTHER_SETTINGS_SCENARIO]
+        if self.report.suite != "full" or isinstance(self.eager, StreamedEager):
+            return
+        entries = [graph.entry for graph in originals if not graph.entry.prefix]
+        for scenario, chains in planned:
+            for level, threads in OTHER_SETTINGS:
+                name = f"{scenario.name}, optimisation {level}, {threads} thread{'s' * (threads > 1)}"
+                named = replace(scenario, name=name, bug=OTHER_SETTINGS_BUG)
+                other = replace(self.settings, optimization=level, threads=threads)
+                graphs = open_graphs(self.folder, entries, other, self.add)
+                self._alone(named, chains, graphs, self.eager, kept_as=scenario)
+
+    def _alone(
+        self,
+        scenario: Scenario,
+        chains: list[Chain],
+        graphs: list[OrtGraph],
+        eager: Eager,
+        kept_as: Scenario | None = None,
+    ) -> None:
+        """One scenario on every graph alone; the truth may be known by another name."""
+        truths, gates = eager.truths(kept_as or scenario, chains), GATES[eager.dtype]
+        for graph in graphs:
+            candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
+            self.add(check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates)))
+
+
+def paths_of(folder: Path, entries: Iterable[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> list[Path]:
+    """All graph files."""
+    table = [folder / EMBEDDINGS] if EMBEDDINGS in models else []
+    return [*(path for entry in entries for path in entry.paths(folder)), *table]
+
+
+def open_graphs(
+    folder: Path, entries: Iterable[GraphEntry], settings: SessionSettings, add: Add, *, low_memory: bool = False
+) -> list[OrtGraph]:
+    """The graphs that onnxruntime can open; the others are failed checks.
+
+    Raises:
+        UnsupportedInput: a graph cannot be cut into pieces.
+    """
+    graphs = []
+    opened = open_in_pieces if low_memory else open_graph
+    for entry in entries:
+        try:
+            graphs.append(opened(folder, entry, replace(settings, garbage=True)))
+        except UnsupportedInput:
+            raise
+        except LlmconvError as error:
+            add([Check("structure", entry.name, "", verdict="fail", detail=error.message)])
+    return graphs
