@@ -30,9 +30,20 @@ def other_cache(suspect: Suspect) -> Finding | None:
 def missing_term(suspect: Suspect) -> Finding | None:
     """A node that hands on one of the terms that the model adds."""
     for node in suspect.nodes:
-        if node.op_type == "Identity" and any("add" in record.op for record in suspect.trail.places(node.output[0])):
+        if node.op_type == "Identity" and _adds(suspect, node):
             return Finding(f"hands on `{node.input[0]}` alone, the model adds to it", node)
     return None
+
+
+def _adds(suspect: Suspect, node: onnx.NodeProto) -> bool:
+    """Whether the model adds something in the node's module that is as large, or has the value in it many times."""
+    value = suspect.trail.values.get(node.output[0])
+    places = suspect.trail.by_place.items() if value is not None and value.size else ()
+    return any(
+        scope == suspect.scope(node) and value is not None and size % value.size == 0 and "add" in record.op
+        for (scope, size), records in places
+        for record in records
+    )
 
 
 def swapped_inputs(suspect: Suspect) -> Finding | None:
