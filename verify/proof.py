@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import onnx
@@ -67,17 +68,19 @@ def smallest_piece(trail: Trail, tapped: Tapped, inputs: Mapping[str, Array], la
     suspects = trail.back_from(target.value)
     if target.record is None:
         return Piece(suspects, target.value, None, proven=False)
-    attempts = 0
-    for node in suspects:
-        for output in set(node.output) - trail.good:
-            for record in _candidates(trail, output):
-                attempts += 1
-                if attempts > ATTEMPTS:
-                    break
-                if output == target.value or _repairs(trail, tapped, values, output, record, target):
-                    end = _handed_on(trail, output)
-                    return Piece(trail.back_from(end), end, record, proven=output != target.value)
+    for output, record in islice(_attempts(trail, suspects, target), ATTEMPTS):
+        if _repairs(trail, tapped, values, output, record, target):
+            end = _handed_on(trail, output)
+            return Piece(trail.back_from(end), end, record, proven=True)
     return Piece(suspects, target.value, target.record, proven=False)
+
+
+def _attempts(trail: Trail, suspects: Sequence[onnx.NodeProto], target: Target) -> Iterator[tuple[str, Record]]:
+    """Wrong values before the target, in order, each with what the model may have in its place."""
+    for node in suspects:
+        for output in node.output:
+            if output and output not in trail.good and output != target.value:
+                yield from ((output, record) for record in _candidates(trail, output))
 
 
 def _handed_on(trail: Trail, value: str) -> str:

@@ -13,6 +13,7 @@ FINDINGS: tuple[Callable[[Suspect], Finding | None], ...] = (
     weights.transposed,
     weights.missing_bias,
     numbers.epsilon,
+    numbers.product_factor,
     numbers.attention_scale,
     numbers.attention_softcap,
     numbers.final_softcap,

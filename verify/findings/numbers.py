@@ -29,6 +29,14 @@ def epsilon(suspect: Suspect) -> Finding | None:
     return None
 
 
+def product_factor(suspect: Suspect) -> Finding | None:
+    """A product or a bias that is scaled on the way."""
+    for node, found in suspect.attributes("alpha", "beta"):
+        if node.op_type in {"Gemm", "FusedMatMul", "FusedGemm"} and differ(found, 1.0):
+            return Finding(told("factor of the product or of its bias", found, 1.0), node)
+    return None
+
+
 def attention_scale(suspect: Suspect) -> Finding | None:
     """The factor of the attention's scores, as an attribute or as the number that they are multiplied by."""
     for node, found in (*suspect.attributes("scale"), *_score_factors(suspect)):

@@ -29,19 +29,30 @@ def other_cache(suspect: Suspect) -> Finding | None:
 
 def missing_term(suspect: Suspect) -> Finding | None:
     """A node that hands on one of the terms that the model adds."""
-    expected = suspect.piece.expected if suspect.piece else None
     for node in suspect.nodes:
-        if node.op_type == "Identity" and expected is not None and "add" in expected.op:
+        if node.op_type == "Identity" and _adds(suspect, node):
             return Finding(f"hands on `{node.input[0]}` alone, the model adds to it", node)
     return None
+
+
+def _adds(suspect: Suspect, node: onnx.NodeProto) -> bool:
+    """Whether the model adds something in the node's module that is as large, or has the value in it many times."""
+    value = suspect.trail.values.get(node.output[0])
+    places = suspect.trail.by_place.items() if value is not None and value.size else ()
+    return any(
+        scope == suspect.scope(node) and value is not None and size % value.size == 0 and "add" in record.op
+        for (scope, size), records in places
+        for record in records
+    )
 
 
 def swapped_inputs(suspect: Suspect) -> Finding | None:
     """One node that gives the model's value once two of its inputs change places."""
     node = _alone(suspect)
-    for first, second in combinations(node.input, 2) if node is not None else ():
-        if node is not None and first and second and _is_right(suspect, node, {first: second, second: first}):
-            return Finding(f"reads `{first}` and `{second}` the wrong way round", node)
+    for first, second in combinations(range(len(node.input)), 2) if node is not None else ():
+        names = [node.input[first], node.input[second]] if node is not None else []
+        if node is not None and all(names) and _is_right(suspect, node, {first: names[1], second: names[0]}):
+            return Finding(f"reads `{names[0]}` and `{names[1]}` the wrong way round", node)
     return None
 
 
@@ -52,14 +63,14 @@ def other_input(suspect: Suspect) -> Finding | None:
         return None
     near = _values_near(suspect, node)
     pairs = [
-        (name, other)
-        for name in node.input
+        (place, other)
+        for place, name in enumerate(node.input)
         for other in near
         if name in values and other not in node.input and near[other].shape == values[name].shape
     ]
-    for name, other in pairs[:ATTEMPTS]:
-        if _is_right(suspect, node, {name: other}, near):
-            return Finding(f"reads `{name}`, with `{other}` in its place it agrees", node)
+    for place, other in pairs[:ATTEMPTS]:
+        if _is_right(suspect, node, {place: other}, near):
+            return Finding(f"reads `{node.input[place]}`, with `{other}` in its place it agrees", node)
     return None
 
 
@@ -79,14 +90,14 @@ def _alone(suspect: Suspect) -> onnx.NodeProto | None:
 
 
 def _is_right(
-    suspect: Suspect, node: onnx.NodeProto, names: Mapping[str, str], more: Mapping[str, Array] | None = None
+    suspect: Suspect, node: onnx.NodeProto, inputs: Mapping[int, str], more: Mapping[str, Array] | None = None
 ) -> bool:
-    """Whether the node gives the model's value once it reads others, which may be among `more`."""
+    """Whether the node gives the model's value once it reads others in these places, which may be among `more`."""
     piece = suspect.piece
     if piece is None or piece.expected is None:
         return False
     changed = onnx.NodeProto.FromString(node.SerializeToString())
-    changed.input[:] = [names.get(name, name) for name in node.input]
+    changed.input[:] = [inputs.get(place, name) for place, name in enumerate(node.input)]
     values = {**(more or {}), **suspect.replay.feeds, **suspect.trail.values}
     found = suspect.replay.tapped.run_piece([changed], values, piece.output)
     return found is not None and suspect.trail.comparison.agrees(piece.expected, found)
