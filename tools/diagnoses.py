@@ -28,7 +28,7 @@ DIAGNOSES: dict[tuple[str, str], str] = {
     (PORTABLE, "gemma3_text"): (
         "other rule: the window counts tokens, in transformers slots; differs only where padding lies between tokens"
     ),
-    **{(FUSED, model): _ROW_0 for model in ("llama", "qwen3", "mistral", "gemma2", "gemma3_text")},
+    **{(FUSED, model): _ROW_0 for model in ("llama", "qwen3", "mistral", "gemma3_text")},
 }
 
 NO_GRAPH: dict[tuple[str, str], str] = {}

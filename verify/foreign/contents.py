@@ -58,9 +58,10 @@ class Content:
     @property
     def matched(self) -> bool:
         """Whether all of it was found."""
-        return bool(self.whole) or any(self._covered(side) for side in (False, True)[: len(self.shape)])
+        return bool(self.whole) or any(self.covered(side) for side in (False, True)[: len(self.shape)])
 
-    def _covered(self, side: bool) -> bool:
+    def covered(self, side: bool) -> bool:
+        """Whether the parts make up all rows, or all columns where `side`."""
         rows = np.zeros(self.shape[-1 if side else 0], dtype=bool)
         for part in self.parts:
             rows[part.rows.start : part.rows.stop] |= part.side is side
@@ -109,12 +110,11 @@ def _find_parts(contents: list[Content], tensors: Iterator[tuple[str, Array]]) -
             for at, key in _keys(values.T if side else values):
                 places[key].append((content, side, at))
     for name, values in tensors:
-        if values.ndim > 2:
-            continue
-        for first, key in _keys(values):
-            for content, side, at in places.get(key, []):
-                if first == 0 or at == 0:  # where the tensor begins, or the initializer
-                    _note(content, side, at, name, values[first:])
+        for turned in (values, values.T)[: values.ndim if values.ndim < 3 else 0]:
+            for first, key in _keys(turned):
+                for content, side, at in places.get(key, []):
+                    if first == 0 or at == 0:  # where the tensor begins, or the initializer
+                        _note(content, side, at, name, turned[first:])
 
 
 def _note(content: Content, side: bool, at: int, name: str, values: Array) -> None:

@@ -61,11 +61,12 @@ def _scaled(values: Array, content: Content, reference: Mapping[str, LazyTensor]
 
     if content.whole:
         return values * factor if changes(content.whole) else values
-    done: set[tuple[bool, int]] = set()
+    side = not content.covered(False)
+    done: set[int] = set()
     for part in content.parts:
-        rows = [row for row in part.rows if (part.side, row) not in done] if changes(part.name) else []
-        done |= {(part.side, row) for row in rows}
-        if part.side:
+        rows = [row for row in part.rows if row not in done] if part.side is side and changes(part.name) else []
+        done |= set(rows)
+        if side:
             values[:, rows] *= factor
         else:
             values[rows] *= factor
