@@ -74,9 +74,14 @@ class Declared:
 
     def get_inputs(self) -> list[Port]:
         """As `SessionChain.get_inputs`."""
-        made = {port.name for model in self.models for port in model.graph.output}
-        ports = [Port.of(info) for model in self.models for info in model.graph.input if info.name not in made]
-        return list({port.name: port for port in reversed(ports)}.values())[::-1]
+        made: set[str] = set()
+        fed: dict[str, Port] = {}
+        for model in self.models:
+            for info in model.graph.input:
+                if info.name not in made:
+                    fed.setdefault(info.name, Port.of(info))
+            made |= {port.name for port in model.graph.output}
+        return list(fed.values())
 
     def get_outputs(self) -> list[Port]:
         """As `SessionChain.get_outputs`."""
