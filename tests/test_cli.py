@@ -43,8 +43,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 """The function behind each command; the other commands only list a registry."""
 
-PRESENTATION = {"as_json", "stream", "report_folder", "help"}
+PRESENTATION = {"as_json", "stream", "report_folder", "github", "help"}
 """What a command does with the result, and no parameter of the function."""
+
+
+ELSEWHERE = {"graphs", "input_map"}
+"""What reaches another function: `verify_graphs`."""
 
 
 def command(path: str) -> click.Command:
@@ -70,7 +74,7 @@ LEAVES = [path for name in llmconv.cli.COMMANDS for path in paths(name)]
 def options(name: str) -> dict[str, click.Parameter]:
     """The options and arguments that reach the function."""
     parameters = {str(option.name): option for option in command(name).params if option.expose_value}
-    return {key: option for key, option in parameters.items() if key not in PRESENTATION}
+    return {key: option for key, option in parameters.items() if key not in PRESENTATION | ELSEWHERE}
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, Any]:

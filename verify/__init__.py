@@ -1,11 +1,10 @@
 if __name__ != "llmconv.verify":
     raise ImportError("import llmconv.verify: `verify` is no top-level package")
 
-from llmconv.verify.bisect import Bisection
 from llmconv.verify.foreign.maps import register_port_map
 from llmconv.verify.foreign.ports import PortMap
 from llmconv.verify.foreign.session import verify_graphs
 from llmconv.verify.report import Check, Report
 from llmconv.verify.session import verify
 
-__all__ = ["Bisection", "Check", "PortMap", "Report", "register_port_map", "verify", "verify_graphs"]
+__all__ = ["Check", "PortMap", "Report", "register_port_map", "verify", "verify_graphs"]

@@ -18,7 +18,8 @@ from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import graph_entries
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import SessionSettings
-from llmconv.verify.bisect import Bisection, bisect
+from llmconv.verify.bisect import Bisection
+from llmconv.verify.bisect import bisect as find_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.comparison import Comparison, open_graphs, paths_of
 from llmconv.verify.embeddings import takes_embeddings
@@ -47,7 +48,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     on_checks: Callable[[list[Check]], None] | None = None,
     eager: Eager | None = None,
     trust_remote_code: bool = False,
-    bisection: Bisection | None = None,
+    bisect: bool = False,
+    minimize: Path | None = None,
     low_memory: bool = False,
 ) -> Report:
     """Compares every graph of a folder with the eager model: every output, every scenario.
@@ -62,7 +64,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         on_checks: called with the checks as they come.
         eager: the reference, opened before; what it computed is used again.
         trust_remote_code: run the reference's own code, which `auto_map` of its `config.json` names.
-        bisection: after a failure, look for the first node that differs.
+        bisect: after a failure, look for the first node that differs.
+        minimize: a new folder for the smallest piece that fails; looks for the node, too.
         low_memory: hold neither the model nor a graph's weights, see `llmconv.verify.low_memory`.
 
     Raises:
@@ -71,8 +74,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     """
     folder = Path(folder)
     _require_usable(folder, suite)
-    if bisection and bisection.minimize:
-        require_new(bisection.minimize)
+    if minimize:
+        require_new(minimize)
     report = Report(folder.name, folder.name, suite, versions=library_versions())
     report.settings = recorded(settings or SessionSettings(), chosen(suite, only), repeat)
     entries = graph_entries(folder)
@@ -101,8 +104,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         eager = eager or Eager(truth_folder, graphs[0].dtype.name, code=code)
         Comparison(eager, folder, models, settings, report, add).run(graphs)
     report.where = localise(report.checks)
-    if bisection:
-        bisect(report, Folder(folder, entries, models, settings or SessionSettings(), suite), eager, bisection)
+    if bisect or minimize:
+        find_node(report, Folder(folder, entries, models, settings, suite), eager, Bisection(minimize))
     return report
 
 

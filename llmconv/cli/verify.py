@@ -63,12 +63,13 @@ def command(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Compare every output of the graphs in FOLDER with the eager model; of another exporter's graph with `--graph`.
+    """Compare every output of the graphs in FOLDER with the eager model.
 
-    Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
+    With --graph instead of FOLDER, those of another exporter's graph: optimum-onnx, the ONNX Runtime GenAI builder,
+    transformers' exporter, mobius-onnx. Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
     from llmconv.runtime import SessionSettings
-    from llmconv.verify import Bisection, verify, verify_graphs
+    from llmconv.verify import verify, verify_graphs
     from llmconv.verify.github import annotation_lines
     from llmconv.verify.report import lines_of
     from llmconv.verify.report_files import write_report
@@ -93,8 +94,7 @@ def command(
     if folder is None:
         report = verify_graphs(graphs, input_map=input_map or "auto", **options_of_both)
     else:
-        bisection = Bisection(minimize) if bisect or minimize else None
-        report = verify(folder, bisection=bisection, low_memory=low_memory, **options_of_both)
+        report = verify(folder, bisect=bisect, minimize=minimize, low_memory=low_memory, **options_of_both)
     if report_folder:
         write_report(report, report_folder)
     if as_json:
