@@ -1,8 +1,7 @@
 if __name__ != "llmconv.verify":
     raise ImportError("import llmconv.verify: `verify` is no top-level package")
 
-from llmconv.verify.bisect import Bisection
 from llmconv.verify.report import Check, Report
 from llmconv.verify.session import verify
 
-__all__ = ["Bisection", "Check", "Report", "verify"]
+__all__ = ["Check", "Report", "verify"]

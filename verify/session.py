@@ -17,7 +17,7 @@ from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, open_graph
-from llmconv.verify.bisect import Bisection, bisect
+from llmconv.verify.bisect import name_node
 from llmconv.verify.candidate import Agreement, Candidate, candidates, check_scenario
 from llmconv.verify.compare import GATES
 from llmconv.verify.embeddings import check_embeddings, takes_embeddings
@@ -37,7 +37,7 @@ from llmconv.verify.whole import load_whole
 LIBRARIES = ("numpy", "onnx", "onnxruntime", "torch", "transformers")
 
 
-def verify(
+def verify(  # noqa: PLR0913 - the options of the command, by the same names
     folder: str | Path,
     *,
     reference: str | Path | None = None,
@@ -46,7 +46,8 @@ def verify(
     on_checks: Callable[[list[Check]], None] | None = None,
     eager: Eager | None = None,
     trust_remote_code: bool = False,
-    bisection: Bisection | None = None,
+    bisect: bool = False,
+    minimize: str | Path | None = None,
 ) -> Report:
     """Compares every graph of a folder with the eager model: every output, every scenario.
 
@@ -58,7 +59,8 @@ def verify(
         on_checks: called with the checks as they come.
         eager: the reference, opened before; what it computed is used again.
         trust_remote_code: run the reference's own code, which `auto_map` of its `config.json` names.
-        bisection: after a failure, look for the first node that differs.
+        bisect: after a failure, look for the first node that differs.
+        minimize: a new folder for the smallest piece that is wrong; then `bisect` is implied.
 
     Raises:
         InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
@@ -66,8 +68,9 @@ def verify(
     """
     folder = Path(folder)
     _require_usable(folder, suite)
-    if bisection and bisection.minimize:
-        require_new(bisection.minimize)
+    piece = Path(minimize) if minimize else None
+    if piece:
+        require_new(piece)
     report = Report(folder.name, folder.name, suite, versions=library_versions())
     entries = graph_entries(folder)
     if not entries:
@@ -90,8 +93,8 @@ def verify(
         eager = eager or Eager(truth_folder, graphs[0].dtype.name, code=code)
         _run(eager, folder, graphs, models, settings, report, add)
     report.where = localise(report.checks)
-    if bisection:
-        bisect(report, Folder(folder, entries, models, settings or SessionSettings(), suite), eager, bisection)
+    if bisect or piece:
+        name_node(report, Folder(folder, entries, models, settings or SessionSettings(), suite), eager, piece)
     return report
 
 

@@ -44,7 +44,7 @@ def command(
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
     from llmconv.runtime import SessionSettings
-    from llmconv.verify import Bisection, verify
+    from llmconv.verify import verify
     from llmconv.verify.report import lines_of
     from llmconv.verify.report_files import write_report
 
@@ -60,7 +60,8 @@ def command(
         settings=SessionSettings(threads=threads),
         on_checks=None if as_json else show,
         trust_remote_code=trust_remote_code,
-        bisection=Bisection(minimize) if bisect or minimize else None,
+        bisect=bisect,
+        minimize=minimize,
     )
     if report_folder:
         write_report(report, report_folder)

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.runtime.graph_entry import graph_entries
 from llmconv.runtime.ort import SessionSettings
-from llmconv.verify import Bisection, Report, verify
-from llmconv.verify.bisect import bisect
+from llmconv.verify import Report, verify
+from llmconv.verify.bisect import name_node
 from llmconv.verify.replay import Folder
 from llmconv.verify.report import Where
 from llmconv.verify.truth import Eager
@@ -45,7 +45,7 @@ def searched(folder: Path, eager: Eager, where: Where, minimize: Path | None = N
     entries = graph_entries(folder)
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     report = Report(folder.name, folder.name, "quick", [], where)
-    bisect(report, Folder(folder, entries, models, SessionSettings(), "quick"), eager, Bisection(minimize))
+    name_node(report, Folder(folder, entries, models, SessionSettings(), "quick"), eager, minimize)
     return report
 
 
@@ -185,7 +185,7 @@ def test_a_weight_that_the_audit_names_is_the_finding(
     broken: Broken, eager: References, exported: Callable[[str], Path]
 ) -> None:
     folder = broken("llama", mutant_named("LoRA scale 1 % off"))
-    report = verify(folder, reference=exported("llama"), eager=eager("llama"), bisection=Bisection())
+    report = verify(folder, reference=exported("llama"), eager=eager("llama"), bisect=True)
     assert report.where and report.where.node == "model.layers.1.self_attn.o_proj/Gemm"
     assert report.where.finding == "`model.layers.1.self_attn.o_proj.weight` differs from the reference's values"
 

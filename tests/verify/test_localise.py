@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmconv.verify import Bisection, Check, verify
+from llmconv.verify import Check, verify
 from llmconv.verify.localise import localise
 from llmconv.verify.truth import Eager
 from tests.conftest import CONFIGS
@@ -79,7 +79,7 @@ def test_the_layer_that_was_changed_is_named(
     right, wrong = 0, []
     for number, mutant in enumerate(mutants):
         folder = broken(model_type, mutant).rename(request.getfixturevalue("tmp_path") / str(number))
-        report = verify(folder, reference=exported(model_type), eager=eager(model_type), bisection=Bisection())
+        report = verify(folder, reference=exported(model_type), eager=eager(model_type), bisect=True)
         first = localise(report.checks)
         assert first and report.where
         right += report.where.layer == LAYERS[mutant.name]

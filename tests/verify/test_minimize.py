@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 
 from llmconv.errors import UsageProblem
-from llmconv.verify import Bisection, Report, verify
+from llmconv.verify import Report, verify
 from llmconv.verify.minimize import archive
 from llmconv.verify.report import Where
 from llmconv.verify.truth import Eager
@@ -81,7 +81,7 @@ def test_the_readme_s_program_prints_sigma(
 def test_a_folder_that_holds_something_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageProblem, match="is not empty"):
-        verify(tmp_path, bisection=Bisection(tmp_path))
+        verify(tmp_path, minimize=tmp_path)
 
 
 def test_nothing_is_left_beside_the_folder(minimized: Callable[[str, Where], Path]) -> None:
