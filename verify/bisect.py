@@ -30,25 +30,14 @@ from llmconv.verify.truth import Eager
 NOTHING = "nothing to find: every check passed"
 
 
-@dataclass(frozen=True)
-class Bisection:
-    """What to do about a failure.
-
-    Attributes:
-        minimize: a new folder for the smallest piece that is wrong; None for none.
-    """
-
-    minimize: Path | None = None
-
-
-def bisect(report: Report, folder: Folder, eager: Eager | None, wanted: Bisection) -> None:
+def name_node(report: Report, folder: Folder, eager: Eager | None, minimize: Path | None = None) -> None:
     """Names the first node that differs in `report.where`, and says in a note what else came of it.
 
     Args:
         report: of a run; unchanged where nothing failed, but for a note.
         folder: what was verified.
         eager: the reference; None where no graph could be run.
-        wanted: what to do.
+        minimize: a new folder for the smallest piece that is wrong; None for none.
 
     Raises:
         OutputFailed: the piece cannot be written.
@@ -64,15 +53,15 @@ def bisect(report: Report, folder: Folder, eager: Eager | None, wanted: Bisectio
             if replay:
                 search = Search(replay, report.where, report.checks)
                 report.where = search.run()
-                written = search.write(report.where, wanted.minimize)
+                written = search.write(report.where, minimize)
     except OutputFailed:
         raise
     except Exception as error:  # the verdict stands, whatever a graph of unknown making does to the search
         report.notes.append(f"no node named: {first_line(error)}")
     if not report.where.node and not report.where.finding:
         report.notes.append("no node named: the values of no module could be compared")
-    if wanted.minimize:
-        report.notes.append(_written_told(wanted.minimize, written))
+    if minimize:
+        report.notes.append(_written_told(minimize, written))
 
 
 def _written_told(folder: Path, written: Minimized | None) -> str:

@@ -18,8 +18,7 @@ from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import graph_entries
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import SessionSettings
-from llmconv.verify.bisect import Bisection
-from llmconv.verify.bisect import bisect as find_node
+from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.comparison import Comparison, open_graphs, paths_of
 from llmconv.verify.embeddings import takes_embeddings
@@ -49,7 +48,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     eager: Eager | None = None,
     trust_remote_code: bool = False,
     bisect: bool = False,
-    minimize: Path | None = None,
+    minimize: str | Path | None = None,
     low_memory: bool = False,
 ) -> Report:
     """Compares every graph of a folder with the eager model: every output, every scenario.
@@ -74,8 +73,9 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     """
     folder = Path(folder)
     _require_usable(folder, suite)
-    if minimize:
-        require_new(minimize)
+    piece = Path(minimize) if minimize else None
+    if piece:
+        require_new(piece)
     report = Report(folder.name, folder.name, suite, versions=library_versions())
     report.settings = recorded(settings or SessionSettings(), chosen(suite, only), repeat)
     entries = graph_entries(folder)
@@ -104,8 +104,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         eager = eager or Eager(truth_folder, graphs[0].dtype.name, code=code)
         Comparison(eager, folder, models, settings, report, add).run(graphs)
     report.where = localise(report.checks)
-    if bisect or minimize:
-        find_node(report, Folder(folder, entries, models, settings, suite), eager, Bisection(minimize))
+    if bisect or piece:
+        name_node(report, Folder(folder, entries, models, settings, suite), eager, piece)
     return report
 
 

@@ -66,7 +66,9 @@ def command(
     """Compare every output of the graphs in FOLDER with the eager model.
 
     With --graph instead of FOLDER, those of another exporter's graph: optimum-onnx, the ONNX Runtime GenAI builder,
-    transformers' exporter, mobius-onnx. Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
+    transformers' exporter, mobius-onnx.
+
+    Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
     from llmconv.runtime import SessionSettings
     from llmconv.verify import verify, verify_graphs

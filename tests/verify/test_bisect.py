@@ -14,7 +14,7 @@ from llmconv.cli import main
 from llmconv.runtime.graph_entry import graph_entries
 from llmconv.runtime.ort import SessionSettings
 from llmconv.verify import Report, verify
-from llmconv.verify.bisect import Bisection, bisect
+from llmconv.verify.bisect import name_node
 from llmconv.verify.replay import Folder
 from llmconv.verify.report import Where
 from llmconv.verify.truth import Eager
@@ -45,7 +45,7 @@ def searched(folder: Path, eager: Eager, where: Where, minimize: Path | None = N
     entries = graph_entries(folder)
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     report = Report(folder.name, folder.name, "quick", [], where)
-    bisect(report, Folder(folder, entries, models, SessionSettings(), "quick"), eager, Bisection(minimize))
+    name_node(report, Folder(folder, entries, models, SessionSettings(), "quick"), eager, minimize)
     return report
 
 
