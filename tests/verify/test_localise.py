@@ -9,6 +9,7 @@ import pytest
 
 from llmconv.verify import Check, verify
 from llmconv.verify.localise import localise
+from llmconv.verify.report import Where
 from llmconv.verify.truth import Eager
 from tests.conftest import CONFIGS
 from tests.verify.mutants import MUTANTS, Mutant
@@ -56,6 +57,14 @@ def brackets(layer: int | None, changed: int | None) -> bool:
     return changed is None or layer in (changed, changed + 1)
 
 
+def is_right(where: Where, mutant: Mutant) -> bool:
+    """The node's layer; where no node could be named, the layer whose cache shows it."""
+    if not where.node and not where.finding:
+        return brackets(where.layer, LAYERS[mutant.name])
+    first_norm = mutant.name.startswith("every norm") and where.layer is None  # of some families that of the embedding
+    return first_norm or where.layer == LAYERS[mutant.name]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_the_layer_that_was_changed_is_named(
@@ -66,14 +75,13 @@ def test_the_layer_that_was_changed_is_named(
     request: pytest.FixtureRequest,
 ) -> None:
     mutants = [mutant for mutant in MUTANTS if model_type in mutant.families]
-    right, wrong = 0, []
+    wrong: list[str] = []
     for number, mutant in enumerate(mutants):
         folder = broken(model_type, mutant).rename(request.getfixturevalue("tmp_path") / str(number))
         report = verify(folder, reference=exported(model_type), eager=eager(model_type), bisect=True)
         first = localise(report.checks)
         assert first and report.where
-        right += report.where.layer == LAYERS[mutant.name]
-        wrong += [] if report.where.layer == LAYERS[mutant.name] else [f"{mutant.name}: {report.where.text}"]
+        wrong += [] if is_right(report.where, mutant) else [f"{mutant.name}: {report.where.text}"]
         assert brackets(first.layer, LAYERS[mutant.name]), mutant.name
-    print(f"{model_type}: {right} of {len(mutants)} localised to the right layer", *wrong, sep="\n")
-    assert right >= 0.95 * len(mutants)
+    print(f"{model_type}: {len(wrong)} of {len(mutants)} not localised to the right layer", *wrong, sep="\n")
+    assert len(wrong) <= 0.05 * len(mutants)
