@@ -52,7 +52,6 @@ def test_a_model_type_that_transformers_does_not_know_is_refused() -> None:
         {"hidden_act": "frob"},
         {"num_attention_heads": 0},
         {"rope_parameters": {"rope_type": "frob", "rope_theta": 10000.0}},
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
     ],
     ids=str,
 )
