@@ -11,16 +11,19 @@ from llmconv.checkpoint import open_weights
 from llmconv.errors import UsageProblem
 from llmconv.runtime.ort import SessionSettings
 from llmconv.tensors import LazyTensor
+from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
 from llmconv.verify.foreign.files import GraphFile, read_graphs
 from llmconv.verify.foreign.graph import ForeignGraph, Model
 from llmconv.verify.foreign.maps import AUTO
+from llmconv.verify.foreign.replay import Graphs
 from llmconv.verify.foreign.structure import check_ports, dead_inputs
 from llmconv.verify.foreign.twin import scaled_graph, why_no_scaling
 from llmconv.verify.foreign.weights import absent, audit_contents, contents_of
 from llmconv.verify.localise import localise
+from llmconv.verify.minimize import require_new
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import chosen, scenarios
 from llmconv.verify.session import collector, library_versions, recorded, require_suite
@@ -43,6 +46,8 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     on_checks: OnChecks | None = None,
     eager: Eager | None = None,
     trust_remote_code: bool = False,
+    bisect: bool = False,
+    minimize: str | Path | None = None,
 ) -> Report:
     """Compares a graph of any exporter, or those of prompt and steps, with the eager model; arguments as in `verify`.
 
@@ -50,13 +55,16 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         paths: one file, or two.
         reference: the Hugging Face folder of the model; the graph's own folder when left out.
         input_map: name of a row of `maps`, `auto`, or a JSON file.
-        suite, only, repeat, settings, on_checks, eager, trust_remote_code: as for `verify`.
+        suite, only, repeat, settings, on_checks, eager, trust_remote_code, bisect, minimize: as for `verify`.
 
     Raises:
         UsageProblem: no graph or too many, no reference, an unknown map, or a graph of steps without one of the prompt.
         InputRefused: a graph fits no map, or refers to what it must not.
     """
     require_suite(suite)
+    piece = Path(minimize) if minimize else None
+    if piece:
+        require_new(piece)
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
     report = Report(" and ".join(file.name for file in files), folder.name, suite, versions=library_versions())
@@ -72,6 +80,8 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         _compare(eager, graphs, report, add)
         _compare_twins(eager, files, facts, settings, tensors, report, add)
     report.where = localise(report.checks)
+    if bisect or piece:
+        name_node(report, Graphs(files, facts, settings, tensors), eager, piece)
     return report
 
 
