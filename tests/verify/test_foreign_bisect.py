@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -11,11 +11,11 @@ import pytest
 from click.testing import CliRunner
 from onnx import numpy_helper
 
-from benchmarks.exporters import GENAI, MOBIUS, OPTIMUM
+from benchmarks.exporters import GENAI, MOBIUS, OPTIMUM, TRANSFORMERS
 from llmconv.cli import main
 from llmconv.verify import Report, verify_graphs
 from llmconv.verify.truth import Eager
-from tests.verify.foreign import changed, export_by_transformers, renamed, transposed_cache
+from tests.verify.foreign import changed, renamed, transposed_cache
 from tests.verify.mutants import Mutant
 from tests.verify.test_bisect import mutant_named
 from tools.other_exporters import FOLDER
@@ -105,21 +105,14 @@ def _is_epsilon(value: object) -> bool:
         (epsilon_times_ten, ": epsilon 1"),
     ],
 )
-@pytest.mark.parametrize("exporter", ["transformers", OPTIMUM, GENAI, MOBIUS])
+@pytest.mark.parametrize("exporter", [TRANSFORMERS, OPTIMUM, GENAI, MOBIUS])
 def test_faults_in_graphs_of_real_exporters_are_named(
-    exporter: str, change: Callable[[onnx.ModelProto], None], said: str, tmp_path: Path, tiny: Tiny
+    exporter: str, change: Callable[[onnx.ModelProto], None], said: str, tmp_path: Path
 ) -> None:
-    graphs, reference = _graphs_of(exporter, tiny, tmp_path)
-    graph = changed(graphs[0], tmp_path / "mutant" / graphs[0].name, change)
-    report = verify_graphs([graph], reference=reference, only=["prefill, 7 tokens", "prefill, 33 tokens"], bisect=True)
-    assert said in finding(report)
-
-
-def _graphs_of(exporter: str, tiny: Tiny, folder: Path) -> tuple[Sequence[Path], Path]:
-    """Graphs of the prompt first, and the model."""
-    if exporter == "transformers":
-        return export_by_transformers(tiny("llama"), folder / "by-transformers"), tiny("llama")
     graphs, problem = exported_by("llama", exporter)
     if not graphs:
         pytest.skip(problem)
-    return graphs, FOLDER / "llama"
+    graph = changed(graphs[0], tmp_path / "mutant" / graphs[0].name, change)
+    only = ["prefill, 7 tokens", "prefill, 33 tokens"]
+    report = verify_graphs([graph], reference=FOLDER / "llama", only=only, bisect=True)
+    assert said in finding(report)
