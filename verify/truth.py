@@ -50,6 +50,20 @@ class Eager:
         model = EagerRunner(self.folder, dtype, code=self._code)
         return model, model
 
+    def in_dtype(self, dtype: str) -> Eager:
+        """The same model with the noise of another dtype; it is opened once where `keep` was asked for."""
+        if dtype == self.dtype:
+            return self
+        if dtype in self._twins:
+            return self._twins[dtype]
+        other = copy(self)
+        other.dtype, other._twins, other._kept = dtype, {}, ({} if self._kept is not None else None)
+        other._rounded_model, other._rounded = other._open(dtype)
+        other._floor = NoiseFloor(dtype)
+        if self._kept is not None:
+            self._twins[dtype] = other
+        return other
+
     def behind(self, entry: PrefixEntry, start: Callable[[EagerRunner], Start]) -> Eager:
         """The same model behind a prefix.
 

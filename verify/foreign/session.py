@@ -7,16 +7,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from llmconv.checkpoint import open_weights
+from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import UsageProblem
 from llmconv.runtime.ort import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.compare import GATES
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
+from llmconv.verify.foreign.constants import known_numbers
 from llmconv.verify.foreign.files import GraphFile, read_graphs
 from llmconv.verify.foreign.graph import ForeignGraph, Model
+from llmconv.verify.foreign.halves import EMULATED, HALVES, IN_FLOAT32, emulated, half_notes, widened
 from llmconv.verify.foreign.maps import AUTO
+from llmconv.verify.foreign.rounding import rounded_reference
 from llmconv.verify.foreign.structure import check_ports, dead_inputs
 from llmconv.verify.foreign.twin import scaled_graph, why_no_scaling
 from llmconv.verify.foreign.weights import absent, audit_contents, contents_of
@@ -63,16 +66,53 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     report.settings = recorded(settings or SessionSettings(), chosen(suite, only), repeat)
     add = collector(report, on_checks)
     settings, tensors = settings or SessionSettings(), open_weights(folder)
-    eager = eager or Eager(folder, files[0].dtype, code=folder if trust_remote_code else None)
     _audit(files, tensors, report, add)
-    facts = Model(eager.cache_shapes(), eager.facts().window)
-    graphs = _open(files, facts, settings, add)
-    if len(graphs) == len(files):
-        report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
-        _compare(eager, graphs, report, add)
-        _compare_twins(eager, files, facts, settings, tensors, report, add)
-    report.where = localise(report.checks)
+    half = next((file.dtype for file in files if file.dtype in HALVES), "")
+    with ExitStack() as stack:
+        held = stack.enter_context(rounded_reference(folder, tensors, files, half)) if half else folder
+        if eager is None or (half and held.resolve() != eager.folder.resolve()):
+            eager = Eager(held, half or files[0].dtype, code=folder if trust_remote_code else None)
+        facts = Model(eager.cache_shapes(), eager.facts().window)
+        ran = [stack.enter_context(emulated(file)) if file.dtype == EMULATED else file for file in files]
+        graphs = _open(ran, facts, settings, add)
+        if len(graphs) == len(files):
+            report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
+            _compare(eager, graphs, report, add)
+            if half:
+                _compare_widened(eager, files, facts, settings, tensors, report, add)
+            else:
+                _compare_twins(eager, files, facts, settings, tensors, report, add)
+    report.where = localise(_sharpest(report.checks))
     return report
+
+
+def _compare_widened(
+    eager: Eager,
+    files: Sequence[GraphFile],
+    facts: Model,
+    settings: SessionSettings,
+    tensors: Mapping[str, LazyTensor],
+    report: Report,
+    add: OnChecks,
+) -> None:
+    """All scenarios on float32 copies of half-precision graphs, which show what half precision hides."""
+    known = known_numbers(read_json(eager.folder / "config.json"))
+    report.notes += [note for file in files for note in half_notes(file)]
+    with ExitStack() as stack:
+        wide = [stack.enter_context(widened(file, known)) if file.dtype in HALVES else file for file in files]
+        opened = [file.open(facts, settings) for file in wide]
+        add([graph for graph in opened if isinstance(graph, Check)])
+        graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
+        if len(graphs) == len(files):
+            exact = eager.in_dtype("float32")
+            _compare(exact, graphs, report, add, named=IN_FLOAT32)
+            _compare_twins(exact, wide, facts, settings, tensors, report, add, named=IN_FLOAT32)
+
+
+def _sharpest(checks: list[Check]) -> list[Check]:
+    """The checks of the float32 copy, where those found something: half precision would place it too late."""
+    sharp = [check for check in checks if not check.output or check.name.endswith(IN_FLOAT32)]
+    return sharp if any(check.verdict == "fail" and check.output for check in sharp) else checks
 
 
 def _reference(path: Path, reference: str | Path | None) -> Path:
@@ -125,7 +165,12 @@ def _notes(file: GraphFile, graph: ForeignGraph) -> list[str]:
 
 
 def _compare(
-    eager: Eager, graphs: Sequence[ForeignGraph], report: Report, add: OnChecks, change: Change | None = None
+    eager: Eager,
+    graphs: Sequence[ForeignGraph],
+    report: Report,
+    add: OnChecks,
+    change: Change | None = None,
+    named: str = "",
 ) -> None:
     """All scenarios on every graph that can begin alone, and on two together; of twins a few."""
     found = foreign_candidates(graphs)
@@ -133,12 +178,13 @@ def _compare(
     for scenario, chains in scenarios(report.suite, eager.facts(), tuple(report.settings["seeds"])):
         if change and scenario.name not in TWIN_SCENARIOS:
             continue
-        named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug) if change else scenario
-        truths = eager.truths(named, chains)
+        row = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug) if change else scenario
+        row = replace(row, name=f"{row.name}{named}")
+        truths = eager.truths(row, chains)
         for candidate in found:
             if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
-                seen = Evidence() if change else report.evidence.setdefault(candidate.name, Evidence())
-                add(check_foreign(named, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
+                seen = Evidence() if change else report.evidence.setdefault(f"{candidate.name}{named}", Evidence())
+                add(check_foreign(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
 
 
 def _compare_twins(
@@ -149,6 +195,7 @@ def _compare_twins(
     tensors: Mapping[str, LazyTensor],
     report: Report,
     add: OnChecks,
+    named: str = "",
 ) -> None:
     """A few scenarios on scaled weights."""
     reasons = [why_no_scaling(file.contents, tensors, report.suite) for file in files]
@@ -162,4 +209,4 @@ def _compare_twins(
             add([graph for graph in opened if isinstance(graph, Check)])
             graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
             if len(graphs) == len(files):
-                _compare(eager.twin(change), graphs, report, add, change)
+                _compare(eager.twin(change), graphs, report, add, change, named)

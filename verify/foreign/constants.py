@@ -1,0 +1,78 @@
+"""Constants of half-precision graphs: which number of the model one is the rounding of.
+
+The eager model multiplies a float16 tensor by the number 0.044715 and rounds the product; a graph has to hold that
+number as float16 and rounds it too. In half precision nobody sees it, in a float32 copy of the graph it would be a
+difference. So the copy takes the number that was rounded, where it is one that the model knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import frexp, isfinite, log2, pi, sqrt
+from typing import Any
+
+import numpy as np
+
+from llmconv.tensors import Array
+
+FEW = 8
+"""Elements up to which an initializer is taken for numbers of a formula."""
+
+PLAIN_BITS = 4
+"""A number of so few significant bits stands for itself: 0.5, 3, 10."""
+
+OF_FORMULAS = (
+    *(0.044715, sqrt(2 / pi), sqrt(2), 1 / sqrt(2), 1.702, 0.7978845608, 0.3989422804, 1 / log2(np.e), log2(np.e)),
+    *(0.7978845608 * 0.044715, 1 / 3, 2 / 3, 1 / 6),
+)
+"""What activations are made of."""
+
+
+def known_numbers(config: Mapping[str, Any]) -> list[float]:
+    """Numbers of a model: those of its activations, and those of its config with their roots and reciprocals."""
+    given = [value for value in _numbers(config) if 0 < abs(value) < 1e9]  # noqa: PLR2004 - token ids, sizes, factors
+    per_head = _head_size(config)
+    found = list(OF_FORMULAS)
+    for value in [*given, *([per_head] if per_head else [])]:
+        size = abs(value)
+        found += [value, -value, 1 / value, sqrt(size), 1 / sqrt(size), size**0.25, size**-0.25]
+    return found
+
+
+def _head_size(config: Mapping[str, Any]) -> float | None:
+    width = config.get("hidden_size") or config.get("n_embd")
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    return width / heads if isinstance(width, int) and isinstance(heads, int) and heads else None
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """All numbers inside."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value):
+        yield float(value)
+    inner: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    for one in inner:
+        yield from _numbers(one)
+
+
+def restored(values: Array, known: Iterable[float]) -> Array:
+    """Half-precision numbers in float32, each as the known number that it is the rounding of.
+
+    Args:
+        values: float16 or bfloat16, any shape; more than a few are widened as they are.
+        known: see `known_numbers`; of several the first.
+    """
+    wide = values.astype(np.float32)
+    candidates = np.array(list(known) if values.size <= FEW else [], dtype=np.float64)
+    if not candidates.size:
+        return wide
+    with np.errstate(over="ignore"):
+        rounded = candidates.astype(values.dtype).astype(np.float32)
+    for at, value in enumerate(wide.flat):
+        matching = candidates[rounded == value]
+        if matching.size and not _is_plain(float(value)) and float(value) not in matching:
+            wide.flat[at] = np.float32(matching[0])
+    return wide
+
+
+def _is_plain(value: float) -> bool:
+    return (frexp(value)[0] * 2**PLAIN_BITS).is_integer()
