@@ -13,23 +13,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import onnx
 
 from llmconv.export import export
-from llmconv.runtime import SessionSettings
 from llmconv.runtime.eager import EagerRunner
-from llmconv.safetensors_io import read_header
 from llmconv.verify import Report, verify
 from llmconv.verify.session import library_versions
 from llmconv.verify.truth import Eager
 from tests.conftest import CONFIGS, save_tiny
 from tests.verify.mutants import MUTANTS, Mutant
 from tools.calibration_page import render_page, render_plot
+from tools.draws import SETTINGS, SIZES, draw_weights
 from tools.other_checks import RULES
 
-SIZES = (0.5, 1.0, 2.0)
-SETTINGS = [SessionSettings(threads, False, level) for level in ("all", "basic", "disable") for threads in (1, 2)]
 PAGE = Path("docs/calibration.md")
 
 
@@ -62,16 +58,6 @@ class Family:
     model_type: str
     clean: list[Clean] = field(default_factory=list)
     mutants: list[Killed] = field(default_factory=list)
-
-
-def draw_weights(folder: Path, seed: int, size: float) -> None:
-    """Shuffles every tensor's values among themselves and scales the matrices; shapes and offsets stay."""
-    rng = np.random.default_rng(seed)
-    for tensor in read_header(folder / "model.safetensors").tensors.values():
-        values = rng.permutation(tensor.read().ravel()) * np.float32(size if len(tensor.shape) == 2 else 1)
-        with open(tensor.path, "r+b") as file:
-            file.seek(tensor.offset)
-            file.write(values.tobytes())
 
 
 def largest(report: Report) -> tuple[float, float]:

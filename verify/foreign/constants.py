@@ -30,7 +30,7 @@ OF_FORMULAS = (
 
 def known_numbers(config: Mapping[str, Any]) -> list[float]:
     """Numbers of a model: those of its activations, and those of its config with their roots and reciprocals."""
-    given = [value for value in _numbers(config) if 0 < abs(value) < 1e9]  # noqa: PLR2004 - token ids, sizes, factors
+    given = [value for value in _numbers(config) if 0 < abs(value) < 1e9]
     per_head = _head_size(config)
     found = list(OF_FORMULAS)
     for value in [*given, *([per_head] if per_head else [])]:
@@ -75,4 +75,4 @@ def restored(values: Array, known: Iterable[float]) -> Array:
 
 
 def _is_plain(value: float) -> bool:
-    return (frexp(value)[0] * 2**PLAIN_BITS).is_integer()
+    return float(frexp(value)[0] * 2**PLAIN_BITS).is_integer()

@@ -1,4 +1,4 @@
-"""Half-precision graphs: the float32 twin of a float16 or bfloat16 graph, and bfloat16 on a machine without its kernels.
+"""Half-precision graphs: the float32 copy of a float16 or bfloat16 graph, and bfloat16 where no kernel computes it.
 
 Half precision hides mild faults: an epsilon, a GELU's form, rotary angles of too few bits change less than its rounding
 does. So a half graph is judged twice: as it is, against the noise of the model in its own precision, and as a copy that
@@ -17,7 +17,6 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
 
-from llmconv.tensors import Array
 from llmconv.verify.foreign.constants import restored
 from llmconv.verify.foreign.contents import Content
 from llmconv.verify.foreign.files import GraphFile
@@ -197,6 +196,6 @@ def _round(model: onnx.ModelProto, half: int, values: set[str]) -> None:
 def _pair(source: str, target: str, half: int) -> list[onnx.NodeProto]:
     low = f"{target}:half"
     return [
-        helper.make_node("Cast", [source], [low], name=low, to=half),
-        helper.make_node("Cast", [low], [target], name=target, to=TensorProto.FLOAT),
+        helper.make_node("Cast", [source], [low], name=f"{target}:narrow", to=half),
+        helper.make_node("Cast", [low], [target], name=f"{target}:widen", to=TensorProto.FLOAT),
     ]
