@@ -15,6 +15,7 @@ import onnx
 from llmconv.export import export
 from llmconv.runtime.ort import SessionSettings
 from llmconv.verify import Report, verify_graphs
+from llmconv.verify.compare import GATES
 from llmconv.verify.foreign.halves import IN_FLOAT32
 from llmconv.verify.report import Check
 from llmconv.verify.truth import Eager
@@ -39,10 +40,18 @@ class HalfClean:
 
 @dataclass
 class HalfKilled:
-    """One mutant: its largest sigma, and what caught it: the half graph, its float32 copy, the weight audit."""
+    """One mutant: its largest sigma, of the graph and of its float32 copy, and what caught it.
+
+    Attributes:
+        sigma, row_sigma: of the half-precision graph, over an output and in its worst row.
+        plain: the half-precision graph fails without sigma: another likeliest token, another shape, NaN.
+        caught_by: `half`, `float32`, `audit`.
+    """
 
     name: str
     sigma: float
+    row_sigma: float
+    plain: bool
     wide_sigma: float
     verdict: str
     caught_by: list[str]
@@ -81,7 +90,7 @@ def half_runs(model_type: str, dtype: str, seeds: int, folder: Path) -> HalfFami
 def _clean_run(model: Path, target: Path, dtype: str, settings: SessionSettings) -> HalfClean:
     """The graph on the weights as they are."""
     graph = to_half(model / "decode.onnx", target / "decode.onnx", dtype)
-    report = verify_graphs([graph], reference=model, settings=settings)
+    report = verify_graphs([graph], reference=model, eager=Eager(model, dtype, keep=True), settings=settings)
     half, wide = _by_copy(report)
     return HalfClean(*_largest(half), *_largest(wide), report.verdict)
 
@@ -96,7 +105,10 @@ def _mutant_run(mutant: Mutant, model: Path, target: Path, eager: Eager) -> Half
     caught = [name for name, checks in sides.items() if any(check.verdict == "fail" for check in checks)]
     right = report.where is not None and mutant.is_at(report.where.layer, eager.num_layers)
     where = report.where.text if report.where else ""
-    return HalfKilled(mutant.name, _largest(half)[0], _largest(wide)[0], report.verdict, caught, where, right)
+    gates = GATES[eager.dtype]
+    plain = any(c.verdict == "fail" and c.sigma <= gates.aggregate and c.row_sigma <= gates.row for c in half)
+    found = (*_largest(half), plain, _largest(wide)[0])
+    return HalfKilled(mutant.name, *found, report.verdict, caught, where, right)
 
 
 def half_mutant(mutant: Mutant, model: Path, target: Path, dtype: str) -> Path:

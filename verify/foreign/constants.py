@@ -7,7 +7,8 @@ difference. So the copy takes the number that was rounded, where it is one that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import frexp, isfinite, log2, pi, sqrt
 from typing import Any
 
@@ -17,6 +18,9 @@ from llmconv.tensors import Array
 
 FEW = 8
 """Elements up to which an initializer is taken for numbers of a formula."""
+
+EQUAL = 0.99
+"""Share of a table that must be equal; the rest is how a cosine came out that lies between two numbers."""
 
 PLAIN_BITS = 4
 """A number of so few significant bits stands for itself: 0.5, 3, 10."""
@@ -28,8 +32,50 @@ OF_FORMULAS = (
 """What activations are made of."""
 
 
-def known_numbers(config: Mapping[str, Any]) -> list[float]:
-    """Numbers of a model: those of its activations, and those of its config with their roots and reciprocals."""
+@dataclass(frozen=True)
+class Known:
+    """What a model computes with, beside its weights.
+
+    Attributes:
+        numbers: those of its activations, and those of its config with their roots and reciprocals.
+        frequencies: of its rotary embeddings, float32 `[head_dim / 2]`, each with the factor of cosine and sine.
+    """
+
+    numbers: Sequence[float] = ()
+    frequencies: Sequence[tuple[Array, float]] = ()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], frequencies: Sequence[tuple[Array, float]]) -> Known:
+        """Of the model with that `config.json`."""
+        return cls(_known_numbers(config), frequencies)
+
+    def restored(self, values: Array) -> Array:
+        """Half-precision numbers in float32, each as the known number that it is the rounding of.
+
+        Args:
+            values: float16 or bfloat16, any shape: a few numbers, a rotary table, or what is widened as it is.
+        """
+        if values.size <= FEW:
+            return _restored(values, self.numbers)
+        table = self.table(values)
+        return values.astype(np.float32) if table is None else table
+
+    def table(self, values: Array) -> Array | None:
+        """The table of cosines or sines by position that this is the rounding of; None for anything else."""
+        for frequencies, factor in self.frequencies if values.ndim == 2 else ():
+            times, rest = divmod(values.shape[1], len(frequencies))
+            if rest or times not in (1, 2):
+                continue
+            angles = np.arange(len(values), dtype=np.float32)[:, None] * np.tile(frequencies, times)
+            for function in (np.cos, np.sin):
+                wide: Array = (function(angles) * np.float32(factor)).astype(np.float32)
+                if (wide.astype(values.dtype) == values).mean() > EQUAL:
+                    return wide
+        return None
+
+
+def _known_numbers(config: Mapping[str, Any]) -> list[float]:
+    """See `Known.numbers`."""
     given = [value for value in _numbers(config) if 0 < abs(value) < 1e9]
     per_head = _head_size(config)
     found = list(OF_FORMULAS)
@@ -54,17 +100,10 @@ def _numbers(value: Any) -> Iterator[float]:
         yield from _numbers(one)
 
 
-def restored(values: Array, known: Iterable[float]) -> Array:
-    """Half-precision numbers in float32, each as the known number that it is the rounding of.
-
-    Args:
-        values: float16 or bfloat16, any shape; more than a few are widened as they are.
-        known: see `known_numbers`; of several the first.
-    """
+def _restored(values: Array, known: Sequence[float]) -> Array:
+    """Of several numbers that a value may be the rounding of the first; one that stands for itself stays."""
     wide = values.astype(np.float32)
-    candidates = np.array(list(known) if values.size <= FEW else [], dtype=np.float64)
-    if not candidates.size:
-        return wide
+    candidates = np.array(known, dtype=np.float64)
     with np.errstate(over="ignore"):
         rounded = candidates.astype(values.dtype).astype(np.float32)
     for at, value in enumerate(wide.flat):

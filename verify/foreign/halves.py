@@ -7,7 +7,7 @@ computes in float32 with the same weights, against the noise of float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,11 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
 
-from llmconv.verify.foreign.constants import restored
+from llmconv.tensors import LazyTensor
+from llmconv.verify.foreign.constants import Known
 from llmconv.verify.foreign.contents import Content
 from llmconv.verify.foreign.files import GraphFile
+from llmconv.verify.report import Check
 
 HALVES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 EMULATED = "bfloat16"
@@ -37,11 +39,11 @@ MOVING = {
 
 
 @contextmanager
-def widened(file: GraphFile, known: Sequence[float]) -> Iterator[GraphFile]:
+def widened(file: GraphFile, known: Known) -> Iterator[GraphFile]:
     """The float32 twin of a half graph: a temporary copy whose every half-precision type is float32.
 
     Args:
-        known: numbers of which a half-precision constant may be the rounding, see `constants.known_numbers`.
+        known: numbers of which a half-precision constant may be the rounding, see `Known`.
     """
     with _loaded(file) as model:
         widen(model, HALVES[file.dtype], known, _weights(file))
@@ -59,7 +61,7 @@ def emulated(file: GraphFile) -> Iterator[GraphFile]:
     with _loaded(file) as model:
         half = HALVES[file.dtype]
         rounded = _half_values(model, half)
-        widen(model, half, (), ())
+        widen(model, half, Known(), ())
         _round(model, half, rounded)
         with _saved(file, model) as copy:
             yield copy
@@ -72,18 +74,24 @@ def half_notes(file: GraphFile) -> list[str]:
     notes = [f"computes in {file.dtype}; scenarios named `…{IN_FLOAT32}` are of a float32 copy with the same weights"]
     if file.dtype == EMULATED:
         notes.append(f"onnxruntime's CPU has no {EMULATED} kernels: nodes run in float32, results are rounded")
-    if unknown := unknown_tables(file):
-        notes.append(f"`{unknown[0]}` is in {file.dtype} and no tensor of the model: the copy has its rounding too")
     return [f"{file.name}: {note}" for note in notes]
 
 
-def unknown_tables(file: GraphFile) -> list[str]:
-    """Half-precision initializers that are no tensor of the model, of which the twin has the rounding too."""
+def unknown_tables(file: GraphFile, known: Known, tensors: Mapping[str, LazyTensor]) -> list[Check]:
+    """Why a graph has no float32 copy: tables in half precision that are neither the model's nor computed from it.
+
+    What has the shape of a tensor of the model is taken for one that is wrong, and compared.
+    """
+    if file.dtype not in HALVES:
+        return []
     kind = np.dtype(helper.tensor_dtype_to_np_dtype(HALVES[file.dtype]))
+    shapes = {shape for tensor in tensors.values() for shape in (tensor.shape, tensor.shape[::-1])}
+    blank = Check(IN_FLOAT32.removeprefix(", "), file.name, "", verdict="skip")
     return [
-        name
+        replace(blank, detail=f"`{name}` is {file.dtype} and unknown: a float32 copy would have its rounding")
         for name, content in file.contents.items()
-        if content.dtype == kind and not content.matched and not _is_plain(content)
+        if content.dtype == kind and not content.matched and content.shape not in shapes
+        if not _is_plain(content) and known.table(content.read()) is None
     ]
 
 
@@ -114,7 +122,7 @@ def _saved(file: GraphFile, model: onnx.ModelProto) -> Iterator[GraphFile]:
 # --- types ------------------------------------------------------------------------------------------------------------
 
 
-def widen(model: onnx.ModelProto, half: int, known: Sequence[float], weights: Iterable[str]) -> None:
+def widen(model: onnx.ModelProto, half: int, known: Known, weights: Iterable[str]) -> None:
     """Turns one half-precision type into float32 wherever it stands; the other one stays, as a fault would.
 
     Args:
@@ -127,7 +135,7 @@ def widen(model: onnx.ModelProto, half: int, known: Sequence[float], weights: It
             kind = port.type.tensor_type
             kind.elem_type = TensorProto.FLOAT if kind.elem_type == half else kind.elem_type
         for tensor in graph.initializer:
-            _widen_tensor(tensor, half, () if tensor.name in kept else known)
+            _widen_tensor(tensor, half, Known() if tensor.name in kept else known)
         for node in graph.node:
             for attribute in node.attribute:
                 if attribute.type == onnx.AttributeProto.INT and attribute.name in TYPE_ATTRIBUTES:
@@ -136,10 +144,10 @@ def widen(model: onnx.ModelProto, half: int, known: Sequence[float], weights: It
                     _widen_tensor(attribute.t, half, known)
 
 
-def _widen_tensor(tensor: onnx.TensorProto, half: int, known: Sequence[float]) -> None:
+def _widen_tensor(tensor: onnx.TensorProto, half: int, known: Known) -> None:
     if tensor.data_type == half:
         values = numpy_helper.to_array(tensor)
-        tensor.CopyFrom(numpy_helper.from_array(restored(values, known), tensor.name))
+        tensor.CopyFrom(numpy_helper.from_array(known.restored(values), tensor.name))
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -186,7 +194,7 @@ def _round(model: onnx.ModelProto, half: int, values: set[str]) -> None:
             if node.op_type in MOVING and not node.domain:
                 continue
             for at, name in enumerate(node.output):
-                if name in values:
+                if name and name in values:
                     new.output[at] = f"{name}:exact"
                     nodes += _pair(new.output[at], name, half)
         del graph.node[:]

@@ -14,10 +14,10 @@ from llmconv.tensors import LazyTensor
 from llmconv.verify.compare import GATES
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
-from llmconv.verify.foreign.constants import known_numbers
+from llmconv.verify.foreign.constants import Known
 from llmconv.verify.foreign.files import GraphFile, read_graphs
 from llmconv.verify.foreign.graph import ForeignGraph, Model
-from llmconv.verify.foreign.halves import EMULATED, HALVES, IN_FLOAT32, emulated, half_notes, widened
+from llmconv.verify.foreign.halves import EMULATED, HALVES, IN_FLOAT32, emulated, half_notes, unknown_tables, widened
 from llmconv.verify.foreign.maps import AUTO
 from llmconv.verify.foreign.rounding import rounded_reference
 from llmconv.verify.foreign.structure import check_ports, dead_inputs
@@ -96,8 +96,12 @@ def _compare_widened(
     add: OnChecks,
 ) -> None:
     """All scenarios on float32 copies of half-precision graphs, which show what half precision hides."""
-    known = known_numbers(read_json(eager.folder / "config.json"))
+    known = Known.of(read_json(eager.folder / "config.json"), eager.rotary_frequencies())
     report.notes += [note for file in files for note in half_notes(file)]
+    unknown = [check for file in files for check in unknown_tables(file, known, tensors)]
+    if unknown:
+        add(unknown)
+        return
     with ExitStack() as stack:
         wide = [stack.enter_context(widened(file, known)) if file.dtype in HALVES else file for file in files]
         opened = [file.open(facts, settings) for file in wide]
@@ -179,8 +183,8 @@ def _compare(
         if change and scenario.name not in TWIN_SCENARIOS:
             continue
         row = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug) if change else scenario
-        row = replace(row, name=f"{row.name}{named}")
         truths = eager.truths(row, chains)
+        row = replace(row, name=f"{row.name}{named}")
         for candidate in found:
             if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
                 seen = Evidence() if change else report.evidence.setdefault(f"{candidate.name}{named}", Evidence())
