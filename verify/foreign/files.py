@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import onnx
@@ -43,6 +43,7 @@ class GraphFile:
         model: without its weights.
         binding: its ports.
         contents: its initializers, once they were audited.
+        emulated: it is a copy that rounds after every node.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class GraphFile:
     model: onnx.ModelProto
     binding: Binding
     contents: Mapping[str, Content] = field(default_factory=dict)
+    emulated: bool = False
 
     @property
     def dtype(self) -> str:
@@ -69,6 +71,7 @@ class GraphFile:
         Args:
             copy: a copy with other weights, to be opened in its place.
         """
+        settings = replace(settings, reuse=not self.emulated)
         try:
             return ForeignGraph(copy or self.path, self.model, self.binding, eager, settings, self.name)
         except LlmconvError as error:

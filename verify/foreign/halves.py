@@ -30,6 +30,9 @@ EMULATED = "bfloat16"
 IN_FLOAT32 = ", in float32"
 """What the names of the float32 copy's scenarios end with."""
 
+ROUNDED = ", every value rounded"
+"""What the names of those scenarios end with that are run on an emulation beside onnxruntime's own half precision."""
+
 TYPE_ATTRIBUTES = {"to", "dtype", "stash_type", "output_dtype", "softmax_precision"}
 MOVING = {
     *("Reshape", "Transpose", "Slice", "Gather", "Concat", "Unsqueeze", "Squeeze", "Expand", "Split", "Identity"),
@@ -64,7 +67,7 @@ def emulated(file: GraphFile) -> Iterator[GraphFile]:
         widen(model, half, Known(), ())
         _round(model, half, rounded)
         with _saved(file, model) as copy:
-            yield copy
+            yield replace(copy, model=file.model, emulated=True)
 
 
 def half_notes(file: GraphFile) -> list[str]:

@@ -17,7 +17,16 @@ from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
 from llmconv.verify.foreign.constants import Known
 from llmconv.verify.foreign.files import GraphFile, read_graphs
 from llmconv.verify.foreign.graph import ForeignGraph, Model
-from llmconv.verify.foreign.halves import EMULATED, HALVES, IN_FLOAT32, emulated, half_notes, unknown_tables, widened
+from llmconv.verify.foreign.halves import (
+    EMULATED,
+    HALVES,
+    IN_FLOAT32,
+    ROUNDED,
+    emulated,
+    half_notes,
+    unknown_tables,
+    widened,
+)
 from llmconv.verify.foreign.maps import AUTO
 from llmconv.verify.foreign.rounding import rounded_reference
 from llmconv.verify.foreign.structure import check_ports, dead_inputs
@@ -79,11 +88,27 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
             report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
             _compare(eager, graphs, report, add)
             if half:
+                _compare_rounding(eager, files, facts, settings, report, add)
                 _compare_widened(eager, files, facts, settings, tensors, report, add)
             else:
                 _compare_twins(eager, files, facts, settings, tensors, report, add)
     report.where = localise(_sharpest(report.checks))
     return report
+
+
+def _compare_rounding(
+    eager: Eager, files: Sequence[GraphFile], facts: Model, settings: SessionSettings, report: Report, add: OnChecks
+) -> None:
+    """A few scenarios with every value rounded, where onnxruntime's CPU runs half precision without doing so."""
+    if all(file.dtype in {EMULATED, "float32"} for file in files):
+        return
+    with ExitStack() as stack:
+        copies = [stack.enter_context(emulated(file)) if file.dtype in HALVES else file for file in files]
+        opened = [file.open(facts, settings) for file in copies]
+        add([graph for graph in opened if isinstance(graph, Check)])
+        graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
+        if len(graphs) == len(files):
+            _compare(eager, graphs, report, add, named=ROUNDED, few=True)
 
 
 def _compare_widened(
@@ -175,12 +200,13 @@ def _compare(
     add: OnChecks,
     change: Change | None = None,
     named: str = "",
+    few: bool = False,
 ) -> None:
-    """All scenarios on every graph that can begin alone, and on two together; of twins a few."""
+    """All scenarios on every graph that can begin alone, and on two together; or `few`, as of twins."""
     found = foreign_candidates(graphs)
     repeat = report.settings["repeat"]
     for scenario, chains in scenarios(report.suite, eager.facts(), tuple(report.settings["seeds"])):
-        if change and scenario.name not in TWIN_SCENARIOS:
+        if (change or few) and scenario.name not in TWIN_SCENARIOS:
             continue
         row = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug) if change else scenario
         truths = eager.truths(row, chains)
