@@ -32,7 +32,8 @@ def test_weights_are_no_numbers_of_a_formula() -> None:
 
 def table(positions: int = 40) -> Array:
     """Cosines by position, float32."""
-    return np.cos(np.arange(positions, dtype=np.float32)[:, None] * FREQUENCIES)
+    cosines: Array = np.cos(np.arange(positions, dtype=np.float32)[:, None] * FREQUENCIES)
+    return cosines
 
 
 @pytest.mark.parametrize("times", [1, 2])
