@@ -7,6 +7,7 @@ with their faults. `llmconv verify` judges each as it is and as a float32 copy, 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,29 +70,29 @@ class HalfFamily:
     mutants: list[HalfKilled] = field(default_factory=list)
 
 
-def half_runs(model_type: str, dtype: str, seeds: int, folder: Path) -> HalfFamily:
-    """Everything of one family in one precision."""
+def half_runs(model_type: str, dtype: str, draws: int, folder: Path) -> Iterator[HalfFamily]:
+    """Everything of one family in one precision, as far as it has come; every draw is run at every level."""
     family = HalfFamily(model_type)
     model = save_tiny(model_type, folder / model_type)
     export(model, prefill=False, incremental=True)
-    round_weights(model, dtype)
+    for seed in range(draws):
+        draw_weights(model, seed, SIZES[seed % len(SIZES)])
+        round_weights(model, dtype)
+        eager = Eager(model, dtype, keep=True)
+        for settings in ONE_THREAD:
+            family.clean.append(_clean_run(model, folder / "half", eager, settings))
+            yield family
     eager = Eager(model, dtype, keep=True)
     for mutant in MUTANTS:
         if model_type in mutant.families and mutant.name not in VOID_IN[dtype]:
             family.mutants.append(_mutant_run(mutant, model, folder / "mutant", eager))
-            print(dtype, model_type, family.mutants[-1].caught_by, mutant.name, flush=True)
-    for seed in range(seeds):
-        draw_weights(model, seed, SIZES[seed % len(SIZES)])
-        round_weights(model, dtype)
-        family.clean.append(_clean_run(model, folder / "half", dtype, ONE_THREAD[seed // len(SIZES) % len(ONE_THREAD)]))
-        print(dtype, model_type, family.clean[-1], flush=True)
-    return family
+            yield family
 
 
-def _clean_run(model: Path, target: Path, dtype: str, settings: SessionSettings) -> HalfClean:
+def _clean_run(model: Path, target: Path, eager: Eager, settings: SessionSettings) -> HalfClean:
     """The graph on the weights as they are."""
-    graph = to_half(model / "decode.onnx", target / "decode.onnx", dtype)
-    report = verify_graphs([graph], reference=model, eager=Eager(model, dtype, keep=True), settings=settings)
+    graph = to_half(model / "decode.onnx", target / "decode.onnx", eager.dtype)
+    report = verify_graphs([graph], reference=model, eager=eager, settings=settings)
     half, wide = _by_copy(report)
     return HalfClean(*_largest(half), *_largest(wide), report.verdict)
 
