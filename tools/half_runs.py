@@ -75,17 +75,18 @@ def half_runs(model_type: str, dtype: str, draws: int, folder: Path) -> Iterator
     family = HalfFamily(model_type)
     model = save_tiny(model_type, folder / model_type)
     export(model, prefill=False, incremental=True)
+    round_weights(model, dtype)
+    eager = Eager(model, dtype, keep=True)
+    for mutant in MUTANTS:
+        if model_type in mutant.families and mutant.name not in VOID_IN[dtype]:
+            family.mutants.append(_mutant_run(mutant, model, folder / "mutant", eager))
+            yield family
     for seed in range(draws):
         draw_weights(model, seed, SIZES[seed % len(SIZES)])
         round_weights(model, dtype)
         eager = Eager(model, dtype, keep=True)
         for settings in ONE_THREAD:
             family.clean.append(_clean_run(model, folder / "half", eager, settings))
-            yield family
-    eager = Eager(model, dtype, keep=True)
-    for mutant in MUTANTS:
-        if model_type in mutant.families and mutant.name not in VOID_IN[dtype]:
-            family.mutants.append(_mutant_run(mutant, model, folder / "mutant", eager))
             yield family
 
 

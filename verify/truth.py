@@ -53,10 +53,8 @@ class Eager:
 
     def in_dtype(self, dtype: str) -> Eager:
         """The same model with the noise of another dtype; it is opened once where `keep` was asked for."""
-        if dtype == self.dtype:
-            return self
-        if dtype in self._twins:
-            return self._twins[dtype]
+        if dtype in {self.dtype, *self._twins}:
+            return self._twins.get(dtype, self)
         other = copy(self)
         other.dtype, other._twins, other._kept = dtype, {}, ({} if self._kept is not None else None)
         other._rounded_model, other._rounded = other._open(dtype)

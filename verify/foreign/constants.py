@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from llmconv.tensors import Array
+from llmconv.verify.compare import ULPS
 
 FEW = 8
 """Elements up to which an initializer is taken for numbers of a formula."""
 
 EQUAL = 0.99
-"""Share of a table that must be equal; the rest is how a cosine came out that lies between two numbers."""
+"""Share of a table that must be equal, up to one unit in the last place of 1; what is not stays as it is."""
 
 PLAIN_BITS = 4
 """A number of so few significant bits stands for itself: 0.5, 3, 10."""
@@ -57,21 +58,25 @@ class Known:
         """
         if values.size <= FEW:
             return _restored(values, self.numbers)
-        table = self.table(values)
-        return values.astype(np.float32) if table is None else table
+        wide = values.astype(np.float32)
+        for table in self._tables(values.shape):
+            off = np.abs(wide - table) > ULPS[values.dtype.name]
+            if off.mean() < 1 - EQUAL:
+                return np.where(off, wide, table)
+        return wide
 
-    def table(self, values: Array) -> Array | None:
-        """The table of cosines or sines by position that this is the rounding of; None for anything else."""
-        for frequencies, factor in self.frequencies if values.ndim == 2 else ():
-            times, rest = divmod(values.shape[1], len(frequencies))
-            if rest or times not in (1, 2):
-                continue
-            angles = np.arange(len(values), dtype=np.float32)[:, None] * np.tile(frequencies, times)
-            for function in (np.cos, np.sin):
-                wide: Array = (function(angles) * np.float32(factor)).astype(np.float32)
-                if (wide.astype(values.dtype) == values).mean() > EQUAL:
-                    return wide
-        return None
+    def is_rotary(self, shape: tuple[int, ...]) -> bool:
+        """Whether a table of that shape may be cosines or sines by position."""
+        widths = {len(frequencies) * times for frequencies, _ in self.frequencies for times in (1, 2)}
+        return len(shape) == 2 and shape[1] in widths
+
+    def _tables(self, shape: tuple[int, ...]) -> Iterator[Array]:
+        """Cosines and sines by position, float32, that such a table may be."""
+        for frequencies, factor in self.frequencies if self.is_rotary(shape) else ():
+            if shape[1] % len(frequencies) == 0:
+                times = shape[1] // len(frequencies)
+                angles = np.arange(shape[0], dtype=np.float32)[:, None] * np.tile(frequencies, times)
+                yield from (function(angles) * np.float32(factor) for function in (np.cos, np.sin))
 
 
 def _known_numbers(config: Mapping[str, Any]) -> list[float]:

@@ -48,10 +48,10 @@ def widened(file: GraphFile, known: Known) -> Iterator[GraphFile]:
     Args:
         known: numbers of which a half-precision constant may be the rounding, see `Known`.
     """
-    with _loaded(file) as model:
-        widen(model, HALVES[file.dtype], known, _weights(file))
-        with _saved(file, model) as copy:
-            yield copy
+    model = _loaded(file)
+    widen(model, HALVES[file.dtype], known, _weights(file))
+    with _saved(file, model) as copy:
+        yield copy
 
 
 @contextmanager
@@ -61,13 +61,12 @@ def emulated(file: GraphFile) -> Iterator[GraphFile]:
     That is the arithmetic of a half-precision kernel, which accumulates in float32; onnxruntime's CPU provider has next
     to none for bfloat16. The ports are float32 and carry rounded values.
     """
-    with _loaded(file) as model:
-        half = HALVES[file.dtype]
-        rounded = _half_values(model, half)
-        widen(model, half, Known(), ())
-        _round(model, half, rounded)
-        with _saved(file, model) as copy:
-            yield replace(copy, model=file.model, emulated=True)
+    model, half = _loaded(file), HALVES[file.dtype]
+    rounded = _half_values(_loaded(file, weights=False), half)
+    widen(model, half, Known(), ())
+    _round(model, half, rounded)
+    with _saved(file, model) as copy:
+        yield replace(copy, model=file.model, emulated=True)
 
 
 def half_notes(file: GraphFile) -> list[str]:
@@ -83,7 +82,7 @@ def half_notes(file: GraphFile) -> list[str]:
 def unknown_tables(file: GraphFile, known: Known, tensors: Mapping[str, LazyTensor]) -> list[Check]:
     """Why a graph has no float32 copy: tables in half precision that are neither the model's nor computed from it.
 
-    What has the shape of a tensor of the model is taken for one that is wrong, and compared.
+    What has the shape of a tensor of the model or of a rotary table is taken for one, right or wrong, and compared.
     """
     if file.dtype not in HALVES:
         return []
@@ -94,7 +93,7 @@ def unknown_tables(file: GraphFile, known: Known, tensors: Mapping[str, LazyTens
         replace(blank, detail=f"`{name}` is {file.dtype} and unknown: a float32 copy would have its rounding")
         for name, content in file.contents.items()
         if content.dtype == kind and not content.matched and content.shape not in shapes
-        if not _is_plain(content) and known.table(content.read()) is None
+        if not _is_plain(content) and not known.is_rotary(content.shape)
     ]
 
 
@@ -108,10 +107,10 @@ def _weights(file: GraphFile) -> set[str]:
     return {name for name, content in file.contents.items() if content.names}
 
 
-@contextmanager
-def _loaded(file: GraphFile) -> Iterator[onnx.ModelProto]:
-    model = onnx.load(file.path)
-    yield inliner.inline_local_functions(model) if model.functions else model
+def _loaded(file: GraphFile, *, weights: bool = True) -> onnx.ModelProto:
+    """The graph without functions of its own."""
+    model = onnx.load(file.path, load_external_data=weights)
+    return inliner.inline_local_functions(model) if model.functions else model
 
 
 @contextmanager
@@ -168,10 +167,8 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 def _half_values(model: onnx.ModelProto, half: int) -> set[str]:
     """Names of all values of that type; where onnx knows no rule for an operator, its result is as its first input."""
-    bare = onnx.ModelProto()
-    bare.CopyFrom(model)
     types: dict[str, int] = {}
-    for graph in _graphs(shape_inference.infer_shapes(bare).graph):
+    for graph in _graphs(shape_inference.infer_shapes(model).graph):
         ports = [*graph.input, *graph.output, *graph.value_info]
         types |= {port.name: port.type.tensor_type.elem_type for port in ports if port.type.tensor_type.elem_type}
         types |= {tensor.name: tensor.data_type for tensor in graph.initializer}

@@ -29,9 +29,8 @@ def rounded_reference(
     what is left when one is taken away. Where this changes nothing, `folder` itself.
     """
     held = {content.whole: content for file in files for content in file.contents.values() if content.whole}
-    given = {name: tensor.read() for name, tensor in tensors.items()}
-    made = {name: _as_held(values, held.get(name), NUMPY[dtype]) for name, values in given.items()}
-    if all(made[name].dtype == values.dtype and np.array_equal(made[name], values) for name, values in given.items()):
+    made = {name: _as_held(tensor.read(), held.get(name), NUMPY[dtype]) for name, tensor in tensors.items()}
+    if all(_same(made[name], tensor.read()) for name, tensor in tensors.items()):
         yield folder
         return
     with TemporaryDirectory(prefix="llmconv-rounded-") as name:
@@ -42,6 +41,10 @@ def rounded_reference(
                 shutil.copyfile(path, copy / path.name)
         save_file(made, copy / "model.safetensors", metadata={"format": "pt"})
         yield copy
+
+
+def _same(made: Array, given: Array) -> bool:
+    return made.dtype == given.dtype and np.array_equal(made, given)
 
 
 def _as_held(values: Array, content: Content | None, half: np.dtype[np.generic]) -> Array:

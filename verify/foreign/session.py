@@ -81,6 +81,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         held = stack.enter_context(rounded_reference(folder, tensors, files, half)) if half else folder
         if eager is None or (half and held.resolve() != eager.folder.resolve()):
             eager = Eager(held, half or files[0].dtype, code=folder if trust_remote_code else None)
+        eager = eager.in_dtype(half) if half else eager
         facts = Model(eager.cache_shapes(), eager.facts().window)
         ran = [stack.enter_context(emulated(file)) if file.dtype == EMULATED else file for file in files]
         graphs = _open(ran, facts, settings, add)
