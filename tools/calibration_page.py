@@ -32,10 +32,12 @@ def render_page(data: dict[str, Any]) -> str:
     families = data["families"]
     clean = [run for family in families for run in family["clean"]]
     mutants = [run for family in families for run in family["mutants"]]
+    right = sum(run["right_place"] for run in mutants)
     summary = (
         f"{len(clean)} clean runs, {_count(clean, 'pass', negate=True)} of them not passed; {len(mutants)} mutants, "
-        f"{_count(mutants, 'fail')} caught, {sum(run['right_place'] for run in mutants)} of them localised to the "
-        f"right layer. The gates are {GATE.aggregate:g} over an output and {GATE.row:g} in its worst row."
+        f"{_count(mutants, 'fail')} caught, {right} of them bracketed at\n"
+        "the right layer: its own keys or values differ first, or the next one's, or, late in the last one, the\n"
+        f"logits. The gates are {GATE.aggregate:g} over an output and {GATE.row:g} in its worst row."
     )
     head = HEAD.format(**data["versions"], summary=summary)
     return "\n".join([head, *_families(families), "", *_others(clean, mutants), "", *_missed(families)]) + "\n"
@@ -67,7 +69,8 @@ def _others(clean: list[dict[str, Any]], mutants: list[dict[str, Any]]) -> list[
     lines = [
         "## The same mutants, checked as other tools check",
         "",
-        "Each rule with its own inputs and tolerance ([other_checks.py](../tools/other_checks.py)), in float32.",
+        "Each rule with its own inputs and tolerance, written down once more in",
+        "[other_checks.py](../tools/other_checks.py), applied to the same graphs in float32; no tool itself was run.",
         "",
         "| check | mutants caught | of clean graphs failed |",
         "|---|---|---|",

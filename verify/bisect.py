@@ -21,7 +21,7 @@ from llmconv.verify.findings import Suspect, find
 from llmconv.verify.minimize import Minimized, write_piece
 from llmconv.verify.proof import Piece, Target, smallest_piece
 from llmconv.verify.recording import OUT, Record
-from llmconv.verify.replay import Folder, Replay, replayed
+from llmconv.verify.replay import Replay, Replayable
 from llmconv.verify.report import Check, Report, Where
 from llmconv.verify.scopes import ANYWHERE, Scopes, layer_of_scope
 from llmconv.verify.trail import Trail, Wiring
@@ -30,12 +30,12 @@ from llmconv.verify.truth import Eager
 NOTHING = "nothing to find: every check passed"
 
 
-def name_node(report: Report, folder: Folder, eager: Eager | None, minimize: Path | None = None) -> None:
+def name_node(report: Report, verified: Replayable, eager: Eager | None, minimize: Path | None = None) -> None:
     """Names the first node that differs in `report.where`, and says in a note what else came of it.
 
     Args:
         report: of a run; unchanged where nothing failed, but for a note.
-        folder: what was verified.
+        verified: runs the call that failed once more.
         eager: the reference; None where no graph could be run.
         minimize: a new folder for the smallest piece that is wrong; None for none.
 
@@ -49,7 +49,7 @@ def name_node(report: Report, folder: Folder, eager: Eager | None, minimize: Pat
         return
     written = None
     try:
-        with replayed(report.where, folder, eager) as replay:
+        with verified.replayed(report.where, eager) as replay:
             if replay:
                 search = Search(replay, report.where, report.checks)
                 report.where = search.run()

@@ -24,14 +24,17 @@ def localise(checks: Sequence[Check]) -> Where | None:
     if not failed:
         return _of_weights(audited[0], told) if audited else Where("", "", 0, None, "", told)
     first = failed[0]
-    same = [check for check in failed if (check.name, check.graph) == (first.name, first.graph)]
+    place = (first.name, first.graph)
+    same = [check for check in failed if (check.name, check.graph) == place]
     step = min(check.step for check in same)
     here = [check for check in same if check.step == step]
     first = min(here, key=_depth)
     layer = layer_of(first.output)
     outputs = {check.output for check in here if layer_of(check.output) == layer}
-    text = f"{first.name}, {first.graph}, step {step}: {_place(layer, outputs)}"
-    text = "; ".join(part for part in (text, first.detail, told) if part)
+    cached = any(layer_of(check.output) is not None for check in checks if (check.name, check.graph) == place)
+    said = _place(layer, outputs) if cached else "the logits differ" if first.sigma else ""
+    text = "; ".join(part for part in (said, first.detail, told) if part)
+    text = f"{first.name}, {first.graph}, step {step}: {text}"
     return Where(first.name, first.graph, step, layer, first.output, text)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import onnx
@@ -28,6 +29,13 @@ from llmconv.verify.truth import Eager, edited, run_chain
 from llmconv.verify.twin import CHANGES, scaled_copy
 
 
+class Replayable(Protocol):
+    """Graphs that were verified."""
+
+    def replayed(self, where: Where, eager: Eager) -> AbstractContextManager[Replay | None]:
+        """The call that `where` names; None where no single run of a graph is that call."""
+
+
 @dataclass(frozen=True)
 class Folder:
     """What is verified.
@@ -37,14 +45,26 @@ class Folder:
         entries: the graphs.
         models: the same without weights, by name.
         settings: of onnxruntime.
-        suite: whose scenarios ran.
     """
 
     path: Path
     entries: Sequence[GraphEntry]
     models: Mapping[str, onnx.ModelProto]
     settings: SessionSettings
-    suite: str
+
+    @contextmanager
+    def replayed(self, where: Where, eager: Eager) -> Iterator[Replay | None]:
+        """See `Replayable`; scenarios on scaled weights run on a temporary copy, which is gone afterwards."""
+        with ExitStack() as stack:
+            change = next((change for change in CHANGES if where.scenario.endswith(f", {change.name}")), None)
+            path = self.path
+            if change:
+                names = [name for entry in self.entries for name in entry.files]
+                paths = [path / name for name in (*names, EMBEDDINGS) if (path / name).is_file()]
+                eager, path = eager.twin(change), stack.enter_context(scaled_copy(path, paths, change))
+            name = where.scenario.removesuffix(f", {change.name}") if change else where.scenario
+            name = name.partition(", optimisation ")[0]
+            yield _prepare(where, name, self, path, eager, scaled=bool(change))
 
 
 @dataclass(frozen=True)
@@ -98,24 +118,6 @@ def _model_of(runner: Runner) -> torch.nn.Module:
     assert isinstance(inner, EagerRunner)
     model: torch.nn.Module = inner.model
     return model
-
-
-@contextmanager
-def replayed(where: Where, folder: Folder, eager: Eager) -> Iterator[Replay | None]:
-    """The call that `where` names; None where no single graph can run it again with taps.
-
-    Scenarios on scaled weights run on a temporary copy of the folder, which is gone afterwards.
-    """
-    with ExitStack() as stack:
-        change = next((change for change in CHANGES if where.scenario.endswith(f", {change.name}")), None)
-        path = folder.path
-        if change:
-            names = [name for entry in folder.entries for name in entry.files]
-            paths = [path / name for name in (*names, EMBEDDINGS) if (path / name).is_file()]
-            eager, path = eager.twin(change), stack.enter_context(scaled_copy(path, paths, change))
-        name = where.scenario.removesuffix(f", {change.name}") if change else where.scenario
-        name = name.partition(", optimisation ")[0]
-        yield _prepare(where, name, folder, path, eager, scaled=bool(change))
 
 
 def _prepare(where: Where, scenario: str, folder: Folder, path: Path, eager: Eager, *, scaled: bool) -> Replay | None:

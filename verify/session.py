@@ -105,7 +105,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         Comparison(eager, folder, models, settings, report, add).run(graphs)
     report.where = localise(report.checks)
     if bisect or piece:
-        name_node(report, Folder(folder, entries, models, settings, suite), eager, piece)
+        name_node(report, Folder(folder, entries, models, settings), eager, piece)
     return report
 
 

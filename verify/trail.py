@@ -28,6 +28,9 @@ ARITHMETIC = {"Identity": "^$", "Add": "add|sub", "Sub": "add|sub", "Mul": "mul|
 SKIP_NORMS = {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
 """Norms that first add the last term, a sum of another module, which is their last output."""
 
+REDUCTIONS = {"ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL2", "ArgMax"}
+"""What they give may be right where what they read is not: the mean of small numbers is lost beside an epsilon."""
+
 SHAPE_OPS = {"Shape", "Size", "Constant", "ConstantOfShape"}
 TAKES_SHAPE = {"Reshape", "Expand", "ConstantOfShape", "Unsqueeze", "Squeeze", "Slice", "Split", "Tile"}
 """Their other inputs than the first say how, not what."""
@@ -143,7 +146,8 @@ class Trail:
         """Values that agree, and those that something was made of that agrees."""
         good = self.matched | set(trusted)
         for node in reversed(self.wiring.nodes):
-            if good.intersection(node.output) and not self.wiring.is_shape(node):
+            told = not self.wiring.is_shape(node) and node.op_type not in REDUCTIONS
+            if told and good.intersection(node.output):
                 good.update(name for name in inner_inputs(node) if name in self.wiring.maker)
         shapes = (node for node in self.wiring.nodes if self.wiring.is_shape(node))
         return (good | {name for node in shapes for name in node.output}) - {""}

@@ -92,11 +92,13 @@ def command(
         "settings": SessionSettings(threads=threads),
         "on_checks": None if as_json else show,
         "trust_remote_code": trust_remote_code,
+        "bisect": bisect,
+        "minimize": minimize,
     }
     if folder is None:
         report = verify_graphs(graphs, input_map=input_map or "auto", **options_of_both)
     else:
-        report = verify(folder, bisect=bisect, minimize=minimize, low_memory=low_memory, **options_of_both)
+        report = verify(folder, low_memory=low_memory, **options_of_both)
     if report_folder:
         write_report(report, report_folder)
     if as_json:
@@ -129,5 +131,3 @@ def _require_fitting(
             "`--low-memory` takes FOLDER, runs every call once, and searches for no node",
             hint="leave out `--low-memory`, or `--graph`, `--repeat`, `--bisect` and `--minimize`",
         )
-    if searches and graphs:
-        raise UsageProblem("`--bisect` and `--minimize` are for FOLDER", hint="leave them out for a `--graph`")

@@ -45,7 +45,7 @@ def searched(folder: Path, eager: Eager, where: Where, minimize: Path | None = N
     entries = graph_entries(folder)
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     report = Report(folder.name, folder.name, "quick", [], where)
-    name_node(report, Folder(folder, entries, models, SessionSettings(), "quick"), eager, minimize)
+    name_node(report, Folder(folder, entries, models, SessionSettings()), eager, minimize)
     return report
 
 

@@ -97,7 +97,7 @@ def test_an_unknown_scenario_exits_2(exported: Callable[[str], Path]) -> None:
     assert "left padding" in result.stderr
 
 
-def test_every_call_is_run_as_often_as_asked(exported: Callable[[str], Path]) -> None:
+def test_how_often_every_call_was_run_is_recorded(exported: Callable[[str], Path]) -> None:
     result = run(exported("llama"), "--scenario", "left padding", "--repeat", "3", "--json")
     assert result.exit_code == 0
     assert json.loads(result.stdout)["settings"]["repeat"] == 3

@@ -52,6 +52,16 @@ def test_a_weight_outside_the_layers_has_none() -> None:
     assert where and (where.layer, where.scope) == (None, "lm_head")
 
 
+def test_a_graph_that_does_not_run_is_said_to_do_so_and_no_more() -> None:
+    where = localise([Check("prefill, 7 tokens", "a.onnx", "logits", verdict="fail", detail="it fails in onnxruntime")])
+    assert where and where.text == "prefill, 7 tokens, a.onnx, step 0: it fails in onnxruntime"
+
+
+def test_nothing_is_said_of_a_cache_that_was_not_compared() -> None:
+    where = localise([Check("prefill, 7 tokens", "a.onnx", "logits", sigma=40.0, verdict="fail")])
+    assert where and where.text == "prefill, 7 tokens, a.onnx, step 0: the logits differ"
+
+
 def brackets(layer: int | None, changed: int | None) -> bool:
     """Whether the first layer whose cache differs is what a change of that layer brings about."""
     return changed is None or layer in (changed, changed + 1)

@@ -126,12 +126,9 @@ class ForeignGraph:
     ) -> tuple[Array, dict[str, Array]]:
         """One run: logits `[batch, tokens, vocabulary]` and the cache by the names of reports."""
         row = self.binding.port_map
-        feeds = {row.tokens: ids, row.mask: mask, row.positions: positions, row.branch: np.array([bool(past)])}
-        feeds = {name: feeds.get(name, np.array(self._eager.window or 0)) for name in self.binding.inputs}
-        for name, port in self.binding.past.items():
-            feeds[port] = _moved(past[name] if past else self._empty(name, len(ids)), AXES, row.axes)
         wanted = [row.logits, *(self.binding.present[name] for name in self.outputs)]
-        values = {name: _value(array, self._dtypes[name]) for name, array in feeds.items()}
+        feeds = self.feeds(ids, mask, positions, past)
+        values = {name: ort.OrtValue.ortvalue_from_numpy(array) for name, array in feeds.items()}
         try:
             logits, *present = [value.numpy() for value in self._session.run_with_ort_values(wanted, values)]
         except LlmconvError:
@@ -144,6 +141,21 @@ class ForeignGraph:
         given = {name: _moved(array, row.axes, AXES) for name, array in zip(self.outputs, present, strict=True)}
         return (logits[:, None] if logits.ndim == 2 else logits), given
 
+    def feeds(self, ids: Array, mask: Array, positions: Array, past: Mapping[str, Array]) -> dict[str, Array]:
+        """What one run takes, by the graph's own names and in its own dtypes.
+
+        Args:
+            ids, positions: `[batch, new tokens]`.
+            mask: `[batch, past and new tokens]`.
+            past: `[batch, heads, tokens, head_dim]` by the names of reports; nothing for an empty one.
+        """
+        row = self.binding.port_map
+        given = {row.tokens: ids, row.mask: mask, row.positions: positions, row.branch: np.array([bool(past)])}
+        given = {name: given.get(name, np.array(self._eager.window or 0)) for name in self.binding.inputs}
+        for name, port in self.binding.past.items():
+            given[port] = _moved(past[name] if past else self._empty(name, len(ids)), AXES, row.axes)
+        return {name: np.ascontiguousarray(array, dtype=self._dtypes[name]) for name, array in given.items()}
+
     def _empty(self, name: str, rows: int) -> Array:
         """No keys or values, or an empty ring; sizes that the graph leaves open are the model's."""
         slots = (self._eager.window or 0) + MOST_NEW if name in self.limits.rings else 0
@@ -153,10 +165,6 @@ class ForeignGraph:
 
 def _moved(array: Array, given: str, wanted: str) -> Array:
     return array if given == wanted else array.transpose([given.index(axis) for axis in wanted])
-
-
-def _value(array: Array, dtype: str) -> ort.OrtValue:
-    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=dtype))
 
 
 def _dtype(graph: str, port: str, declared: str) -> str:

@@ -11,6 +11,7 @@ from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import UsageProblem
 from llmconv.runtime.ort import SessionSettings
 from llmconv.tensors import LazyTensor
+from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
@@ -28,11 +29,13 @@ from llmconv.verify.foreign.halves import (
     widened,
 )
 from llmconv.verify.foreign.maps import AUTO
+from llmconv.verify.foreign.replay import Graphs
 from llmconv.verify.foreign.rounding import rounded_reference
 from llmconv.verify.foreign.structure import check_ports, dead_inputs
 from llmconv.verify.foreign.twin import scaled_graph, why_no_scaling
 from llmconv.verify.foreign.weights import absent, audit_contents, contents_of
 from llmconv.verify.localise import localise
+from llmconv.verify.minimize import require_new
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import chosen, scenarios
 from llmconv.verify.session import collector, library_versions, recorded, require_suite
@@ -55,6 +58,8 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     on_checks: OnChecks | None = None,
     eager: Eager | None = None,
     trust_remote_code: bool = False,
+    bisect: bool = False,
+    minimize: str | Path | None = None,
 ) -> Report:
     """Compares a graph of any exporter, or those of prompt and steps, with the eager model; arguments as in `verify`.
 
@@ -62,13 +67,16 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         paths: one file, or two.
         reference: the Hugging Face folder of the model; the graph's own folder when left out.
         input_map: name of a row of `maps`, `auto`, or a JSON file.
-        suite, only, repeat, settings, on_checks, eager, trust_remote_code: as for `verify`.
+        suite, only, repeat, settings, on_checks, eager, trust_remote_code, bisect, minimize: as for `verify`.
 
     Raises:
         UsageProblem: no graph or too many, no reference, an unknown map, or a graph of steps without one of the prompt.
         InputRefused: a graph fits no map, or refers to what it must not.
     """
     require_suite(suite)
+    piece = Path(minimize) if minimize else None
+    if piece:
+        require_new(piece)
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
     report = Report(" and ".join(file.name for file in files), folder.name, suite, versions=library_versions())
@@ -85,58 +93,60 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         facts = Model(eager.cache_shapes(), eager.facts().window)
         ran = [stack.enter_context(emulated(file)) if file.dtype == EMULATED else file for file in files]
         graphs = _open(ran, facts, settings, add)
+        verified = Graphs(files, facts, settings, tensors)
         if len(graphs) == len(files):
             report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
             _compare(eager, graphs, report, add)
             if half:
-                _compare_rounding(eager, files, facts, settings, report, add)
-                _compare_widened(eager, files, facts, settings, tensors, report, add)
+                _compare_rounding(eager, verified, report, add)
+                eager, verified = _compare_widened(eager, verified, report, add, stack)
             else:
-                _compare_twins(eager, files, facts, settings, tensors, report, add)
-    report.where = localise(_sharpest(report.checks))
+                _compare_twins(eager, verified, report, add)
+        report.where = localise(_sharpest(report.checks))
+        if bisect or piece:
+            name_node(report, verified, eager, piece)
     return report
 
 
-def _compare_rounding(
-    eager: Eager, files: Sequence[GraphFile], facts: Model, settings: SessionSettings, report: Report, add: OnChecks
-) -> None:
+def _compare_rounding(eager: Eager, verified: Graphs, report: Report, add: OnChecks) -> None:
     """A few scenarios with every value rounded, where onnxruntime's CPU runs half precision without doing so."""
-    if all(file.dtype in {EMULATED, "float32"} for file in files):
+    if all(file.dtype in {EMULATED, "float32"} for file in verified.files):
         return
     with ExitStack() as stack:
-        copies = [stack.enter_context(emulated(file)) if file.dtype in HALVES else file for file in files]
-        opened = [file.open(facts, settings) for file in copies]
-        add([graph for graph in opened if isinstance(graph, Check)])
-        graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
-        if len(graphs) == len(files):
+        copies = [stack.enter_context(emulated(file)) if file.dtype in HALVES else file for file in verified.files]
+        if graphs := _opened(replace(verified, files=copies), add):
             _compare(eager, graphs, report, add, named=ROUNDED, few=True)
 
 
 def _compare_widened(
-    eager: Eager,
-    files: Sequence[GraphFile],
-    facts: Model,
-    settings: SessionSettings,
-    tensors: Mapping[str, LazyTensor],
-    report: Report,
-    add: OnChecks,
-) -> None:
-    """All scenarios on float32 copies of half-precision graphs, which show what half precision hides."""
+    eager: Eager, verified: Graphs, report: Report, add: OnChecks, stack: ExitStack
+) -> tuple[Eager, Graphs]:
+    """All scenarios on float32 copies of half-precision graphs, which show what half precision hides.
+
+    Returns:
+        The copies with their reference, for the search for a node; the graphs where there can be no copies.
+    """
     known = Known.of(read_json(eager.folder / "config.json"), eager.rotary_frequencies())
-    report.notes += [note for file in files for note in half_notes(file)]
-    unknown = [check for file in files for check in unknown_tables(file, known, tensors)]
-    if unknown:
+    report.notes += [note for file in verified.files for note in half_notes(file)]
+    if unknown := [check for file in verified.files for check in unknown_tables(file, known, verified.tensors)]:
         add(unknown)
-        return
-    with ExitStack() as stack:
-        wide = [stack.enter_context(widened(file, known)) if file.dtype in HALVES else file for file in files]
-        opened = [file.open(facts, settings) for file in wide]
-        add([graph for graph in opened if isinstance(graph, Check)])
-        graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
-        if len(graphs) == len(files):
-            exact = eager.in_dtype("float32")
-            _compare(exact, graphs, report, add, named=IN_FLOAT32)
-            _compare_twins(exact, wide, facts, settings, tensors, report, add, named=IN_FLOAT32)
+        return eager, verified
+    wide = [stack.enter_context(widened(file, known)) if file.dtype in HALVES else file for file in verified.files]
+    eager, copies = eager.in_dtype("float32"), replace(verified, files=wide, named=IN_FLOAT32)
+    if graphs := _opened(copies, add):
+        _compare(eager, graphs, report, add, named=IN_FLOAT32)
+        _compare_twins(eager, copies, report, add)
+    return eager, copies
+
+
+def _opened(verified: Graphs, add: OnChecks, paths: Sequence[Path | None] = ()) -> list[ForeignGraph]:
+    """All graphs, or copies of them at `paths`; none where one cannot be opened, which is a failed check."""
+    places = paths or [None] * len(verified.files)
+    pairs = zip(verified.files, places, strict=True)
+    opened = [file.open(verified.facts, verified.settings, path) for file, path in pairs]
+    add([graph for graph in opened if isinstance(graph, Check)])
+    graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
+    return graphs if len(graphs) == len(opened) else []
 
 
 def _sharpest(checks: list[Check]) -> list[Check]:
@@ -218,17 +228,9 @@ def _compare(
                 add(check_foreign(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
 
 
-def _compare_twins(
-    eager: Eager,
-    files: Sequence[GraphFile],
-    facts: Model,
-    settings: SessionSettings,
-    tensors: Mapping[str, LazyTensor],
-    report: Report,
-    add: OnChecks,
-    named: str = "",
-) -> None:
+def _compare_twins(eager: Eager, verified: Graphs, report: Report, add: OnChecks) -> None:
     """A few scenarios on scaled weights."""
+    files, tensors = verified.files, verified.tensors
     reasons = [why_no_scaling(file.contents, tensors, report.suite) for file in files]
     if any(reasons):
         report.notes.append(f"no run on scaled weights: {next(filter(None, reasons))}")
@@ -236,8 +238,5 @@ def _compare_twins(
     for change in CHANGES:
         with ExitStack() as stack:
             copies = [stack.enter_context(scaled_graph(file.path, file.contents, tensors, change)) for file in files]
-            opened = [file.open(facts, settings, copy) for file, copy in zip(files, copies, strict=True)]
-            add([graph for graph in opened if isinstance(graph, Check)])
-            graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
-            if len(graphs) == len(files):
-                _compare(eager.twin(change), graphs, report, add, change, named)
+            if graphs := _opened(verified, add, copies):
+                _compare(eager.twin(change), graphs, report, add, change, verified.named)
