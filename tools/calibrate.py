@@ -12,24 +12,24 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-import numpy as np
 import onnx
 
 from llmconv.export import export
-from llmconv.runtime import SessionSettings
 from llmconv.runtime.eager import EagerRunner
-from llmconv.safetensors_io import read_header
 from llmconv.verify import Report, verify
+from llmconv.verify.foreign.halves import HALVES
 from llmconv.verify.session import library_versions
 from llmconv.verify.truth import Eager
 from tests.conftest import CONFIGS, save_tiny
 from tests.verify.mutants import MUTANTS, Mutant
 from tools.calibration_page import render_page, render_plot
+from tools.draws import SETTINGS, SIZES, draw_weights
+from tools.half_page import half_lines, render_half_plot
+from tools.half_runs import FAMILIES, half_runs
 from tools.other_checks import RULES
 
-SIZES = (0.5, 1.0, 2.0)
-SETTINGS = [SessionSettings(threads, False, level) for level in ("all", "basic", "disable") for threads in (1, 2)]
 PAGE = Path("docs/calibration.md")
 
 
@@ -62,16 +62,6 @@ class Family:
     model_type: str
     clean: list[Clean] = field(default_factory=list)
     mutants: list[Killed] = field(default_factory=list)
-
-
-def draw_weights(folder: Path, seed: int, size: float) -> None:
-    """Shuffles every tensor's values among themselves and scales the matrices; shapes and offsets stay."""
-    rng = np.random.default_rng(seed)
-    for tensor in read_header(folder / "model.safetensors").tensors.values():
-        values = rng.permutation(tensor.read().ravel()) * np.float32(size if len(tensor.shape) == 2 else 1)
-        with open(tensor.path, "r+b") as file:
-            file.seek(tensor.offset)
-            file.write(values.tobytes())
 
 
 def largest(report: Report) -> tuple[float, float]:
@@ -123,20 +113,44 @@ def family_runs(model_type: str, seeds: int, folder: Path) -> Family:
 
 
 def main() -> None:
-    """Runs all families and writes the page, `calibration.json` and `calibration.svg`."""
+    """Runs all families and writes the page, `calibration.json` and the plots; what is not run stays as it was."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=30, help="clean runs of every family")
+    parser.add_argument(
+        "--seeds", type=int, default=30, help="clean runs of every family; half as many in half precision"
+    )
     parser.add_argument("--only", action="append", choices=list(CONFIGS), help="this family")
+    parser.add_argument("--dtype", action="append", choices=["float32", *HALVES], help="this precision")
     parser.add_argument("--write", type=Path, default=PAGE)
     options = parser.parse_args()
-    families = []
-    for model_type in options.only or CONFIGS:
-        with TemporaryDirectory() as name:
-            families.append(family_runs(model_type, options.seeds, Path(name)))
-    data = {"versions": library_versions(), "families": [asdict(family) for family in families]}
-    options.write.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    options.write.with_suffix(".svg").write_text(render_plot(data))
-    options.write.write_text(render_page(data))
+    path = options.write.with_suffix(".json")
+    data = json.loads(path.read_text()) if path.is_file() else {"families": [], "halves": {}}
+    data["versions"] = library_versions()
+    for dtype in options.dtype or ("float32", *HALVES):
+        families = []
+        for model_type in options.only or (CONFIGS if dtype == "float32" else FAMILIES):
+            with TemporaryDirectory() as name:
+                families.append(_runs(model_type, dtype, options.seeds, Path(name)))
+        if dtype == "float32":
+            data["families"] = families
+        else:
+            data.setdefault("halves", {})[dtype] = families
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    write_pages(data, options.write)
+
+
+def _runs(model_type: str, dtype: str, seeds: int, folder: Path) -> dict[str, Any]:
+    """Everything of one family in one precision, as plain data."""
+    if dtype == "float32":
+        return asdict(family_runs(model_type, seeds, folder))
+    *_, family = half_runs(model_type, dtype, -(-seeds // 6), folder)
+    return asdict(family)
+
+
+def write_pages(data: dict[str, Any], page: Path) -> None:
+    """The page and its plots."""
+    page.with_suffix(".svg").write_text(render_plot(data))
+    (page.parent / f"{page.stem}-half.svg").write_text(render_half_plot(data["halves"]))
+    page.write_text(render_page(data) + "\n" + "\n".join(half_lines(data["halves"])).rstrip() + "\n")
 
 
 if __name__ == "__main__":

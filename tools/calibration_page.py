@@ -10,7 +10,7 @@ from llmconv.verify.compare import GATES
 from tools.other_checks import RULES
 
 GATE = GATES["float32"]
-WIDTH, LEFT, ROW = 900, 90, 34
+WIDTH, LEFT, ROW = 900, 120, 34
 LOWEST, HIGHEST = -1.0, 7.0
 """Powers of ten of sigma that the plot spans."""
 
@@ -106,16 +106,21 @@ def render_plot(data: dict[str, Any]) -> str:
     """Sigma of every run on a logarithmic axis, a row per family: clean ones green, mutants red, the gate dashed."""
     families = data["families"]
     height = 40 + ROW * len(families) + 24
-    parts = [_axis(height)]
+    parts = [scale(height, {"": GATE.aggregate}, "sigma: clean runs (green), mutants (red)")]
     for at, family in enumerate(families):
         y = 40 + at * ROW
         parts.append(f'<text x="{LEFT - 10}" y="{y + 12}" text-anchor="end">{escape(family["model_type"])}</text>')
-        parts += [_dot(run["sigma"], y + 4, "#2e8b57", "clean") for run in family["clean"]]
-        parts += [_dot(run["sigma"], y + 14, "#c0392b", run["name"]) for run in family["mutants"] if run["sigma"]]
+        parts += [dot(run["sigma"], y + 4, "#2e8b57", "clean") for run in family["clean"]]
+        parts += [dot(run["sigma"], y + 14, "#c0392b", run["name"]) for run in family["mutants"] if run["sigma"]]
+    return svg(WIDTH, height, parts)
+
+
+def svg(width: int, height: int, parts: list[str]) -> str:
+    """A drawing on white."""
     style = "<style>text { font: 12px sans-serif; fill: #1c2430; }</style>"
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">'
-        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>{style}{"".join(parts)}</svg>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">'
+        f'<rect width="{width}" height="{height}" fill="#fff"/>{style}{"".join(parts)}</svg>\n'
     )
 
 
@@ -124,21 +129,28 @@ def _x(sigma: float) -> float:
     return LEFT + min(1.0, share) * (WIDTH - LEFT - 20)
 
 
-def _dot(sigma: float, y: int, colour: str, title: str) -> str:
+def dot(sigma: float, y: int, colour: str, title: str, *, ring: bool = False) -> str:
+    """One run."""
     label = f"<title>{escape(title)}: {sigma:.2f}</title>"
-    return f'<circle cx="{_x(sigma):.1f}" cy="{y}" r="3" fill="{colour}" opacity="0.6">{label}</circle>'
+    look = f'fill="none" stroke="{colour}"' if ring else f'fill="{colour}"'
+    return f'<circle cx="{_x(sigma):.1f}" cy="{y}" r="3" {look} opacity="0.6">{label}</circle>'
 
 
-def _axis(height: int) -> str:
+def scale(height: int, gates: dict[str, float], legend: str) -> str:
+    """Powers of ten, a dashed line for every gate (by what it is of), and what the colours mean."""
     marks = "".join(
         f'<line x1="{_x(10**power):.1f}" x2="{_x(10**power):.1f}" y1="28" y2="{height - 20}" stroke="#ddd"/>'
         f'<text x="{_x(10**power):.1f}" y="{height - 6}" text-anchor="middle">1e{power}</text>'
         for power in range(int(LOWEST), int(HIGHEST) + 1)
     )
-    x = _x(GATE.aggregate)
-    gate = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="{height - 20}" stroke="#c0392b" stroke-dasharray="5 4"/>'
-    legend = (
-        f'<text x="{x + 6:.1f}" y="26">gate {GATE.aggregate:g}</text>'
-        f'<text x="{LEFT}" y="14">sigma: clean runs (green), mutants (red)</text>'
+    lines = "".join(
+        f'<line x1="{_x(gate):.1f}" x2="{_x(gate):.1f}" y1="20" y2="{height - 20}" stroke="#c0392b" '
+        f'stroke-dasharray="5 4"/>'
+        for gate in gates.values()
     )
-    return marks + gate + legend
+    said = ", ".join(f"{name} {gate:g}".strip() for name, gate in gates.items())
+    texts = (
+        f'<text x="{_x(max(gates.values())) + 6:.1f}" y="26">gate {said}</text>'
+        f'<text x="{LEFT}" y="14">{escape(legend)}</text>'
+    )
+    return marks + lines + texts

@@ -29,8 +29,8 @@ class Gates:
 GATES = {
     "float64": Gates(3.5, 8.0),
     "float32": Gates(3.5, 8.0),
-    "float16": Gates(1.5, 8.0),
-    "bfloat16": Gates(1.5, 8.0),
+    "float16": Gates(2.5, 8.0),
+    "bfloat16": Gates(2.5, 8.0),
 }
 """By the graph's dtype: 1.5 times the largest sigma of clean exports, see the calibration in docs/verification.md."""
 

@@ -40,6 +40,7 @@ class Eager:
         self.folder, self.dtype, self._code = folder, dtype, code
         self._kept: dict[str, Truths] | None = {} if keep else None
         self._twins: dict[str, Eager] = {}
+        self._steps: dict[tuple[str, int], list[Step]] = {}
         self._model, self._exact = self._open("float64")
         self._rounded_model, self._rounded = self._open(dtype)
         self._floor = NoiseFloor(dtype)
@@ -50,6 +51,18 @@ class Eager:
         model = EagerRunner(self.folder, dtype, code=self._code)
         return model, model
 
+    def in_dtype(self, dtype: str) -> Eager:
+        """The same model with the noise of another dtype; it is opened once where `keep` was asked for."""
+        if dtype in {self.dtype, *self._twins}:
+            return self._twins.get(dtype, self)
+        other = copy(self)
+        other.dtype, other._twins, other._kept = dtype, {}, ({} if self._kept is not None else None)
+        other._rounded_model, other._rounded = other._open(dtype)
+        other._floor = NoiseFloor(dtype)
+        if self._kept is not None:
+            self._twins[dtype] = other
+        return other
+
     def behind(self, entry: PrefixEntry, start: Callable[[EagerRunner], Start]) -> Eager:
         """The same model behind a prefix.
 
@@ -59,6 +72,7 @@ class Eager:
         """
         other = copy(self)
         other._kept, other._floor = ({} if self._kept is not None else None), NoiseFloor(self.dtype)
+        other._steps = {}
         other._virtual, other._first_position = entry.length, entry.first_position
         runners = [
             Behind(runner, start(runner), entry.first_position)
@@ -95,6 +109,17 @@ class Eager:
             ids = np.concatenate([ids, new], axis=1)
         return ids
 
+    def rotary_frequencies(self) -> list[tuple[Array, float]]:
+        """Frequencies of the rotary embeddings, float32 [head_dim / 2], with the factor of their cosines and sines."""
+        found = []
+        for module in self._rounded_model.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                prefix, ending, rest = name.rpartition("inv_freq")
+                if ending and not rest and not prefix.endswith("original_"):
+                    factor = getattr(module, f"{prefix}attention_scaling", 1.0)
+                    found.append((buffer.float().numpy(), float(factor)))
+        return found
+
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
@@ -122,13 +147,21 @@ class Eager:
     def truths(self, scenario: Scenario, chains: list[Chain]) -> Truths:
         """Every output of every call."""
         if self._kept is None:
-            return [self._chain(chain) for chain in chains]
+            return [self._chain(chain, run_chain(self._exact, chain)) for chain in chains]
         if scenario.name not in self._kept:
-            self._kept[scenario.name] = [self._chain(chain) for chain in chains]
+            self._kept[scenario.name] = [
+                self._chain(chain, self._exact_steps(scenario.name, at, chain)) for at, chain in enumerate(chains)
+            ]
         return self._kept[scenario.name]
 
-    def _chain(self, chain: Chain) -> list[dict[str, Truth]]:
-        runs = zip(run_chain(self._exact, chain), run_chain(self._rounded, chain), strict=True)
+    def _exact_steps(self, name: str, at: int, chain: Chain) -> list[Step]:
+        """In float64, which is the same for all dtypes."""
+        if (name, at) not in self._steps:
+            self._steps[name, at] = run_chain(self._exact, chain)
+        return self._steps[name, at]
+
+    def _chain(self, chain: Chain, steps: list[Step]) -> list[dict[str, Truth]]:
+        runs = zip(steps, run_chain(self._rounded, chain), strict=True)
         found = []
         for call, (exact, rounded) in zip(chain, runs, strict=True):
             pairs = zip(rows_of(exact).items(), rows_of(rounded).values(), strict=True)

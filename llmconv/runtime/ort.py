@@ -40,6 +40,8 @@ class SessionSettings:
         optimization: `all`, `extended`, `basic` or `disable`.
         garbage: buffers of a fixed length start with large numbers in place of zeros, for `verify`.
         arena: keeps memory that was freed, for the next call.
+        reuse: writes values where others lay that are no longer read; onnxruntime 1.31 takes the past and the present
+            of GroupQueryAttention for values of one size there.
     """
 
     threads: int = 0
@@ -47,6 +49,7 @@ class SessionSettings:
     optimization: str = "all"
     garbage: bool = False
     arena: bool = True
+    reuse: bool = True
 
     def options(self) -> ort.SessionOptions:
         """As onnxruntime's own object."""
@@ -54,6 +57,7 @@ class SessionSettings:
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
         options.enable_cpu_mem_arena = self.arena
+        options.enable_mem_reuse = self.reuse
         options.log_severity_level = 4  # failures are raised, so that they are told once
         options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[self.optimization])
         options.add_session_config_entry("session.disable_prepacking", "0" if self.prepack else "1")

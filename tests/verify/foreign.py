@@ -15,9 +15,9 @@ from transformers.exporters import OnnxConfig, OnnxExporter
 FILES = ("prefill.onnx", "decode.onnx")
 
 
-def export_by_transformers(model: Path, folder: Path) -> list[Path]:
+def export_by_transformers(model: Path, folder: Path, dtype: str = "float32") -> list[Path]:
     """Prompt and step of a padded batch: with one full sequence the exporter leaves batch and mask out."""
-    eager = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    eager = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
     ids = torch.arange(3, 23).reshape(2, 10)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0

@@ -394,3 +394,21 @@ MUTANTS = (
     Mutant("low bit of one weight flipped", flip_bit(0)),
     Mutant("exponent bit of one weight flipped", flip_bit(23)),
 )
+
+VOID_IN = {
+    "float16": {
+        "activation constant rounded",
+        "low bit of one weight flipped",
+        "query in half precision in one layer",
+        "logits in half precision",
+    },
+    "bfloat16": {
+        "activation constant rounded",
+        "low bit of one weight flipped",
+        "query in half precision in one layer",
+        "logits in half precision",
+        "one weight through bfloat16",
+        "hidden state through bfloat16",
+    },
+}
+"""Mutants that are no fault of a graph in half precision: what they round away is not there."""

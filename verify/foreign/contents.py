@@ -77,16 +77,24 @@ def forms(values: Array) -> Iterator[tuple[str, Array]]:
         yield "plus one", values + values.dtype.type(1)
 
 
+def _forms_in(values: Array, dtype: np.dtype[Any]) -> Iterator[tuple[str, Array]]:
+    """The same in the graph's type; a sum may have been rounded before it was made, or after."""
+    yield from forms(values.astype(dtype, copy=False))
+    if values.ndim == 1 and values.dtype.itemsize > dtype.itemsize:
+        yield "plus one", (values + values.dtype.type(1)).astype(dtype)
+
+
 def find_contents(contents: Mapping[str, Content], reference: Mapping[str, LazyTensor]) -> None:
     """Looks every tensor of the model up among the initializers, and notes it there."""
     by_digest: dict[tuple[str, tuple[int, ...]], list[Content]] = defaultdict(list)
     for content in contents.values():
         by_digest[digest(content.read()), content.shape].append(content)
     dtypes = {content.dtype for content in contents.values()}
-    for name, values in _each(reference, dtypes):
-        for form, made in forms(values):
+    for name, tensor in _floats(reference):
+        values = tensor.read()
+        for form, made in (pair for dtype in dtypes for pair in _forms_in(values, dtype)):
             for content in by_digest.get((digest(made), made.shape), []):
-                if not content.whole:
+                if not content.whole and content.dtype == made.dtype:
                     content.whole, content.form = name, form
     rest = [content for content in contents.values() if not content.whole and len(content.shape) <= 2]
     if rest:
@@ -95,10 +103,14 @@ def find_contents(contents: Mapping[str, Content], reference: Mapping[str, LazyT
 
 def _each(reference: Mapping[str, LazyTensor], dtypes: Iterable[np.dtype[Any]]) -> Iterator[tuple[str, Array]]:
     """The model's tensors in the types of the graph."""
-    for name, tensor in reference.items():
-        if tensor.dtype.name in FLOATS and tensor.shape:
-            values = tensor.read()
-            yield from ((name, values.astype(dtype, copy=False)) for dtype in dtypes)
+    for name, tensor in _floats(reference):
+        values = tensor.read()
+        yield from ((name, values.astype(dtype, copy=False)) for dtype in dtypes)
+
+
+def _floats(reference: Mapping[str, LazyTensor]) -> Iterator[tuple[str, LazyTensor]]:
+    """The model's tensors that are no integers and no scalars."""
+    return ((name, tensor) for name, tensor in reference.items() if tensor.dtype.name in FLOATS and tensor.shape)
 
 
 def _find_parts(contents: list[Content], tensors: Iterator[tuple[str, Array]]) -> None:
@@ -138,4 +150,4 @@ def _keys(values: Array) -> Iterator[tuple[int, bytes]]:
 
 def digest(values: Array) -> str:
     """The sha256 of an array's bytes, row by row."""
-    return hashlib.sha256(np.ascontiguousarray(values).data).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(values).view(np.uint8).data).hexdigest()

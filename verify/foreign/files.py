@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import onnx
@@ -12,13 +12,20 @@ from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.runtime.guard import load_guarded, nodes
 from llmconv.runtime.ort import SessionSettings
 from llmconv.verify.foreign.contents import Content
-from llmconv.verify.foreign.graph import DTYPES, ForeignGraph, Model
+from llmconv.verify.foreign.graph import ForeignGraph, Model
 from llmconv.verify.foreign.maps import find_port_maps
 from llmconv.verify.foreign.ports import Binding, bind
 from llmconv.verify.report import Check
 
 MOST = 2
 """One graph, or that of the prompt and that of the steps."""
+
+PRECISIONS = {
+    onnx.TensorProto.BFLOAT16: "bfloat16",
+    onnx.TensorProto.FLOAT16: "float16",
+    onnx.TensorProto.FLOAT: "float32",
+    onnx.TensorProto.DOUBLE: "float64",
+}
 
 QUANTIZED = {
     *("MatMulNBits", "MatMulBnb4", "QMoE", "GatherBlockQuantized", "DequantizeLinear", "QLinearMatMul"),
@@ -36,6 +43,7 @@ class GraphFile:
         model: without its weights.
         binding: its ports.
         contents: its initializers, once they were audited.
+        emulated: it is a copy that rounds after every node.
     """
 
     path: Path
@@ -43,13 +51,14 @@ class GraphFile:
     model: onnx.ModelProto
     binding: Binding
     contents: Mapping[str, Content] = field(default_factory=dict)
+    emulated: bool = False
 
     @property
     def dtype(self) -> str:
-        """Of the logits, as the file says."""
-        port = next(port for port in self.model.graph.output if port.name == self.binding.port_map.logits)
-        kind = onnx.TensorProto.DataType.Name(port.type.tensor_type.elem_type).lower()
-        return DTYPES.get(f"tensor({kind})", "float32")
+        """Of the logits or of the cache, whichever is the narrower, as the file says."""
+        names = {self.binding.port_map.logits, *self.binding.present.values()}
+        kinds = {port.type.tensor_type.elem_type for port in self.model.graph.output if port.name in names}
+        return next((name for kind, name in PRECISIONS.items() if kind in kinds), "float32")
 
     @property
     def quantized(self) -> str:
@@ -62,6 +71,7 @@ class GraphFile:
         Args:
             copy: a copy with other weights, to be opened in its place.
         """
+        settings = replace(settings, reuse=not self.emulated)
         try:
             return ForeignGraph(copy or self.path, self.model, self.binding, eager, settings, self.name)
         except LlmconvError as error:

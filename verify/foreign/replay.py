@@ -39,12 +39,14 @@ class Graphs:
         facts: what they leave open.
         settings: of onnxruntime.
         tensors: of the model.
+        named: what the names of its scenarios end with; others are not of these graphs.
     """
 
     files: Sequence[GraphFile]
     facts: Model
     settings: SessionSettings
     tensors: Mapping[str, LazyTensor]
+    named: str = ""
 
     @contextmanager
     def replayed(self, where: Where, eager: Eager) -> Iterator[Replay | None]:
@@ -52,10 +54,13 @@ class Graphs:
 
         Scenarios on scaled weights run on temporary copies, which are gone afterwards.
         """
-        change = next((change for change in CHANGES if where.scenario.endswith(f", {change.name}")), None)
+        if not where.scenario.endswith(self.named):
+            yield None
+            return
+        name = where.scenario.removesuffix(self.named)
+        change = next((change for change in CHANGES if name.endswith(f", {change.name}")), None)
         with ExitStack() as stack:
             paths = [file.path for file in self.files]
-            name = where.scenario
             if change:
                 eager, name = eager.twin(change), name.removesuffix(f", {change.name}")
                 copies = (scaled_graph(file.path, file.contents, self.tensors, change) for file in self.files)

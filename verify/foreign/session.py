@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from llmconv.checkpoint import open_weights
+from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import UsageProblem
 from llmconv.runtime.ort import SessionSettings
 from llmconv.tensors import LazyTensor
@@ -15,10 +15,22 @@ from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
+from llmconv.verify.foreign.constants import Known
 from llmconv.verify.foreign.files import GraphFile, read_graphs
 from llmconv.verify.foreign.graph import ForeignGraph, Model
+from llmconv.verify.foreign.halves import (
+    EMULATED,
+    HALVES,
+    IN_FLOAT32,
+    ROUNDED,
+    emulated,
+    half_notes,
+    unknown_tables,
+    widened,
+)
 from llmconv.verify.foreign.maps import AUTO
 from llmconv.verify.foreign.replay import Graphs
+from llmconv.verify.foreign.rounding import rounded_reference
 from llmconv.verify.foreign.structure import check_ports, dead_inputs
 from llmconv.verify.foreign.twin import scaled_graph, why_no_scaling
 from llmconv.verify.foreign.weights import absent, audit_contents, contents_of
@@ -71,18 +83,76 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     report.settings = recorded(settings or SessionSettings(), chosen(suite, only), repeat)
     add = collector(report, on_checks)
     settings, tensors = settings or SessionSettings(), open_weights(folder)
-    eager = eager or Eager(folder, files[0].dtype, code=folder if trust_remote_code else None)
     _audit(files, tensors, report, add)
-    facts = Model(eager.cache_shapes(), eager.facts().window)
-    graphs = _open(files, facts, settings, add)
-    if len(graphs) == len(files):
-        report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
-        _compare(eager, graphs, report, add)
-        _compare_twins(eager, files, facts, settings, tensors, report, add)
-    report.where = localise(report.checks)
-    if bisect or piece:
-        name_node(report, Graphs(files, facts, settings, tensors), eager, piece)
+    half = next((file.dtype for file in files if file.dtype in HALVES), "")
+    with ExitStack() as stack:
+        held = stack.enter_context(rounded_reference(folder, tensors, files, half)) if half else folder
+        if eager is None or (half and held.resolve() != eager.folder.resolve()):
+            eager = Eager(held, half or files[0].dtype, code=folder if trust_remote_code else None)
+        eager = eager.in_dtype(half) if half else eager
+        facts = Model(eager.cache_shapes(), eager.facts().window)
+        ran = [stack.enter_context(emulated(file)) if file.dtype == EMULATED else file for file in files]
+        graphs = _open(ran, facts, settings, add)
+        verified = Graphs(files, facts, settings, tensors)
+        if len(graphs) == len(files):
+            report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
+            _compare(eager, graphs, report, add)
+            if half:
+                _compare_rounding(eager, verified, report, add)
+                eager, verified = _compare_widened(eager, verified, report, add, stack)
+            else:
+                _compare_twins(eager, verified, report, add)
+        report.where = localise(_sharpest(report.checks))
+        if bisect or piece:
+            name_node(report, verified, eager, piece)
     return report
+
+
+def _compare_rounding(eager: Eager, verified: Graphs, report: Report, add: OnChecks) -> None:
+    """A few scenarios with every value rounded, where onnxruntime's CPU runs half precision without doing so."""
+    if all(file.dtype in {EMULATED, "float32"} for file in verified.files):
+        return
+    with ExitStack() as stack:
+        copies = [stack.enter_context(emulated(file)) if file.dtype in HALVES else file for file in verified.files]
+        if graphs := _opened(replace(verified, files=copies), add):
+            _compare(eager, graphs, report, add, named=ROUNDED, few=True)
+
+
+def _compare_widened(
+    eager: Eager, verified: Graphs, report: Report, add: OnChecks, stack: ExitStack
+) -> tuple[Eager, Graphs]:
+    """All scenarios on float32 copies of half-precision graphs, which show what half precision hides.
+
+    Returns:
+        The copies with their reference, for the search for a node; the graphs where there can be no copies.
+    """
+    known = Known.of(read_json(eager.folder / "config.json"), eager.rotary_frequencies())
+    report.notes += [note for file in verified.files for note in half_notes(file)]
+    if unknown := [check for file in verified.files for check in unknown_tables(file, known, verified.tensors)]:
+        add(unknown)
+        return eager, verified
+    wide = [stack.enter_context(widened(file, known)) if file.dtype in HALVES else file for file in verified.files]
+    eager, copies = eager.in_dtype("float32"), replace(verified, files=wide, named=IN_FLOAT32)
+    if graphs := _opened(copies, add):
+        _compare(eager, graphs, report, add, named=IN_FLOAT32)
+        _compare_twins(eager, copies, report, add)
+    return eager, copies
+
+
+def _opened(verified: Graphs, add: OnChecks, paths: Sequence[Path | None] = ()) -> list[ForeignGraph]:
+    """All graphs, or copies of them at `paths`; none where one cannot be opened, which is a failed check."""
+    places = paths or [None] * len(verified.files)
+    pairs = zip(verified.files, places, strict=True)
+    opened = [file.open(verified.facts, verified.settings, path) for file, path in pairs]
+    add([graph for graph in opened if isinstance(graph, Check)])
+    graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
+    return graphs if len(graphs) == len(opened) else []
+
+
+def _sharpest(checks: list[Check]) -> list[Check]:
+    """The checks of the float32 copy, where those found something: half precision would place it too late."""
+    sharp = [check for check in checks if not check.output or check.name.endswith(IN_FLOAT32)]
+    return sharp if any(check.verdict == "fail" and check.output for check in sharp) else checks
 
 
 def _reference(path: Path, reference: str | Path | None) -> Path:
@@ -135,32 +205,32 @@ def _notes(file: GraphFile, graph: ForeignGraph) -> list[str]:
 
 
 def _compare(
-    eager: Eager, graphs: Sequence[ForeignGraph], report: Report, add: OnChecks, change: Change | None = None
+    eager: Eager,
+    graphs: Sequence[ForeignGraph],
+    report: Report,
+    add: OnChecks,
+    change: Change | None = None,
+    named: str = "",
+    few: bool = False,
 ) -> None:
-    """All scenarios on every graph that can begin alone, and on two together; of twins a few."""
+    """All scenarios on every graph that can begin alone, and on two together; or `few`, as of twins."""
     found = foreign_candidates(graphs)
     repeat = report.settings["repeat"]
     for scenario, chains in scenarios(report.suite, eager.facts(), tuple(report.settings["seeds"])):
-        if change and scenario.name not in TWIN_SCENARIOS:
+        if (change or few) and scenario.name not in TWIN_SCENARIOS:
             continue
-        named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug) if change else scenario
-        truths = eager.truths(named, chains)
+        row = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug) if change else scenario
+        truths = eager.truths(row, chains)
+        row = replace(row, name=f"{row.name}{named}")
         for candidate in found:
             if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
-                seen = Evidence() if change else report.evidence.setdefault(candidate.name, Evidence())
-                add(check_foreign(named, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
+                seen = Evidence() if change else report.evidence.setdefault(f"{candidate.name}{named}", Evidence())
+                add(check_foreign(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
 
 
-def _compare_twins(
-    eager: Eager,
-    files: Sequence[GraphFile],
-    facts: Model,
-    settings: SessionSettings,
-    tensors: Mapping[str, LazyTensor],
-    report: Report,
-    add: OnChecks,
-) -> None:
+def _compare_twins(eager: Eager, verified: Graphs, report: Report, add: OnChecks) -> None:
     """A few scenarios on scaled weights."""
+    files, tensors = verified.files, verified.tensors
     reasons = [why_no_scaling(file.contents, tensors, report.suite) for file in files]
     if any(reasons):
         report.notes.append(f"no run on scaled weights: {next(filter(None, reasons))}")
@@ -168,8 +238,5 @@ def _compare_twins(
     for change in CHANGES:
         with ExitStack() as stack:
             copies = [stack.enter_context(scaled_graph(file.path, file.contents, tensors, change)) for file in files]
-            opened = [file.open(facts, settings, copy) for file, copy in zip(files, copies, strict=True)]
-            add([graph for graph in opened if isinstance(graph, Check)])
-            graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
-            if len(graphs) == len(files):
-                _compare(eager.twin(change), graphs, report, add, change)
+            if graphs := _opened(verified, add, copies):
+                _compare(eager.twin(change), graphs, report, add, change, verified.named)

@@ -16,7 +16,7 @@ from llmconv.verify.report import Check
 from llmconv.verify.weights import initializer_values, reference_name
 
 SHOWN = 3
-FLOAT_TYPES = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE}
+FLOAT_TYPES = {getattr(onnx.TensorProto, name) for name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE")}
 
 
 def contents_of(model: onnx.ModelProto, folder: Path, reference: Mapping[str, LazyTensor]) -> dict[str, Content]:
