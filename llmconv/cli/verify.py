@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 @click.option("--reference", type=click.Path(path_type=Path), help="HF folder of the model; default: as recorded.")
 @click.option("--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How much.")
 @click.option("--scenario", "only", multiple=True, metavar="NAME", help="This scenario only; may be repeated.")
+@click.option("--text", type=click.Path(path_type=Path), help="What a quantised --graph is measured on.")
+@click.option("--max-divergence", type=click.FloatRange(0), metavar="NATS", help="A larger mean one from --text fails.")
+@click.option("--min-agreement", type=click.FloatRange(0, 1), metavar="SHARE", help="Fewer same likeliest tokens fail.")
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Run every call so often; all must give equal bits.")
 @click.option("--report", "report_folder", type=click.Path(path_type=Path), help="Write JSON, JUnit, Markdown, HTML.")
 @click.option("--github", is_flag=True, help="Print failures as annotations of GitHub Actions, too.")
@@ -53,6 +56,9 @@ def command(
     reference: Path | None,
     suite: str,
     only: tuple[str, ...],
+    text: Path | None,
+    max_divergence: float | None,
+    min_agreement: float | None,
     repeat: int,
     report_folder: Path | None,
     github: bool,

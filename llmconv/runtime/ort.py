@@ -40,6 +40,7 @@ class SessionSettings:
         optimization: `all`, `extended`, `basic` or `disable`.
         garbage: buffers of a fixed length start with large numbers in place of zeros, for `verify`.
         arena: keeps memory that was freed, for the next call.
+        float_activations: dequantised weights meet activations as they are; onnxruntime else rounds those to int8.
     """
 
     threads: int = 0
@@ -47,6 +48,7 @@ class SessionSettings:
     optimization: str = "all"
     garbage: bool = False
     arena: bool = True
+    float_activations: bool = False
 
     def options(self) -> ort.SessionOptions:
         """As onnxruntime's own object."""
@@ -57,6 +59,8 @@ class SessionSettings:
         options.log_severity_level = 4  # failures are raised, so that they are told once
         options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[self.optimization])
         options.add_session_config_entry("session.disable_prepacking", "0" if self.prepack else "1")
+        if self.float_activations:
+            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         return options
 
 

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from llmconv.checkpoint import open_weights
-from llmconv.errors import UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.runtime.ort import SessionSettings
 from llmconv.tensors import LazyTensor
-from llmconv.verify.compare import GATES
-from llmconv.verify.evidence import Evidence
-from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
+from llmconv.verify.foreign.comparison import ForeignComparison, OnChecks
 from llmconv.verify.foreign.files import GraphFile, read_graphs
 from llmconv.verify.foreign.graph import ForeignGraph, Model
 from llmconv.verify.foreign.maps import AUTO
+from llmconv.verify.foreign.quantized.audit import audit_quantized
+from llmconv.verify.foreign.quantized.constants import Constants
+from llmconv.verify.foreign.quantized.cost import Limits
+from llmconv.verify.foreign.quantized.kinds import stored_weights
+from llmconv.verify.foreign.quantized.matching import find_tensors
+from llmconv.verify.foreign.quantized.verdicts import Asked, compare_quantized
 from llmconv.verify.foreign.structure import check_ports, dead_inputs
-from llmconv.verify.foreign.twin import scaled_graph, why_no_scaling
 from llmconv.verify.foreign.weights import absent, audit_contents, contents_of
 from llmconv.verify.localise import localise
+from llmconv.verify.quantization import Quantization
 from llmconv.verify.report import Check, Report
-from llmconv.verify.scenarios import chosen, scenarios
+from llmconv.verify.scenarios import chosen
 from llmconv.verify.session import collector, library_versions, recorded, require_suite
 from llmconv.verify.truth import Eager
-from llmconv.verify.twin import CHANGES, Change
-from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
-
-OnChecks = Callable[[list[Check]], None]
 
 
 def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
@@ -43,6 +42,9 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     on_checks: OnChecks | None = None,
     eager: Eager | None = None,
     trust_remote_code: bool = False,
+    text: str | Path | None = None,
+    max_divergence: float | None = None,
+    min_agreement: float | None = None,
 ) -> Report:
     """Compares a graph of any exporter, or those of prompt and steps, with the eager model; arguments as in `verify`.
 
@@ -51,6 +53,9 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         reference: the Hugging Face folder of the model; the graph's own folder when left out.
         input_map: name of a row of `maps`, `auto`, or a JSON file.
         suite, only, repeat, settings, on_checks, eager, trust_remote_code: as for `verify`.
+        text: a file on which it is measured what quantised weights cost, in place of random tokens.
+        max_divergence: a larger mean divergence from the model at full precision fails, in nats per token.
+        min_agreement: a smaller share of tokens with the same likeliest next one fails.
 
     Raises:
         UsageProblem: no graph or too many, no reference, an unknown map, or a graph of steps without one of the prompt.
@@ -69,8 +74,13 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     graphs = _open(files, facts, settings, add)
     if len(graphs) == len(files):
         report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
-        _compare(eager, graphs, report, add)
-        _compare_twins(eager, files, facts, settings, tensors, report, add)
+        by = ForeignComparison(facts, settings, tensors, report, add)
+        if report.quantization:
+            report.quantization.max_divergence, report.quantization.min_agreement = max_divergence, min_agreement
+            limits, code = Limits(max_divergence, min_agreement), folder if trust_remote_code else None
+            compare_quantized(files, graphs, eager, by, Asked(Path(text) if text else None, limits, code))
+        else:
+            by.run(eager, files)
     report.where = localise(report.checks)
     return report
 
@@ -85,28 +95,42 @@ def _reference(path: Path, reference: str | Path | None) -> Path:
 
 
 def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report: Report, add: OnChecks) -> None:
-    """One check per graph; tensors that are in none are a note."""
+    """One check per graph, two where weights are quantised; tensors that are in none are a note."""
     missing = set(tensors)
     for file in files:
-        file.contents = contents_of(file.model, file.path.parent, tensors)
-        missing &= absent(file.contents, tensors)
+        if file.quantized:
+            _audit_quantized(file, tensors, report, add)
+        scales = {one.stored.scales for one in file.found}
+        file.contents = contents_of(file.model, file.path.parent, tensors, scales)
+        missing &= absent(file.contents, tensors) - {name for one in file.found for name in one.names}
         add([audit_contents(file.name, file.contents, tensors)])
     if missing and len(missing) < len(tensors):
         report.notes.append(f"{len(missing)} tensors of the model are in no graph as they are, first `{min(missing)}`")
 
 
+def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, add: OnChecks) -> None:
+    """Reads the quantised matrices, and finds them among the model's tensors."""
+    report.quantization = report.quantization or Quantization()
+    try:
+        stored = stored_weights(file.model, Constants(file.model, file.path.parent))
+    except UnsupportedInput as error:
+        file.unread = error.message
+        return
+    file.found = find_tensors(stored, tensors)
+    check, rows = audit_quantized(file.name, file.found, tensors)
+    report.quantization.weights += rows
+    add([check] if stored else [])
+
+
 def _open(files: Sequence[GraphFile], facts: Model, settings: SessionSettings, add: OnChecks) -> list[ForeignGraph]:
-    """The graphs that onnxruntime opens, whose cache is the model's and whose weights are not quantised."""
+    """The graphs that onnxruntime opens and whose cache is the model's; what weights are unknown is said."""
     graphs = []
     for file in files:
         graph = file.open(facts, settings)
         check = graph if isinstance(graph, Check) else check_ports(graph, facts.cache_shapes)
-        if file.quantized and check.verdict == "pass":
-            reason = f"`{file.quantized}` has weights of its own rounding, so the model says nothing of its numbers"
-            check = replace(check, verdict="skip", detail=reason)
-        add([check])
         if not isinstance(graph, Check) and check.verdict == "pass":
             graphs.append(graph)
+        add([replace(check, verdict="skip", detail=file.unread) if file.unread and check.verdict == "pass" else check])
     return graphs
 
 
@@ -122,44 +146,3 @@ def _notes(file: GraphFile, graph: ForeignGraph) -> list[str]:
     if graph.limits.rings:
         notes.append("keeps its sliding layers in rings, which are given room for the window and 512 new tokens")
     return [f"{file.name}: {note}" for note in notes]
-
-
-def _compare(
-    eager: Eager, graphs: Sequence[ForeignGraph], report: Report, add: OnChecks, change: Change | None = None
-) -> None:
-    """All scenarios on every graph that can begin alone, and on two together; of twins a few."""
-    found = foreign_candidates(graphs)
-    repeat = report.settings["repeat"]
-    for scenario, chains in scenarios(report.suite, eager.facts(), tuple(report.settings["seeds"])):
-        if change and scenario.name not in TWIN_SCENARIOS:
-            continue
-        named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug) if change else scenario
-        truths = eager.truths(named, chains)
-        for candidate in found:
-            if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
-                seen = Evidence() if change else report.evidence.setdefault(candidate.name, Evidence())
-                add(check_foreign(named, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
-
-
-def _compare_twins(
-    eager: Eager,
-    files: Sequence[GraphFile],
-    facts: Model,
-    settings: SessionSettings,
-    tensors: Mapping[str, LazyTensor],
-    report: Report,
-    add: OnChecks,
-) -> None:
-    """A few scenarios on scaled weights."""
-    reasons = [why_no_scaling(file.contents, tensors, report.suite) for file in files]
-    if any(reasons):
-        report.notes.append(f"no run on scaled weights: {next(filter(None, reasons))}")
-        return
-    for change in CHANGES:
-        with ExitStack() as stack:
-            copies = [stack.enter_context(scaled_graph(file.path, file.contents, tensors, change)) for file in files]
-            opened = [file.open(facts, settings, copy) for file, copy in zip(files, copies, strict=True)]
-            add([graph for graph in opened if isinstance(graph, Check)])
-            graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
-            if len(graphs) == len(files):
-                _compare(eager.twin(change), graphs, report, add, change)
