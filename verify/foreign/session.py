@@ -71,6 +71,8 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     eager = eager or Eager(folder, files[0].dtype, code=folder if trust_remote_code else None)
     _audit(files, tensors, report, add)
     facts = Model(eager.cache_shapes(), eager.facts().window)
+    if report.quantization:  # some kernels for quantised weights take them only in a layout of their own
+        settings = replace(settings, prepack=True)
     graphs = _open(files, facts, settings, add)
     if len(graphs) == len(files):
         report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
