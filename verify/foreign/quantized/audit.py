@@ -20,9 +20,11 @@ def audit_quantized(
 ) -> tuple[Check, list[dict[str, Any]]]:
     """One check, and for every tensor in a matrix what the report says of it."""
     problems, rows = [], []
+    seen = {name for found in quantized for name in found.names}
+    free = {name: tensor.shape for name, tensor in reference.items() if name not in seen}
     for found in quantized:
         known = fidelities(found, reference)
-        problems += [problem for problem in (_unknown(found), *(_told(found, one) for one in known)) if problem]
+        problems += [problem for problem in (_unknown(found, free), *(_told(found, one) for one in known)) if problem]
         rows += [
             {"graph": graph, "tensor": one.name, "stored": found.stored.kind, "relative_error": one.relative_error}
             for one in known
@@ -35,10 +37,13 @@ def audit_quantized(
     return Check("weights", graph, "", verdict="fail" if problems else "pass", detail=detail), rows
 
 
-def _unknown(found: Found) -> str:
-    name = f"`{found.stored.name}`"
+def _unknown(found: Found, free: Mapping[str, tuple[int, ...]]) -> str:
+    """What cannot be told of a matrix; `free` are the tensors that no matrix is, by their shapes."""
+    name, shape = f"`{found.stored.name}`", found.stored.shape
     if not found.placements:
-        return f"{name} {found.said or 'is like no tensor of the model'}"
+        left = [f"`{tensor}`" for tensor, size in free.items() if size in (shape, shape[::-1])]
+        rest = f"; of its shape {' and '.join(left)} is in no graph" if 0 < len(left) < SHOWN else ""
+        return f"{name} {found.said or f'is like no tensor of the model{rest}'}"
     return "" if found.whole else f"{name} holds more than {', '.join(f'`{one}`' for one in sorted(found.names))}"
 
 
