@@ -86,7 +86,9 @@ def _quantization(report: Report) -> list[str]:
         f'<td class="number">{one["relative_error"]:.2e}</td></tr>'
         for one in section.weights[:ROWS]
     )
-    more = f'<p class="small">and {len(section.weights) - ROWS} more in report.json</p>' if section.weights[ROWS:] else ""
+    more = (
+        f'<p class="small">and {len(section.weights) - ROWS} more in report.json</p>' if section.weights[ROWS:] else ""
+    )
     table = f"<details><summary>Every matrix</summary><table>{head}{rows}</table>{more}</details>" if rows else ""
     return [f"<h2>What quantisation cost</h2>{lines}{table}"]
 

@@ -35,7 +35,8 @@ class QuantizedMutant:
 
 def tensor_of(model: onnx.ModelProto, *parts: str) -> onnx.TensorProto:
     """The first initializer in whose name all parts are."""
-    return next(one for one in model.graph.initializer if all(part in one.name for part in parts))
+    found: onnx.TensorProto = next(one for one in model.graph.initializer if all(part in one.name for part in parts))
+    return found
 
 
 def changed_values(*parts: str, by: Callable[[Array], Array]) -> Edit:
@@ -61,7 +62,8 @@ def _columns_exchanged(values: Array) -> Array:
 
 
 def _nibbles(values: Array) -> Array:
-    return (values << 4) | (values >> 4)
+    other: Array = (values << 4) | (values >> 4)
+    return other
 
 
 def _next_block(values: Array) -> Array:
@@ -71,7 +73,8 @@ def _next_block(values: Array) -> Array:
 def _zero_more(values: Array) -> Array:
     """Both zero points of every byte one larger, where there is room."""
     low, high = values & 0xF, values >> 4
-    return np.minimum(low + 1, 15) | (np.minimum(high + 1, 15) << 4)
+    more: Array = np.minimum(low + 1, 15) | (np.minimum(high + 1, 15) << 4)
+    return more
 
 
 def _one_zero_more(values: Array) -> Array:
@@ -145,9 +148,13 @@ QUANTIZED_MUTANTS = [
     QuantizedMutant("two rows exchanged, 8 bits", "8 bits", changed_values(*PART, "Q8", by=_exchanged)),
     QuantizedMutant("zero point off by one, int8", INT8, changed_values(*PART, "zero_point", by=_one_more)),
     QuantizedMutant("scale a fifth larger, int8", INT8, changed_values(*PART, "scale", by=_a_fifth_more)),
-    QuantizedMutant("scales of two rows exchanged, QDQ", QDQ, changed_values(*PART, "DQ_scales", by=_columns_exchanged)),
+    QuantizedMutant(
+        "scales of two rows exchanged, QDQ", QDQ, changed_values(*PART, "DQ_scales", by=_columns_exchanged)
+    ),
     QuantizedMutant("scales one row further on", FOUR, changed_values(*PART, "scales", by=_next_row)),
-    QuantizedMutant("scales one row further on, with zero points", ZEROS, changed_values(*PART, "scales", by=_next_row)),
+    QuantizedMutant(
+        "scales one row further on, with zero points", ZEROS, changed_values(*PART, "scales", by=_next_row)
+    ),
     QuantizedMutant("scale one hundredth larger, int8", INT8, changed_values(*PART, "scale", by=_a_hundredth_more)),
     QuantizedMutant("two layers exchanged", FOUR, layers_exchanged, ""),
     QuantizedMutant("one layer twice", FOUR, layer_twice, "model.layers.0.mlp.down_proj.weight"),

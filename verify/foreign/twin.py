@@ -65,7 +65,9 @@ def _is_exact(scales: Array, factor: float) -> bool:
 def _window(one: Found, placement: Placement) -> tuple[slice, slice] | None:
     """Where the scales of a placement are in their grid; None where its neighbours have the same ones."""
     slices = []
-    for part, repeat, size in zip((placement.rows, placement.columns), one.stored.repeat, one.stored.shape, strict=True):
+    for part, repeat, size in zip(
+        (placement.rows, placement.columns), one.stored.repeat, one.stored.shape, strict=True
+    ):
         if part.start % repeat or (part.stop % repeat and part.stop != size):
             return None
         slices.append(slice(part.start // repeat, -(-part.stop // repeat)))

@@ -18,7 +18,7 @@ from llmconv.verify.weights import initializer_values
 SMALL = {
     name: (bits, name.startswith("INT"))
     for name, bits in (("UINT4", 4), ("INT4", 4), ("UINT2", 2), ("INT2", 2))
-    if name in TensorProto.DataType.keys()
+    if hasattr(TensorProto, name)
 }
 """Element types that share bytes: bits, and whether they have a sign."""
 

@@ -24,7 +24,7 @@ NEAREST = 0.02
 SHIFTED, SHIFTED_SHARE = 0.75, 0.6
 """More than that share of all elements further off than those steps is no rounding of any kind."""
 GROWING = 12.0
-"""Median over stretches of t squared, of errors regressed on codes: 0.5 where the two have nothing to do with each other."""
+"""Median over stretches of t squared, of errors regressed on codes: 0.5 where neither depends on the other."""
 IMPLAUSIBLE = 0.5
 """Relative error beyond which a matrix is not the tensor that it is alike."""
 STRETCH, LEAST = 64, 16
@@ -128,7 +128,7 @@ def _originals(placement: Placement, tensor: LazyTensor) -> Iterator[tuple[int, 
 
 
 def _sums(values: Array, along: int) -> tuple[Array, Array, Array]:
-    """Sums over stretches, `[lines, stretches]`; where stretches begin, and how long they are; short ones are left out."""
+    """Sums over stretches, `[lines, stretches]`; where they begin, and how long they are; without short ones."""
     edges = np.arange(0, values.shape[along], STRETCH)
     sizes = np.diff([*edges, values.shape[along]])
     sums = np.add.reduceat(values, edges, axis=along)
@@ -162,6 +162,10 @@ def _stretch(far: Array, share: float, steps: Array, first: int) -> str:
 
 def _said(what: str, line: int, lines: int, off: Array) -> str:
     shift = round(float(np.median(off)))
-    zero = f", as if its zero point were off by {-shift:+d}" if shift and np.mean(np.abs(off - shift) <= NEAR) > 0.9 else ""
+    zero = (
+        f", as if its zero point were off by {-shift:+d}"
+        if shift and np.mean(np.abs(off - shift) <= NEAR) > 0.9
+        else ""
+    )
     more = f" and {lines - 1} more" if lines > 1 else ""
     return f"{what} {line}{more} is off by up to {float(np.abs(off).max()):.1f} steps of its scale, no rounding{zero}"

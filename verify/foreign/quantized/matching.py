@@ -1,7 +1,7 @@
 """Which of the model's tensors a quantised matrix is, by content: a few of its rows point where the tensor's do.
 
-Names say nothing, as for weights that are not quantised, and matrices may be transposed, laid side by side, or cut. What
-rounding leaves of a row has a cosine near 1 with it (0.99 at four bits, 0.9 at two), another row one near 0.
+Names say nothing, as for weights that are not quantised, and matrices may be transposed, laid side by side, or cut.
+What rounding leaves of a row has a cosine near 1 with it (0.99 at four bits, 0.9 at two), another row one near 0.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def without_rounding(model: onnx.ModelProto, constants: Constants) -> list[str]:
     changed: dict[str, None] = {}
     made: set[str] = set()
     for graph in _graphs(model.graph):
-        nodes = []
+        nodes: list[onnx.NodeProto] = []
         for node in graph.node:
             others = plain[node.op_type](node, constants) if node.op_type in plain else None
             nodes += [node] if others is None else others

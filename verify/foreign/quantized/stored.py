@@ -41,7 +41,9 @@ class Stored:
     def rows(self, start: int, stop: int) -> Array:
         """Rows in float32."""
         codes = self.codes(start, stop).astype(np.float32)
-        values: Array = (codes - self._spread(self.zero, start, stop)) * self._spread(self.scale, start, stop).astype(np.float32)
+        values: Array = (codes - self._spread(self.zero, start, stop)) * self._spread(self.scale, start, stop).astype(
+            np.float32
+        )
         return values
 
     def steps(self, start: int, stop: int) -> Array:

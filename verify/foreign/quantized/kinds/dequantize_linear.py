@@ -1,7 +1,7 @@
 """`DequantizeLinear` on constants: one scale for the matrix, for every row or column, or for every block.
 
-`y = (x - zero point) * scale` (ONNX, docs/Operators.md, DequantizeLinear; `block_size` since opset 21). The constant may
-lie behind a `Gather`, whose rows are then dequantised. Behind a `QuantizeLinear` it restores a rounded activation.
+`y = (x - zero point) * scale` (ONNX, docs/Operators.md, DequantizeLinear; `block_size` since opset 21). The constant
+may lie behind a `Gather`, whose rows are then dequantised. Behind a `QuantizeLinear` it restores a rounded activation.
 """
 
 from __future__ import annotations

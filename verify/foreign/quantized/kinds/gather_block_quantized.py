@@ -25,7 +25,7 @@ def _stored(node: onnx.NodeProto, constants: Constants) -> Stored | None:
         raise unknown(node, "looks up along another axis than the first, or has blocks along another than the last")
     home = constants.home(node.input[0])
     packed = data.dtype == np.uint8 and bits < 8 and _is_bytes(scales, data, bits, block)
-    rows = scales.shape[0]
+    rows = data.shape[0]
     raw = data.reshape(rows, -1)
     columns = raw.shape[1] * 8 // bits if packed else raw.shape[1]
     zeros = _zeros(node, constants, bits, packed or bits == 8, (rows, scales.size // rows))
@@ -49,7 +49,7 @@ def _stored(node: onnx.NodeProto, constants: Constants) -> Stored | None:
 
 def _is_bytes(scales: Array, data: Array, bits: int, block: int) -> bool:
     """Whether bytes hold several codes; codes of four bits arrive here as bytes of their own."""
-    rows = scales.shape[0]
+    rows = data.shape[0]
     return bool(-(-(data.size // rows * 8 // bits) // block) == scales.size // rows)
 
 

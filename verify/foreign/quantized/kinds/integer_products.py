@@ -55,7 +55,7 @@ def _scale_behind(node: onnx.NodeProto, constants: Constants) -> str:
         for factor in product.input if product.op_type == "Mul" else ():
             maker = constants.makers.get(factor)
             if maker is not None and maker.op_type == "Mul":
-                constant = [name for name in maker.input if constants.home(name)]
+                constant: list[str] = [name for name in maker.input if constants.home(name)]
                 if len(constant) == 1:
                     return constant[0]
     raise unknown(node, "is not followed by a product with its scale")

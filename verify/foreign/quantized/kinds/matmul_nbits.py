@@ -1,8 +1,8 @@
 """`com.microsoft.MatMulNBits`: codes packed along K, in blocks with a scale and perhaps a zero point each.
 
 Layout (onnxruntime, docs/ContribOperators.md, com.microsoft.MatMulNBits): B is `[N, blocks, block_size * bits / 8]`,
-the first code in the low bits; scales `[N, blocks]`; zero points packed alike, `[N, ceil(blocks * bits / 8)]`, or of the
-scales' type; `2 ** (bits - 1)` where there are none. With accuracy level 4 the other factor is rounded to int8.
+the first code in the low bits; scales `[N, blocks]`; zero points packed alike, `[N, ceil(blocks * bits / 8)]`, or of
+the scales' type; `2 ** (bits - 1)` where there are none. With accuracy level 4 the other factor is rounded to int8.
 """
 
 from __future__ import annotations
