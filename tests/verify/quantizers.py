@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -34,6 +35,21 @@ def quantizable(path: Path, target: Path) -> Path:
     wrapped.replace_gemm_with_matmul()
     onnx.save(wrapped.model, target)
     return target
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Sixteen words."""
+    words = {f"t{token}": token for token in range(16)}
+    kinds = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "Whitespace"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t0"},
+        **dict.fromkeys(kinds),
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 def nbits(**options: Any) -> Quantize:
