@@ -80,22 +80,25 @@ def test_codes_in_groups_are_refused() -> None:
         read(model)
 
 
-@pytest.mark.parametrize("dtype", ["UINT4", "INT4", "UINT8"])
+@pytest.mark.parametrize("dtype", ["UINT4", "INT4", "UINT8", "UINT8 whole"])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_a_quantised_embedding_looks_up_these_floats(dtype: str, zeros: bool) -> None:
-    kind, width = getattr(TensorProto, dtype), 32
-    low, high = (-8, 8) if dtype == "INT4" else (0, 16)
-    codes, points = (RNG.integers(low, high, (ROWS, size)) for size in (width, 2))
+    low, high = {"INT4": (-8, 8), "UINT8 whole": (0, 256)}.get(dtype, (0, 16))
+    codes, points = (RNG.integers(low, high, (ROWS, size)) for size in (32, 2))
+    tensors: dict[str, Array | TensorProto]
     if dtype == "UINT8":  # two codes in a byte
         tensors = {"d": _packed(codes), "z": _packed(points)}
+    elif dtype == "UINT8 whole":
+        tensors = {"d": codes.astype(np.uint8), "z": points.astype(np.uint8)}
     else:
+        kind = getattr(TensorProto, dtype)
         tensors = {
             "d": helper.make_tensor("d", kind, codes.shape, codes.ravel().tolist()),
             "z": helper.make_tensor("z", kind, points.shape, points.ravel().tolist()),
         }
     tensors["s"] = RNG.random((ROWS, 2), dtype=np.float32) + 0.1
     names = ["d", "x", "s", *(["z"] if zeros else [])]
-    fields = {"block_size": 16, "bits": 4, "quantize_axis": 1, "gather_axis": 0}
+    fields = {"block_size": 16, "bits": 8 if "whole" in dtype else 4, "quantize_axis": 1, "gather_axis": 0}
     node = helper.make_node("GatherBlockQuantized", names, ["y"], domain="com.microsoft", **fields)
     model = graph_of(node, {name: tensors[name] for name in names if name != "x"}, TensorProto.INT64)
     stored = read(model)
