@@ -41,7 +41,7 @@ def save_tokenizer(folder: Path) -> None:
     """Sixteen words."""
     words = {f"t{token}": token for token in range(16)}
     kinds = ("truncation", "padding", "normalizer", "post_processor", "decoder")
-    content = {
+    content: dict[str, object] = {
         "version": "1.0",
         "added_tokens": [],
         "pre_tokenizer": {"type": "Whitespace"},

@@ -98,7 +98,12 @@ def test_a_quantised_embedding_looks_up_these_floats(dtype: str, zeros: bool) ->
         }
     tensors["s"] = RNG.random((ROWS, 2), dtype=np.float32) + 0.1
     names = ["d", "x", "s", *(["z"] if zeros else [])]
-    fields = {"block_size": 16, "bits": 8 if "whole" in dtype else 4, "quantize_axis": 1, "gather_axis": 0}
+    fields: dict[str, Any] = {
+        "block_size": 16,
+        "bits": 8 if "whole" in dtype else 4,
+        "quantize_axis": 1,
+        "gather_axis": 0,
+    }
     node = helper.make_node("GatherBlockQuantized", names, ["y"], domain="com.microsoft", **fields)
     model = graph_of(node, {name: tensors[name] for name in names if name != "x"}, TensorProto.INT64)
     stored = read(model)
@@ -124,7 +129,7 @@ def _packed(codes: Array) -> Array:
     ],
 )
 @pytest.mark.parametrize("dtype", ["INT8", "UINT4"])
-def test_dequantised_constants_are_these_floats(shape: tuple[int, ...], fields: dict[str, int], dtype: str) -> None:
+def test_dequantised_constants_are_these_floats(shape: tuple[int, ...], fields: dict[str, Any], dtype: str) -> None:
     kind = getattr(TensorProto, dtype)
     codes, points = (RNG.integers(0, 16, size) for size in ((ROWS, COLUMNS), shape))
     tensors: dict[str, Array | TensorProto] = {
