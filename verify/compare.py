@@ -189,9 +189,15 @@ def divergences(exact: Array, logits: Array) -> Array:
     Returns:
         [rows], at least 0.
     """
-    wanted, found = (log_probabilities(rows.astype(np.float64)) for rows in (exact, logits))
-    sums: Array = (np.exp(wanted) * (wanted - found)).sum(axis=-1)
-    return np.maximum(sums, 0.0)
+    return divergence_of(*(log_probabilities(rows.astype(np.float64)) for rows in (exact, logits)))
+
+
+def divergence_of(wanted: Array, found: Array) -> Array:
+    """`divergences` of log-probabilities; a token that the truth rules out adds nothing."""
+    with np.errstate(invalid="ignore"):
+        terms = np.where(np.isfinite(wanted), np.exp(wanted) * (wanted - found), 0.0)
+    nats: Array = np.maximum(terms.sum(axis=-1), 0.0)
+    return nats
 
 
 def log_probabilities(logits: Array) -> Array:

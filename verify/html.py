@@ -41,7 +41,7 @@ EXPLAIN = '<p class="small">One row per scenario, graph and kind of output: the 
 def render_html(report: Report) -> str:
     """The page."""
     title = f"{report.verdict.upper()}: {report.folder}"
-    body = [_banner(report), *_failures(report)]
+    body = [_banner(report), *_failures(report), *_quantization(report)]
     graphs = dict.fromkeys(check.graph for check in report.checks if check.output)
     failed = {check.graph for check in report.checks if check.verdict == "fail"}
     for graph in sorted(graphs, key=lambda graph: graph not in failed):
@@ -72,6 +72,25 @@ def _failures(report: Report) -> list[str]:
     failed = [check for check in report.highlights() if check.verdict == "fail"]
     more = f'<p class="small">and {len(failed) - FIRST} more groups of outputs, all below</p>' if failed[FIRST:] else ""
     return ["<h2>What differs first</h2>", _table(failed[:FIRST]), more] if failed else []
+
+
+def _quantization(report: Report) -> list[str]:
+    """What quantisation cost, and how far every matrix is from the model's."""
+    section = report.quantization
+    if section is None:
+        return []
+    lines = "".join(f"<p>{_text(line)}</p>" for line in section.lines())
+    head = '<tr><th>tensor</th><th>graph</th><th>stored</th><th class="number">relative error</th></tr>'
+    rows = "".join(
+        f"<tr><td>{_text(one['tensor'])}</td><td>{_text(one['graph'])}</td><td>{_text(one['stored'])}</td>"
+        f'<td class="number">{one["relative_error"]:.2e}</td></tr>'
+        for one in section.weights[:ROWS]
+    )
+    more = (
+        f'<p class="small">and {len(section.weights) - ROWS} more in report.json</p>' if section.weights[ROWS:] else ""
+    )
+    table = f"<details><summary>Every matrix</summary><table>{head}{rows}</table>{more}</details>" if rows else ""
+    return [f"<h2>What quantisation cost</h2>{lines}{table}"]
 
 
 def _graph(graph: str, checks: Sequence[Check]) -> list[str]:

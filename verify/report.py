@@ -10,6 +10,7 @@ from typing import Any
 
 from llmconv.runtime.cache_names import is_present
 from llmconv.verify.evidence import Evidence
+from llmconv.verify.quantization import Quantization
 
 NAME_LIMIT = 200
 
@@ -83,6 +84,7 @@ class Report:
         versions: of the libraries that took part.
         settings: threads and optimisation of onnxruntime, how often every call was run, the gates, seeds by scenario.
         evidence: what the page draws, by graph.
+        quantization: of graphs with quantised weights; None for others.
     """
 
     folder: str
@@ -94,6 +96,7 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     evidence: dict[str, Evidence] = field(default_factory=dict)
+    quantization: Quantization | None = None
 
     def __bool__(self) -> bool:
         return self.verdict == "pass"
@@ -138,6 +141,8 @@ class Report:
             "checks": [_plain(asdict(check)) for check in self.checks],
             "logits": {name: evidence.as_dict() for name, evidence in self.evidence.items()},
         }
+        if self.quantization:
+            content["quantization"] = self.quantization.as_dict()
         if self.where:
             content["where"] = asdict(self.where)
         return content
@@ -149,6 +154,7 @@ class Report:
     def closing_lines(self) -> list[str]:
         """Notes, where to look, and the summary."""
         lines = [f"NOTE | {clean(note)}" for note in self.notes]
+        lines += [f"QUANTISATION | {clean(line)}" for line in self.quantization.lines()] if self.quantization else []
         if self.where:
             lines.append(f"WHERE | {clean(self.where.text)}")
         return [*lines, self.summary()]

@@ -90,6 +90,8 @@ def render_markdown(report: Report) -> str:
     lines = [f"# {report.verdict.upper()}: {_cell(report.folder)}", "", _cell(report.summary()), ""]
     lines += [f"**Where:** {_cell(report.where.text)}", ""] if report.where else []
     lines += [f"* {_cell(note)}" for note in report.notes] + [""]
+    if report.quantization:
+        lines += ["**Quantisation:**", "", *(f"* {_cell(line)}" for line in report.quantization.lines()), ""]
     lines += ["| verdict | scenario | graph | output | sigma | worst row | max abs |", "|---|---|---|---|---|---|---|"]
     shown = report.highlights()
     lines += [_row(check) for check in shown[:MARKDOWN_ROWS]]

@@ -22,6 +22,7 @@ from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.comparison import Comparison, open_graphs, paths_of
 from llmconv.verify.embeddings import takes_embeddings
+from llmconv.verify.foreign.quantized.kinds import quantized_operators
 from llmconv.verify.localise import localise
 from llmconv.verify.low_memory import StreamedEager
 from llmconv.verify.minimize import require_new
@@ -83,6 +84,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
         return report
     models = {entry.name: load_whole(folder, entry) for entry in entries}
+    _require_floats(folder, models)
     if takes_embeddings(models.values()):
         models[EMBEDDINGS] = load_guarded(folder / EMBEDDINGS)
     truth_folder = Path(reference or recorded_reference(folder))
@@ -135,6 +137,16 @@ def _require_usable(folder: Path, suite: str) -> None:
     require_suite(suite)
     if not folder.is_dir():
         raise InputRefused(f"`{folder}` is no folder", hint="give the folder that `llmconv export` wrote to")
+
+
+def _require_floats(folder: Path, models: dict[str, onnx.ModelProto]) -> None:
+    """Refuses graphs that somebody quantised in place: they are asked other questions."""
+    for name, model in models.items():
+        if operators := quantized_operators(model):
+            raise InputRefused(
+                f"`{name}` has quantised weights ({operators[0]})",
+                hint=f"give it as `--graph {folder / name} --reference HF_FOLDER`, for each graph of the folder",
+            )
 
 
 def require_suite(suite: str) -> None:

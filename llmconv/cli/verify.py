@@ -15,6 +15,8 @@ from llmconv.progress import say
 if TYPE_CHECKING:
     from llmconv.verify import Check
 
+COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
+
 
 @click.command("verify")
 @click.argument("folder", type=click.Path(path_type=Path), required=False)
@@ -34,6 +36,16 @@ if TYPE_CHECKING:
 @click.option("--reference", type=click.Path(path_type=Path), help="HF folder of the model; default: as recorded.")
 @click.option("--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How much.")
 @click.option("--scenario", "only", multiple=True, metavar="NAME", help="This scenario only; may be repeated.")
+@click.option(
+    "--text",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Text that the cost of a quantised --graph is measured on; default: random tokens.",
+)
+@click.option("--max-divergence", type=click.FloatRange(0), metavar="NATS", help="A larger mean cost fails, in KL.")
+@click.option(
+    "--min-agreement", type=click.FloatRange(0, 1), metavar="SHARE", help="Fewer equal likeliest tokens fail."
+)
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Run every call so often; all must give equal bits.")
 @click.option("--report", "report_folder", type=click.Path(path_type=Path), help="Write JSON, JUnit, Markdown, HTML.")
 @click.option("--github", is_flag=True, help="Print failures as annotations of GitHub Actions, too.")
@@ -53,6 +65,9 @@ def command(
     reference: Path | None,
     suite: str,
     only: tuple[str, ...],
+    text: Path | None,
+    max_divergence: float | None,
+    min_agreement: float | None,
     repeat: int,
     report_folder: Path | None,
     github: bool,
@@ -66,7 +81,8 @@ def command(
     """Compare every output of the graphs in FOLDER with the eager model.
 
     With --graph instead of FOLDER, those of another exporter's graph: optimum-onnx, the ONNX Runtime GenAI builder,
-    transformers' exporter, mobius-onnx.
+    transformers' exporter, mobius-onnx. One with quantised weights is compared with the model of the same weights, and
+    what they cost is told: divergence from the full model, likeliest tokens, perplexity on --text.
 
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
@@ -83,6 +99,9 @@ def command(
     _require_fitting(
         folder, graphs, input_map, searches=bisect or minimize is not None, low_memory=low_memory, repeat=repeat
     )
+    cost: dict[str, Any] = {"text": text, "max_divergence": max_divergence, "min_agreement": min_agreement}
+    if folder is not None and any(value is not None for value in cost.values()):
+        raise UsageProblem(f"{COST_OPTIONS} are for a `--graph` with quantised weights", hint="leave them out")
     started = time.perf_counter()
     options_of_both: dict[str, Any] = {
         "reference": reference,
@@ -96,7 +115,7 @@ def command(
         "minimize": minimize,
     }
     if folder is None:
-        report = verify_graphs(graphs, input_map=input_map or "auto", **options_of_both)
+        report = verify_graphs(graphs, input_map=input_map or "auto", **cost, **options_of_both)
     else:
         report = verify(folder, low_memory=low_memory, **options_of_both)
     if report_folder:

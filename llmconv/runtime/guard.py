@@ -70,6 +70,15 @@ def nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
         yield from _nodes_of(function.node, DEPTH_LIMIT)
 
 
+def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and those inside its nodes, outermost first."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in _subgraphs(attribute):
+                yield from graphs(inner)
+
+
 def _nodes_of(nodes: Iterator[onnx.NodeProto], depth: int) -> Iterator[onnx.NodeProto]:
     if depth == 0:
         raise MalformedInput("the graph nests subgraphs too deeply", hint="run `llmconv export` again")

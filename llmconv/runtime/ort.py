@@ -42,6 +42,7 @@ class SessionSettings:
         arena: keeps memory that was freed, for the next call.
         reuse: writes values where others lay that are no longer read; onnxruntime 1.31 takes the past and the present
             of GroupQueryAttention for values of one size there.
+        float_activations: dequantised weights meet activations as they are; onnxruntime else rounds those to int8.
     """
 
     threads: int = 0
@@ -50,6 +51,7 @@ class SessionSettings:
     garbage: bool = False
     arena: bool = True
     reuse: bool = True
+    float_activations: bool = False
 
     def options(self) -> ort.SessionOptions:
         """As onnxruntime's own object."""
@@ -61,6 +63,8 @@ class SessionSettings:
         options.log_severity_level = 4  # failures are raised, so that they are told once
         options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[self.optimization])
         options.add_session_config_entry("session.disable_prepacking", "0" if self.prepack else "1")
+        if self.float_activations:
+            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         return options
 
 

@@ -14,8 +14,10 @@ import pytest
 from llmconv.export.exporter import export
 from llmconv.verify import Report, verify
 from llmconv.verify.truth import Eager
+from tests.conftest import save_tiny
 from tests.export.prefix_models import save_adapter
 from tests.verify.mutants import Mutant
+from tests.verify.quantizers import QUANTIZERS, quantizable, save_tokenizer
 
 Tiny = Callable[[str], Path]
 
@@ -97,3 +99,36 @@ def decode_only(folder: Path, target: Path) -> Path:
 def clean_report(exported: Tiny, eager: Callable[[str], Eager]) -> Report:
     """The report of the tiny llama."""
     return verify(exported("llama"), eager=eager("llama"))
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """`small(model_type)` is a folder of two layers with a tokenizer and one graph; do not write into it."""
+    folders: dict[str, Path] = {}
+
+    def folder(model_type: str) -> Path:
+        if model_type not in folders:
+            target = tmp_path_factory.mktemp("small") / model_type
+            save_tiny(model_type, target, **{"n_layer" if model_type == "gpt2" else "num_hidden_layers": 2})
+            export(target, unified=True)
+            save_tokenizer(target)
+            folders[model_type] = target
+        return folders[model_type]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def quantized(small: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """`quantized(model_type, quantizer)` is the graph of `small` after one of `QUANTIZERS`; do not write to it."""
+    graphs: dict[tuple[str, str], Path] = {}
+
+    def graph(model_type: str, quantizer: str) -> Path:
+        key = (model_type, quantizer)
+        if key not in graphs:
+            place = tmp_path_factory.mktemp("quantized")
+            plain = quantizable(small(model_type) / "model.onnx", place / "plain.onnx")
+            graphs[key] = QUANTIZERS[quantizer](plain, place / f"{model_type}.onnx")
+        return graphs[key]
+
+    return graph

@@ -9,12 +9,14 @@ from pathlib import Path
 import onnx
 
 from llmconv.errors import LlmconvError, UsageProblem
-from llmconv.runtime.guard import load_guarded, nodes
+from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import SessionSettings
 from llmconv.verify.foreign.contents import Content
 from llmconv.verify.foreign.graph import ForeignGraph, Model
 from llmconv.verify.foreign.maps import find_port_maps
 from llmconv.verify.foreign.ports import Binding, bind
+from llmconv.verify.foreign.quantized.kinds import quantized_operators
+from llmconv.verify.foreign.quantized.matching import Found
 from llmconv.verify.report import Check
 
 MOST = 2
@@ -25,11 +27,6 @@ PRECISIONS = {
     onnx.TensorProto.FLOAT16: "float16",
     onnx.TensorProto.FLOAT: "float32",
     onnx.TensorProto.DOUBLE: "float64",
-}
-
-QUANTIZED = {
-    *("MatMulNBits", "MatMulBnb4", "QMoE", "GatherBlockQuantized", "DequantizeLinear", "QLinearMatMul"),
-    *("MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"),
 }
 
 
@@ -44,6 +41,8 @@ class GraphFile:
         binding: its ports.
         contents: its initializers, once they were audited.
         emulated: it is a copy that rounds after every node.
+        found: its quantised matrices, likewise.
+        unread: why those cannot be read; empty when they can.
     """
 
     path: Path
@@ -52,6 +51,8 @@ class GraphFile:
     binding: Binding
     contents: Mapping[str, Content] = field(default_factory=dict)
     emulated: bool = False
+    found: list[Found] = field(default_factory=list)
+    unread: str = ""
 
     @property
     def dtype(self) -> str:
@@ -61,9 +62,9 @@ class GraphFile:
         return next((name for kind, name in PRECISIONS.items() if kind in kinds), "float32")
 
     @property
-    def quantized(self) -> str:
-        """An operator on quantised weights; empty where there is none."""
-        return next((node.op_type for node in nodes(self.model) if node.op_type in QUANTIZED), "")
+    def quantized(self) -> bool:
+        """Whether some operator has quantised weights."""
+        return bool(quantized_operators(self.model))
 
     def open(self, eager: Model, settings: SessionSettings, copy: Path | None = None) -> ForeignGraph | Check:
         """The graph in a session, or the failed check where onnxruntime refuses it.

@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
 
+from llmconv.runtime.guard import graphs
 from llmconv.tensors import LazyTensor
 from llmconv.verify.foreign.constants import Known
 from llmconv.verify.foreign.contents import Content
@@ -131,7 +132,7 @@ def widen(model: onnx.ModelProto, half: int, known: Known, weights: Iterable[str
         weights: initializers that are tensors of the model: their values are what they are.
     """
     kept = set(weights)
-    for graph in _graphs(model.graph):
+    for graph in graphs(model.graph):
         del graph.value_info[:]
         for port in [*graph.input, *graph.output]:
             kind = port.type.tensor_type
@@ -152,23 +153,13 @@ def _widen_tensor(tensor: onnx.TensorProto, half: int, known: Known) -> None:
         tensor.CopyFrom(numpy_helper.from_array(known.restored(values), tensor.name))
 
 
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and those inside its nodes."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            inner = [attribute.g] if attribute.HasField("g") else list(attribute.graphs)
-            for one in inner:
-                yield from _graphs(one)
-
-
 # --- rounding ---------------------------------------------------------------------------------------------------------
 
 
 def _half_values(model: onnx.ModelProto, half: int) -> set[str]:
     """Names of all values of that type; where onnx knows no rule for an operator, its result is as its first input."""
     types: dict[str, int] = {}
-    for graph in _graphs(shape_inference.infer_shapes(model).graph):
+    for graph in graphs(shape_inference.infer_shapes(model).graph):
         ports = [*graph.input, *graph.output, *graph.value_info]
         types |= {port.name: port.type.tensor_type.elem_type for port in ports if port.type.tensor_type.elem_type}
         types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
@@ -182,7 +173,7 @@ def _half_values(model: onnx.ModelProto, half: int) -> set[str]:
 def _round(model: onnx.ModelProto, half: int, values: set[str]) -> None:
     """Puts a cast to `half` and back behind every node, and every input, that gives one of the values."""
     given = {port.name for port in model.graph.input} & values
-    for graph in _graphs(model.graph):
+    for graph in graphs(model.graph):
         nodes: list[onnx.NodeProto] = []
         renamed = {name: f"{name}:rounded" for name in given}
         if graph is model.graph:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 
 from llmconv.runtime.cache_names import past_of
-from llmconv.runtime.guard import load_guarded
+from llmconv.runtime.guard import graphs, load_guarded
 from llmconv.runtime.ort import SessionSettings
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array, LazyTensor
@@ -63,14 +63,16 @@ class Graphs:
             paths = [file.path for file in self.files]
             if change:
                 eager, name = eager.twin(change), name.removesuffix(f", {change.name}")
-                copies = (scaled_graph(file.path, file.contents, self.tensors, change) for file in self.files)
+                copies = (
+                    scaled_graph(file.path, file.contents, file.found, self.tensors, change) for file in self.files
+                )
                 paths = [stack.enter_context(copy) for copy in copies]
             yield self._prepared(where, name, paths, eager)
 
     def _prepared(self, where: Where, scenario: str, paths: Sequence[Path], eager: Eager) -> Replay | None:
         opened = [file.open(self.facts, self.settings, path) for file, path in zip(self.files, paths, strict=True)]
-        graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
-        candidate = next((one for one in foreign_candidates(graphs) if one.name == where.graph), None)
+        found = [graph for graph in opened if isinstance(graph, ForeignGraph)]
+        candidate = next((one for one in foreign_candidates(found) if one.name == where.graph), None)
         place = _place(candidate, scenario, where.step, eager) if candidate else None
         if candidate is None or place is None:
             return None
@@ -138,26 +140,14 @@ def renamed(model: onnx.ModelProto, names: Mapping[str, str], binding: Binding) 
         names: new names by the old ones.
         binding: of the graph's ports.
     """
-    _rename(model.graph, names)
+    for graph in graphs(model.graph):
+        for named in (*graph.initializer, *graph.input, *graph.output, *graph.value_info):
+            named.name = names.get(named.name, named.name)
+        for side in (side for node in graph.node for side in (node.input, node.output)):
+            side[:] = [names.get(name, name) for name in side]
     order = binding.port_map.axes
     for name, port in binding.present.items() if order != AXES else ():
         perm = [order.index(axis) for axis in AXES]
         model.graph.node.append(onnx.helper.make_node("Transpose", [port], [name], name=f"{name}/axes", perm=perm))
         model.graph.output.append(onnx.ValueInfoProto(name=name))
     return model
-
-
-def _rename(graph: onnx.GraphProto, new: Mapping[str, str]) -> None:
-    """Everywhere, the graphs inside nodes too."""
-    for named in (*graph.initializer, *graph.input, *graph.output, *graph.value_info):
-        named.name = new.get(named.name, named.name)
-    for node in graph.node:
-        for side in (node.input, node.output):
-            side[:] = [new.get(name, name) for name in side]
-        for inner in _inner_graphs(node):
-            _rename(inner, new)
-
-
-def _inner_graphs(node: onnx.NodeProto) -> Iterable[onnx.GraphProto]:
-    for attribute in node.attribute:
-        yield from [attribute.g] if attribute.HasField("g") else attribute.graphs

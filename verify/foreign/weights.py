@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 from pathlib import Path
 
@@ -19,12 +19,14 @@ SHOWN = 3
 FLOAT_TYPES = {getattr(onnx.TensorProto, name) for name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE")}
 
 
-def contents_of(model: onnx.ModelProto, folder: Path, reference: Mapping[str, LazyTensor]) -> dict[str, Content]:
-    """Every float initializer of some size, looked up among the model's tensors."""
+def contents_of(
+    model: onnx.ModelProto, folder: Path, reference: Mapping[str, LazyTensor], but: Collection[str] = ()
+) -> dict[str, Content]:
+    """Every float initializer of some size, looked up among the model's tensors; without those named in `but`."""
     contents = {
         tensor.name: _content(tensor, folder)
         for tensor in model.graph.initializer
-        if tensor.data_type in FLOAT_TYPES and prod(tensor.dims) >= BEGINNING
+        if tensor.data_type in FLOAT_TYPES and prod(tensor.dims) >= BEGINNING and tensor.name not in but
     }
     find_contents(contents, reference)
     return contents

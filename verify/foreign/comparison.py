@@ -1,0 +1,97 @@
+"""The scenarios on foreign graphs beside the eager model, as they are and on scaled weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmconv.runtime.ort import SessionSettings
+from llmconv.tensors import LazyTensor
+from llmconv.verify.compare import GATES
+from llmconv.verify.evidence import Evidence
+from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
+from llmconv.verify.foreign.files import GraphFile
+from llmconv.verify.foreign.graph import ForeignGraph, Model
+from llmconv.verify.foreign.twin import scaled_graph, why_no_scaling
+from llmconv.verify.report import Check, Report
+from llmconv.verify.scenarios import scenarios
+from llmconv.verify.truth import Eager
+from llmconv.verify.twin import CHANGES, Change
+from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
+
+OnChecks = Callable[[list[Check]], None]
+
+
+@dataclass(frozen=True)
+class ForeignComparison:
+    """What foreign graphs are compared by.
+
+    Attributes:
+        facts: of the model, which graphs may leave open.
+        settings: of onnxruntime.
+        tensors: of the model.
+        report: says which scenarios, and how often.
+        add: takes the checks.
+    """
+
+    facts: Model
+    settings: SessionSettings
+    tensors: Mapping[str, LazyTensor]
+    report: Report
+    add: OnChecks
+
+    def run(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> None:
+        """All scenarios, then a few on scaled weights.
+
+        Args:
+            eager: the model.
+            files: of the graphs, or of copies.
+            named: what the scenarios' names end with.
+        """
+        if graphs := self.opened(files):
+            self.compare(eager, graphs, named=named)
+            self.compare_twins(eager, files, named)
+
+    def opened(self, files: Sequence[GraphFile], paths: Sequence[Path | None] = ()) -> list[ForeignGraph]:
+        """All graphs, or copies of them at `paths`; none, and a failed check, where one cannot be opened."""
+        pairs = zip(files, paths or [None] * len(files), strict=True)
+        opened = [file.open(self.facts, self.settings, path) for file, path in pairs]
+        self.add([graph for graph in opened if isinstance(graph, Check)])
+        graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
+        return graphs if len(graphs) == len(opened) else []
+
+    def compare(
+        self,
+        eager: Eager,
+        graphs: Sequence[ForeignGraph],
+        change: Change | None = None,
+        named: str = "",
+        few: bool = False,
+    ) -> None:
+        """All scenarios on every graph that can begin alone, and on two together; or `few`, as of twins."""
+        found = foreign_candidates(graphs)
+        report, repeat = self.report, self.report.settings["repeat"]
+        for scenario, chains in scenarios(report.suite, eager.facts(), tuple(report.settings["seeds"])):
+            if (change or few) and scenario.name not in TWIN_SCENARIOS:
+                continue
+            row = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug) if change else scenario
+            truths = eager.truths(row, chains)
+            row = replace(row, name=f"{row.name}{named}")
+            for candidate in found:
+                if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
+                    seen = Evidence() if change else report.evidence.setdefault(f"{candidate.name}{named}", Evidence())
+                    self.add(check_foreign(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
+
+    def compare_twins(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> None:
+        """A few scenarios on scaled weights."""
+        reasons = [why_no_scaling(file.contents, file.found, self.tensors, self.report.suite) for file in files]
+        if any(reasons):
+            self.report.notes.append(f"no run on scaled weights: {next(filter(None, reasons))}")
+            return
+        for change in CHANGES:
+            with ExitStack() as stack:
+                scaled = (scaled_graph(file.path, file.contents, file.found, self.tensors, change) for file in files)
+                if graphs := self.opened(files, [stack.enter_context(copy) for copy in scaled]):
+                    self.compare(eager.twin(change), graphs, change, named)
