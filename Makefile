@@ -61,7 +61,7 @@ bench: $(READY) ## time and peak memory of every job, kept in docs/benchmarks.md
 families: $(READY) ## export and verify a tiny model of every family, an hour; kept in docs/families.md
 	$(BIN)/python -m tools.families --suite full --write docs/families.md
 
-mutants: $(READY) ## faulty and clean graphs under verify and other checks, half an hour; kept in docs/calibration.md
+mutants: $(READY) ## faulty and clean graphs under verify and other checks, an hour; kept in docs/calibration.md
 	$(BIN)/python -m tools.calibrate
 
 other-exporters: $(READY) ## verify their graphs of tiny models; kept in docs/verification.md

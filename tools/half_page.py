@@ -17,7 +17,7 @@ A graph in float16 or bfloat16 is judged twice: as it is, against the noise of t
 float32 copy with the same weights, against the noise and the gates of float32. `as it is` includes a few scenarios with
 every value rounded; bfloat16 is computed that way altogether. The graphs are float32 exports converted to half
 precision, norms and rotary angles excepted, as transformers computes them ([half.py](../tests/verify/half.py)); weights
-are drawn as above and rounded. One thread; onnxruntime's optimisation all, basic, off.
+are drawn as above and rounded, and every draw is run at onnxruntime's optimisation all, basic and off, on one thread.
 
 ![sigma in half precision](calibration-half.svg)
 """

@@ -206,3 +206,13 @@ def test_all_scenarios_pass_in_half_precision(
 ) -> None:
     report = check(half(model_type, dtype), dtype, model_type, ())
     assert report.verdict == "pass", report.closing_lines()
+
+
+@pytest.mark.slow
+def test_bisect_names_the_node_in_the_float32_copy(rounded: Callable[[str, str], Path], tmp_path: Path) -> None:
+    folder = rounded("llama", "float16")
+    graph = half_mutant(EPSILON, folder, tmp_path / "mutant", "float16")
+    report = verify_graphs([graph], reference=folder, only=ONE, bisect=True)
+    assert report.where is not None
+    assert "epsilon" in report.where.finding
+    assert "layers.1.input_layernorm" in report.where.scope
