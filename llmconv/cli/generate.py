@@ -13,7 +13,7 @@ from llmconv.cli import options
 from llmconv.progress import say
 
 if TYPE_CHECKING:
-    from llmconv.runtime import Generation
+    from llmconv.generation import Generation
 
 
 @click.command("generate")
@@ -48,13 +48,18 @@ def command(
 
     The new text goes to stdout, tokens per second to stderr.
     """
-    from llmconv.runtime import SessionSettings, generate
-    from llmconv.runtime.sampling import Sampling
-    from llmconv.runtime.streaming import OrderedWriter
+    from llmconv.generation import Piece, generate
+    from llmconv.generation.streaming import OrderedWriter
+    from llmconv.runtime import SessionSettings
 
     def write(piece: str) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
+
+    writer = OrderedWriter(len(prompts), write)
+
+    def on_piece(piece: Piece) -> None:
+        writer.push(piece.index, piece.text, bool(piece.finish))
 
     streaming = stream and not as_json
     result = generate(
@@ -62,9 +67,13 @@ def command(
         prompts,
         backend=backend,
         max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p, seed),
-        settings=SessionSettings(threads=threads),
-        on_text=OrderedWriter(len(prompts), write).push if streaming else None,
+        temperature=temperature,
+        do_sample=temperature > 0,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        session=SessionSettings(threads=threads),
+        on_piece=on_piece if streaming else None,
         trust_remote_code=trust_remote_code,
     )
     if as_json:
@@ -79,11 +88,12 @@ def _as_dict(result: Generation) -> dict[str, object]:
     return {
         "backend": result.backend,
         "completions": [asdict(completion) for completion in result.completions],
-        "prompt_tokens_per_second": round(result.prompt_rate, 2),
-        "tokens_per_second": round(result.rate, 2),
+        "batches": [cost.as_dict() for cost in result.batches],
+        **result.total.as_dict(),
     }
 
 
 def _speed(result: Generation) -> str:
-    prompt = f"prompt: {result.prompt_tokens} tokens, {result.prompt_rate:.1f} tokens/s"
-    return f"{prompt}; generation: {result.new_tokens} tokens, {result.rate:.1f} tokens/s"
+    total = result.total
+    prompt = f"prompt: {total.prompt_tokens} tokens, {total.prompt_rate:.1f} tokens/s"
+    return f"{prompt}; generation: {total.new_tokens} tokens, {total.rate:.1f} tokens/s"
