@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request as HttpRequest
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message
@@ -153,13 +154,12 @@ async def _hung_up(http: HttpRequest) -> None:
 async def events(job: Job[Delta], reply: Reply) -> AsyncIterator[bytes]:
     """The stream of an answer; it is cancelled when the client hangs up, and then gives its place back."""
     try:
-        async with aclosing(job.items(every=QUIET_SECONDS)) as items:
-            async for delta in items:
-                if delta is None:
-                    yield WAITING
-                    continue
-                for chunk in reply.chunks(delta):
-                    yield chunk
+        async for delta in job.items(every=QUIET_SECONDS):
+            if delta is None:
+                yield WAITING
+                continue
+            for chunk in reply.chunks(delta):
+                yield chunk
         for chunk in reply.last():
             yield chunk
     except Exception as error:
@@ -202,8 +202,10 @@ def make_app(answering: Answering, scheduler: Scheduler, access: Access | None =
 
     middleware = [Middleware(Guard, access=access)]
     if access.origins:
-        allowed = {"allow_origins": access.origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-        middleware.insert(0, Middleware(CORSMiddleware, **allowed))
+        shared = Middleware(
+            CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+        middleware.insert(0, shared)
     handlers = {LlmconvError: on_api_error, ApiError: on_api_error, Exception: on_api_error}
     return Starlette(
         routes=[

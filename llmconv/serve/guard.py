@@ -1,7 +1,8 @@
 """Who may ask: programs of this machine and the page itself, not pages of other sites that a browser has open.
 
 A page elsewhere can make a browser post to localhost (cross-site request forgery), and can make its own name point to
-127.0.0.1 to be taken for this server (DNS rebinding). The browser tells both: the former in `Origin`, the latter in `Host`.
+127.0.0.1 to be taken for this server (DNS rebinding). The browser tells both: the former in `Origin`, the latter in
+`Host`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Access:
             self._check_key(headers.get("authorization", ""))
 
     def _known(self, host: str) -> bool:
-        """Whether a browser can have come here under that name without being led astray: addresses cannot be rebound."""
+        """Whether a browser under that name was not led astray: an address cannot be rebound."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:

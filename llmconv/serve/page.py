@@ -24,7 +24,7 @@ def _page() -> tuple[str, str]:
 
 
 def content_security_policy(html: str) -> str:
-    """Lets the page's own script and style run, known by their hashes, and the page ask its own server; nothing else."""
+    """Lets the page's own script and style, known by their hashes, ask their own server; nothing else."""
     sources = {"script": "script-src", "style": "style-src"}
     rules = ["default-src 'none'", "connect-src 'self'", "img-src data:"]
     for tag, rule in sources.items():

@@ -15,7 +15,7 @@ from types import FrameType
 import uvicorn
 
 from llmconv.errors import OutputFailed
-from llmconv.generation import GenerationSettings, TextModel
+from llmconv.generation import TextModel
 from llmconv.serve.answering import Answering
 from llmconv.serve.app import make_app
 from llmconv.serve.guard import Access
@@ -102,7 +102,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=128)  # type: ignore[arg-type]
+        return socket.create_server(address[:2], family=family, backlog=128)
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OutputFailed(

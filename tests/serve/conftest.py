@@ -1,0 +1,86 @@
+"""A tiny Llama behind the app, in memory; its tokenizer has one token per character and a chat template."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from llmconv.export.exporter import export
+from llmconv.generation import TextModel
+from llmconv.serve.answering import Answering
+from llmconv.serve.app import make_app
+from llmconv.serve.guard import Access
+from llmconv.serve.scheduler import Scheduler
+from tests.conftest import save_tiny
+
+CONTEXT = 512
+LETTERS = [chr(code) for code in range(0x20, 0x7F)]
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'user' and message.content == 'bad' %}{{ raise_exception('bad is refused') }}{% endif %}"
+    "[{{ message.role }}]{{ message.content }}[end]"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights, graphs, tokenizer and chat template; 512 tokens of context; do not write into it."""
+    folder = save_tiny("llama", tmp_path_factory.mktemp("chatting") / "tiny-chat", max_position_embeddings=CONTEXT)
+    export(folder, prefill=True, incremental=True)
+    vocabulary = {"<unk>": 0, **{letter: index + 1 for index, letter in enumerate(LETTERS)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=TEMPLATE).save_pretrained(
+        folder
+    )
+    return folder
+
+
+@pytest.fixture
+def plain(chatting: Path, tmp_path: Path) -> Path:
+    """The same without a chat template."""
+    folder = tmp_path / "plain"
+    shutil.copytree(chatting, folder, ignore=shutil.ignore_patterns("chat_template*"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(chatting: Path) -> TextModel:
+    """The tiny model, opened."""
+    return TextModel.open(chatting)
+
+
+Clients = Callable[..., TestClient]
+
+
+@pytest.fixture
+def clients(model: TextModel) -> Iterator[Clients]:
+    """`clients(active=…, waiting=…, access=…)` is a client of an app of its own, with the host `localhost`."""
+    opened: list[TestClient] = []
+
+    def client(
+        active: int = 2, waiting: int = 4, access: Access | None = None, served: TextModel | None = None
+    ) -> TestClient:
+        answering = Answering(served or model, "tiny-chat", max_new_tokens=64)
+        app = make_app(answering, Scheduler(active, waiting), access)
+        made = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+        opened.append(made.__enter__())
+        return made
+
+    yield client
+    for made in opened:
+        made.__exit__(None, None, None)
+
+
+@pytest.fixture
+def client(clients: Clients) -> TestClient:
+    """A client of an app with two places."""
+    return clients()
