@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmconv.generation import GenerationSettings, TextModel
+from llmconv.generation.chat import ANSWER_TOKENS
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.conversations import Conversations
 from llmconv.serve.openai_schema import Request, Sampling
@@ -57,15 +58,24 @@ class Answering:
         model: what runs.
         name: that clients ask for.
         template: of chats, as `TextModel.encode_chat` takes it.
-        max_new_tokens: of answers to requests that set no limit.
+        system: message of chats that begin without one.
+        max_new_tokens: of answers to requests that set no limit; None for the model's own, else 2048.
         kept: how many caches of earlier answers are kept.
     """
 
     def __init__(
-        self, model: TextModel, name: str, *, template: str = "tokenizer", max_new_tokens: int = 2048, kept: int = 4
+        self,
+        model: TextModel,
+        name: str,
+        *,
+        template: str = "tokenizer",
+        system: str = "",
+        max_new_tokens: int | None = None,
+        kept: int = 4,
     ) -> None:
         self.model, self.name = model, name
-        self._template, self._max_new_tokens = template, max_new_tokens
+        self._template, self._system = template, system
+        self._max_new_tokens = max_new_tokens or model.defaults.max_new_tokens or ANSWER_TOKENS
         self._conversations = Conversations(kept)
 
     def choices(self, request: Request) -> list[Choice]:
@@ -107,7 +117,9 @@ class Answering:
                 self._conversations.give_back(conversation)
 
     def _chat(self, request: Request) -> list[int]:
-        return self.model.encode_chat(request.messages, self._template)
+        told = self._system and request.messages[0]["role"] != "system"
+        system = [{"role": "system", "content": self._system}] if told else []
+        return self.model.encode_chat([*system, *request.messages], self._template)
 
     def _encode(self, prompt: str | tuple[int, ...]) -> list[int]:
         if isinstance(prompt, str):

@@ -37,8 +37,9 @@ class ServerSettings:
         name: of the model for clients; empty for the folder's name.
         parallel: answers that take turns.
         queue: further requests that may wait.
-        max_new_tokens: of answers to requests that set no limit.
+        max_new_tokens: of answers to requests that set no limit; None for the model's own.
         template: of chats.
+        system: message of chats that begin without one.
         grace: seconds that running answers get when the server is told to end.
         allow_hosts, allow_origins, api_key: who may ask, see `Access`.
     """
@@ -48,8 +49,9 @@ class ServerSettings:
     name: str = ""
     parallel: int = 4
     queue: int = 32
-    max_new_tokens: int = 2048
+    max_new_tokens: int | None = None
     template: str = "tokenizer"
+    system: str = ""
     grace: float = 3.0
     allow_hosts: Sequence[str] = ()
     allow_origins: Sequence[str] = ()
@@ -80,6 +82,7 @@ def serve(
             open_model(),
             settings.name or Path(folder).resolve().name,
             template=settings.template,
+            system=settings.system,
             max_new_tokens=settings.max_new_tokens,
             kept=settings.parallel,
         )

@@ -1,0 +1,78 @@
+"""llmconv serve: a model folder behind OpenAI's endpoints and a chat page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from llmconv.cli import model_options, options
+from llmconv.progress import say, warn
+
+API_KEY = "LLMCONV_API_KEY"
+
+
+@click.command("serve")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free one.")
+@click.option("--name", default="", help="Of the model for clients; by default the folder's.")
+@click.option("--parallel", type=click.IntRange(1), default=4, show_default=True, help="Answers that take turns.")
+@click.option("--queue", type=click.IntRange(0), default=32, show_default=True, help="Further requests that may wait.")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    help="Of answers to requests that set no limit; 2048 unless the model says.",
+)
+@click.option("--system", default="", help="System message of chats that have none.")
+@click.option("--api-key", envvar=API_KEY, default="", help=f"That requests must bear; better given in {API_KEY}.")
+@click.option("--allow-host", "allow_hosts", multiple=True, help="Further name of this server; may be repeated.")
+@click.option(
+    "--allow-origin", "allow_origins", multiple=True, help="Site whose pages may ask, https://NAME; may be repeated."
+)
+@model_options.running
+@options.talk
+def command(
+    folder: Path,
+    host: str,
+    port: int,
+    name: str,
+    parallel: int,
+    queue: int,
+    max_new_tokens: int | None,
+    system: str,
+    api_key: str,
+    allow_hosts: tuple[str, ...],
+    allow_origins: tuple[str, ...],
+    backend: str,
+    threads: int,
+    template: str,
+    trust_remote_code: bool,
+) -> None:
+    """Serve FOLDER on localhost: OpenAI's API under /v1, a chat page at /.
+
+    Ends on Ctrl-C or SIGTERM; answers under way get three seconds.
+    """
+    from llmconv.serve import ServerSettings, serve
+
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        name=name,
+        parallel=parallel,
+        queue=queue,
+        max_new_tokens=max_new_tokens,
+        template=template,
+        system=system,
+        allow_hosts=allow_hosts,
+        allow_origins=allow_origins,
+        api_key=api_key,
+    )
+    if host not in ("127.0.0.1", "::1", "localhost") and not api_key:
+        warn(f"whoever reaches {host} may use the model: give a key in {API_KEY}")
+    serve(
+        folder,
+        lambda: model_options.open_model(folder, backend=backend, threads=threads, trust_remote_code=trust_remote_code),
+        settings,
+        lambda address: say(f"{address} is a chat page, {address}/v1 is OpenAI's API; Ctrl-C ends"),
+    )
