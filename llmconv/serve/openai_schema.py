@@ -119,8 +119,9 @@ def chat_request(content: Any) -> Request:
     if not messages:
         raise ApiError("`messages` must be a list of at least one message", parameter="messages")
     _refuse_tools(fields)
-    if fields.flag("logprobs") or fields.number("top_logprobs", int):
-        raise ApiError("log probabilities are not available: leave `logprobs` out", parameter="logprobs")
+    for name, wanted in (("logprobs", fields.flag("logprobs")), ("top_logprobs", fields.number("top_logprobs", int))):
+        if wanted:
+            raise ApiError(f"log probabilities are not available: leave `{name}` out", parameter=name)
     most = fields.number("max_completion_tokens", int, 1, MOST_TOKENS)
     deprecated = fields.number("max_tokens", int, 1, MOST_TOKENS)
     return _request(

@@ -112,6 +112,7 @@ class Scheduler:
             if len(self._active) + len(self._waiting) >= self._most_active + self._most_waiting:
                 raise self._full()
             self._waiting.append(job)
+            self._admit()
             self._change.notify()
         return job
 
@@ -202,11 +203,15 @@ class Scheduler:
             self._refuse(self._waiting)
             if time.monotonic() >= self._deadline:
                 self._refuse(self._active)
+        self._admit()
+        return self._active[0] if self._active else None
+
+    def _admit(self) -> None:
+        """Who waits takes the free places; with the lock held."""
         while self._waiting and len(self._active) < self._most_active:
             job = self._waiting.popleft()
             job.started = time.monotonic()
             self._active.append(job)
-        return self._active[0] if self._active else None
 
     def _refuse(self, jobs: deque[Job[Any]]) -> None:
         for job in jobs:
