@@ -11,7 +11,6 @@ from llmconv.generation.sampling import pick_choice, pick_token
 from llmconv.generation.settings import GenerationSettings
 from llmconv.generation.streaming import StopStrings, TextStream
 from llmconv.runtime.runner import Step
-from llmconv.tensors import Array
 
 
 @dataclass(frozen=True)
