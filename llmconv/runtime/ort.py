@@ -184,6 +184,18 @@ class OrtRunner:
         graph = open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings)
         return cls(graph, graph)
 
+    @classmethod
+    def from_files(
+        cls, prefill: Path, decode: Path | None = None, settings: SessionSettings | None = None
+    ) -> OrtRunner:
+        """Graphs by their paths; the first serves as both where there is no second.
+
+        Raises:
+            MalformedInput: one cannot be used.
+        """
+        first = _open_file(prefill, settings)
+        return cls(first, first if decode is None else _open_file(decode, settings))
+
     @property
     def virtual_tokens(self) -> int:
         """Slots of the cache before the first token of a prompt: those of a tuned prefix."""
@@ -199,6 +211,14 @@ class OrtRunner:
         """Tokens that the cache has room for, those of a tuned prefix left out; None for any number."""
         slots = self._least("slots")
         return None if slots is None else slots - self.virtual_tokens
+
+    def goes_on(self, rows: int, past: int, new: int) -> bool:
+        """Whether the prefill graph takes `new` tokens after `past` ones in one run, with as many rows."""
+        sizes = self._prefill.sizes
+        if sizes is None:
+            return True
+        fits = not sizes.refusal(rows, past + self.virtual_tokens, new)
+        return fits and (new == 1 or sizes.width(rows, past, new) > 1)
 
     def _least(self, name: str) -> int | None:
         sizes = [getattr(graph.sizes, name) for graph in (self._prefill, self._decode) if graph.sizes]
@@ -229,3 +249,9 @@ def behind_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntr
 def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
     """A graph of a folder, see `OrtGraph`."""
     return OrtGraph(folder / entry.files[0], settings, entry=entry)
+
+
+def _open_file(path: Path, settings: SessionSettings | None) -> OrtGraph:
+    """A graph by its path, as the manifest beside it describes it; any of its stages stands for all."""
+    entries = [entry for entry in graph_entries(path.parent) if path.name in entry.files]
+    return open_graph(path.parent, entries[0] if entries else GraphEntry("", (path.name,)), settings)

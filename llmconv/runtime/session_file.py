@@ -18,7 +18,7 @@ import configparser
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import onnxruntime as ort
 
@@ -102,17 +102,25 @@ def _attributes(path: Path, said: Mapping[str, Any]) -> dict[str, Any]:
 def _value(path: Path, name: str, said: Any, usual: Any) -> Any:
     if name == "graph_optimization_level":
         level = LEVELS.get(str(said).lower(), str(said).upper())
-        return getattr(ort.GraphOptimizationLevel, level, None) or _malformed(path, f"has no level `{said}`")
+        return _member(path, ort.GraphOptimizationLevel, level)
     if name == "execution_mode":
-        mode = f"ORT_{str(said).upper().removeprefix('ORT_')}"
-        return getattr(ort.ExecutionMode, mode, None) or _malformed(path, f"has no execution mode `{said}`")
+        return _member(path, ort.ExecutionMode, f"ORT_{str(said).upper().removeprefix('ORT_')}")
     if isinstance(usual, bool):
         if str(said).lower() not in TRUTHS:
             _malformed(path, f"gives `{name}` the value `{said}`, which is neither true nor false")
         return TRUTHS[str(said).lower()]
     if isinstance(usual, int):
         return _int(path, name, said)
-    return said if isinstance(usual, str) else _malformed(path, f"has the unknown session option `{name}`")
+    if not isinstance(usual, str):
+        _malformed(path, f"has the unknown session option `{name}`")
+    return said
+
+
+def _member(path: Path, kind: Any, name: str) -> Any:
+    """A value of one of onnxruntime's enumerations."""
+    if not hasattr(kind, name):
+        _malformed(path, f"has the unknown value `{name}`")
+    return getattr(kind, name)
 
 
 def _int(path: Path, name: str, said: Any) -> int:
@@ -122,5 +130,5 @@ def _int(path: Path, name: str, said: Any) -> int:
         _malformed(path, f"gives `{name}` the value `{said}`, which is no whole number")
 
 
-def _malformed(path: Path, problem: str) -> Any:
+def _malformed(path: Path, problem: str) -> NoReturn:
     raise MalformedInput(f"`{path.name}` {problem}", hint=f"sections are {', '.join(SECTIONS)}; see docs/generation.md")

@@ -96,7 +96,7 @@ def provider_name(provider: str) -> str:
         UsageProblem: this build of onnxruntime has no such provider.
     """
     available = ort.get_available_providers()
-    spelled = {name.lower(): name for name in available}
+    spelled: dict[str, str] = {name.lower(): name for name in available}
     wanted = provider.lower().removesuffix("executionprovider")
     found = spelled.get(wanted + "executionprovider")
     if found is None:
