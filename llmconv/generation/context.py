@@ -22,7 +22,7 @@ def context_length(folder: Path) -> int | None:
 
 
 def _stretch(config: dict[str, Any]) -> float:
-    """How often the length fits where rotary frequencies follow the length: `max_position_embeddings` is the original."""
+    """What the length is to be multiplied by: it is the original one where rotary frequencies follow the length."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "dynamic":
         return 1.0

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.generation.sampling import pick_choice, pick_token
+from llmconv.errors import UsageProblem
+from llmconv.generation.sampling import pick_choice, pick_scored, pick_token
 from llmconv.generation.settings import GenerationSettings
 from llmconv.generation.streaming import StopStrings, TextStream
 from llmconv.runtime.runner import Step
@@ -40,7 +41,7 @@ class Row:
         limit: how many may follow.
         settings: how they are picked.
         decode: tokens to text.
-        included: a stop string is part of the text.
+        processor: what makes scores of tokens [length] and logits [vocabulary], in place of our own filters.
     """
 
     def __init__(
@@ -50,26 +51,27 @@ class Row:
         limit: int,
         settings: GenerationSettings,
         decode: Callable[[Sequence[int]], str],
-        included: bool = False,
+        processor: Callable[[Array, Array], Array] | None = None,
     ) -> None:
         self.index, self.prompt, self.settings = index, list(prompt), settings
-        self._left = limit
+        self.room = limit
+        self._processor = processor
         self._generator = np.random.default_rng(settings.seed)
-        self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings, included)
-        self.ids = np.empty(len(prompt) + limit, dtype=np.int64)
-        self.ids[: len(prompt)] = prompt
+        self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
+        self._ids = np.empty(len(prompt) + min(limit, 1024), dtype=np.int64)
+        self._ids[: len(prompt)] = prompt
         self.length = len(prompt)
         self.finish = "" if limit else "length"
 
     @property
-    def room(self) -> int:
-        """How many tokens may still follow."""
-        return self._left
+    def ids(self) -> Array:
+        """Tokens of the prompt and behind it, int64 [length]."""
+        return self._ids[: self.length]
 
     @property
     def last(self) -> int:
         """The latest token."""
-        return int(self.ids[self.length - 1])
+        return int(self._ids[self.length - 1])
 
     def advance(self, step: Step, at: int) -> Piece:
         """Takes the next token from row `at` of the step's last position."""
@@ -77,15 +79,17 @@ class Row:
 
     def push(self, token: int) -> Piece:
         """Takes `token`, and gives the text that is certain now."""
-        self.ids[self.length] = token
+        if self.length == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+        self._ids[self.length] = token
         self.length += 1
-        self._left -= 1
+        self.room -= 1
         ended = token in self.settings.eos_token_id
         text = "" if ended else self._stops.push(self._text.push(token))
-        self.finish = "eos" if ended else "stop" if self._stops.found else "" if self._left else "length"
-        return Piece(self.index, text + self._rest(), token, self.finish)
+        self.finish = "eos" if ended else "stop" if self._stops.found else "" if self.room else "length"
+        return Piece(self.index, text + self.rest(), token, self.finish)
 
-    def _rest(self) -> str:
+    def rest(self) -> str:
         """What is held back at the end; it may still hold a stop string."""
         if not self.finish or self._stops.found:
             return ""
@@ -96,8 +100,15 @@ class Row:
         return text + self._stops.close()
 
     def _pick(self, step: Step, at: int) -> int:
+        settings, generator = self.settings, self._generator
         if step.choices is not None:
-            tokens, scores = step.choices.tokens[at, -1], step.choices.scores[at, -1]
-            return pick_choice(tokens, scores, self.settings, self._generator)
-        seen = self.ids[: self.length] if self.settings.repetition_penalty != 1 else None
-        return pick_token(step.logits[at, -1], self.settings, self._generator, seen)
+            if self._processor or settings.repetition_penalty != 1:
+                raise UsageProblem(
+                    "penalties need all logits, and the graph gives the tokens it chose",
+                    hint="give `--repetition-penalty 1`, or export without `--postprocess`",
+                )
+            return pick_choice(step.choices.tokens[at, -1], step.choices.scores[at, -1], settings, generator)
+        logits = step.logits[at, -1]
+        if self._processor:
+            return pick_scored(self._processor(self.ids, logits), settings, generator)
+        return pick_token(logits, settings, generator, self.ids if settings.repetition_penalty != 1 else None)

@@ -71,17 +71,12 @@ def pick_choice(tokens: Array, scores: Array, settings: GenerationSettings, gene
     Args:
         tokens: int64 [K], likeliest first.
         scores: their log-probabilities [K].
-        settings: its top-k may not be more than K, and not all tokens; it has no penalty.
+        settings: its top-k may not be more than K, and not all tokens.
         generator: advanced by one number when sampling.
 
     Raises:
         UsageProblem: the settings need tokens that the graph does not give.
     """
-    if settings.repetition_penalty != 1:
-        raise UsageProblem(
-            "a repetition penalty needs all logits, and the graph gives the tokens it chose",
-            hint="give `--repetition-penalty 1`, or export without `--postprocess`",
-        )
     if settings.is_greedy:
         return int(tokens[0])
     if not 0 < settings.top_k <= len(tokens):
@@ -93,6 +88,14 @@ def pick_choice(tokens: Array, scores: Array, settings: GenerationSettings, gene
     kept = kept[np.argsort(tokens[kept])]
     candidates = Candidates(tokens[kept], scores[kept].astype(np.float64) / settings.temperature)
     return narrowed(candidates, settings).draw(generator)
+
+
+def pick_scored(scores: Array, settings: GenerationSettings, generator: np.random.Generator) -> int:
+    """The next token by scores that were filtered already, minus infinity where a token may not come."""
+    if settings.is_greedy:
+        return int(np.argmax(scores))
+    kept = np.flatnonzero(scores > -np.inf)
+    return Candidates(kept, scores[kept].astype(np.float64)).draw(generator)
 
 
 def narrowed(candidates: Candidates, settings: GenerationSettings) -> Candidates:

@@ -25,7 +25,6 @@ NEUTRAL: dict[str, Any] = {
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
-    "num_return_sequences": 1,
     "num_beam_groups": 1,
     "diversity_penalty": 0.0,
     "guidance_scale": 1.0,
@@ -35,6 +34,9 @@ NEUTRAL: dict[str, Any] = {
     "penalty_alpha": 0.0,
 }
 """Fields that change the text, with the value that changes nothing; None changes nothing in any of them."""
+
+BEAMS_ONLY = frozenset({"early_stopping", "length_penalty"})
+"""Of them, those that change nothing without beams."""
 
 NO_NEUTRAL = frozenset(
     {
@@ -111,9 +113,9 @@ class GenerationSettings:
         return not self.do_sample or self.temperature == 0
 
     @property
-    def needs_transformers(self) -> bool:
-        """Whether only transformers' own loop does all of it."""
-        return self.num_beams > 1 or bool(self.extra)
+    def needs_processors(self) -> bool:
+        """Whether fields are set that transformers' logits processors compute."""
+        return bool(self.extra.keys() - BEAMS_ONLY)
 
     def new_tokens(self, prompt_tokens: int) -> int:
         """How many tokens may follow a prompt; 0 where `max_length` leaves no room."""
