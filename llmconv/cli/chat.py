@@ -7,17 +7,29 @@ from typing import Any
 
 import click
 
-from llmconv.cli import model_options, options
+from llmconv.cli import generation_options, options
 
 
 @click.command("chat")
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--system", default="", help="What the model is told first.")
-@model_options.sampling
-@model_options.running
+@click.argument("model", metavar="FOLDER")
+@click.option("--system", default="", metavar="TEXT", help="The message of the system that the chat begins with.")
+@click.option("--template", default="tokenizer", show_default=True, metavar="NAME", help=generation_options.TEMPLATE)
+@generation_options.picking
+@generation_options.running
+@options.trust_remote_code
 @options.talk
 def command(
-    folder: Path, system: str, backend: str, threads: int, template: str, trust_remote_code: bool, **given: Any
+    model: str,
+    system: str,
+    template: str,
+    backend: str,
+    adapter: Path | None,
+    provider: str | None,
+    threads: int | None,
+    session_config: Path | None,
+    prepack: bool,
+    trust_remote_code: bool,
+    **picking: Any,
 ) -> None:
     """Talk with the model in FOLDER.
 
@@ -25,8 +37,12 @@ def command(
     model. /reset forgets the chat, /system TEXT sets the system message, /quit or Ctrl-D ends, Ctrl-C stops an answer.
     """
     from llmconv.cli.terminal import talk
+    from llmconv.generation import TextModel
     from llmconv.generation.chat import Chat, answer_settings
 
-    model = model_options.open_model(folder, backend=backend, threads=threads, trust_remote_code=trust_remote_code)
-    settings = answer_settings(model.defaults, **model_options.overrides(given))
-    talk(Chat(model, settings, template=template, system=system), folder.resolve().name)
+    session = generation_options.session(provider, threads, session_config, prepack)
+    opened = TextModel.open(
+        model, backend=backend, settings=session, adapter=adapter, trust_remote_code=trust_remote_code
+    )
+    settings = answer_settings(opened.defaults, template, **generation_options.settings(picking))
+    talk(Chat(opened, settings, template=template, system=system), opened.folder.resolve().name)

@@ -15,6 +15,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 BACKENDS = ["onnx", "torch"]
 
+TEMPLATE = "Of chats: the tokenizer's, alpaca, v1_2, vicuna, or a file in Jinja."
+
 PICKING = (
     click.option("--max-new-tokens", type=click.IntRange(1), help="At most so many; 64 where nothing says how many."),
     click.option("--max-length", type=click.IntRange(1), help="At most so many, the prompt counted."),

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from llmconv.cli import model_options, options
+from llmconv.cli import generation_options, options
 from llmconv.progress import say, warn
 
 API_KEY = "LLMCONV_API_KEY"
 
 
 @click.command("serve")
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("model", metavar="FOLDER")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free one.")
 @click.option("--name", default="", help="Of the model for clients; by default the folder's.")
@@ -24,16 +24,18 @@ API_KEY = "LLMCONV_API_KEY"
     type=click.IntRange(1),
     help="Of answers to requests that set no limit; 2048 unless the model says.",
 )
-@click.option("--system", default="", help="System message of chats that have none.")
+@click.option("--system", default="", metavar="TEXT", help="The message of the system, in chats that have none.")
+@click.option("--template", default="tokenizer", show_default=True, metavar="NAME", help=generation_options.TEMPLATE)
 @click.option("--api-key", envvar=API_KEY, default="", help=f"That requests must bear; better given in {API_KEY}.")
 @click.option("--allow-host", "allow_hosts", multiple=True, help="Further name of this server; may be repeated.")
 @click.option(
     "--allow-origin", "allow_origins", multiple=True, help="Site whose pages may ask, https://NAME; may be repeated."
 )
-@model_options.running
+@generation_options.running
+@options.trust_remote_code
 @options.talk
 def command(
-    folder: Path,
+    model: str,
     host: str,
     port: int,
     name: str,
@@ -41,18 +43,23 @@ def command(
     queue: int,
     max_new_tokens: int | None,
     system: str,
+    template: str,
     api_key: str,
     allow_hosts: tuple[str, ...],
     allow_origins: tuple[str, ...],
     backend: str,
-    threads: int,
-    template: str,
+    adapter: Path | None,
+    provider: str | None,
+    threads: int | None,
+    session_config: Path | None,
+    prepack: bool,
     trust_remote_code: bool,
 ) -> None:
     """Serve FOLDER on localhost: OpenAI's API under /v1, a chat page at /.
 
     Ends on Ctrl-C or SIGTERM; answers under way get three seconds.
     """
+    from llmconv.generation import TextModel
     from llmconv.serve import ServerSettings, serve
 
     settings = ServerSettings(
@@ -70,9 +77,11 @@ def command(
     )
     if host not in ("127.0.0.1", "::1", "localhost") and not api_key:
         warn(f"whoever reaches {host} may use the model: give a key in {API_KEY}")
-    serve(
-        folder,
-        lambda: model_options.open_model(folder, backend=backend, threads=threads, trust_remote_code=trust_remote_code),
-        settings,
-        lambda address: say(f"{address} is a chat page, {address}/v1 is OpenAI's API; Ctrl-C ends"),
-    )
+    session = generation_options.session(provider, threads, session_config, prepack)
+
+    def open_model() -> TextModel:
+        return TextModel.open(
+            model, backend=backend, settings=session, adapter=adapter, trust_remote_code=trust_remote_code
+        )
+
+    serve(open_model, settings, lambda at: say(f"{at} is a chat page, {at}/v1 is OpenAI's API; Ctrl-C ends"))

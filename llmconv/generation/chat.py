@@ -10,6 +10,7 @@ from llmconv.generation.conversation import Conversation
 from llmconv.generation.model import TextModel
 from llmconv.generation.row import Piece
 from llmconv.generation.settings import GenerationSettings
+from llmconv.generation.templates import TOKENIZER, find_template
 
 ANSWER_TOKENS = 2048
 """At most so many, where nothing says how many; the context may end before."""
@@ -36,7 +37,7 @@ class Chat:
         model: TextModel,
         settings: GenerationSettings | None = None,
         *,
-        template: str = "tokenizer",
+        template: str = TOKENIZER,
         system: str = "",
     ) -> None:
         self._model, self._settings, self._template = model, settings or model.defaults, template
@@ -81,14 +82,17 @@ class Chat:
         return continued(self._ran, ids, self._model.tokenizer.decode)
 
 
-def answer_settings(defaults: GenerationSettings, **given: Any) -> GenerationSettings:
-    """The settings of an answer: `defaults` under what is given, and long enough where neither sets a length."""
-    unlimited = defaults.max_new_tokens is None and defaults.max_length is None
-    return defaults.but(**{**({"max_new_tokens": ANSWER_TOKENS} if unlimited else {}), **_given(given)})
+def answer_settings(defaults: GenerationSettings, template: str, **given: Any) -> GenerationSettings:
+    """The settings of an answer in a template: `defaults` under what is given, and long where neither sets a length.
 
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+    Raises:
+        UsageProblem: there is no such template, or a setting cannot be.
+    """
+    settings = defaults.but(**given)
+    if settings.max_new_tokens is None and settings.max_length is None:
+        settings = settings.but(max_new_tokens=ANSWER_TOKENS)
+    stops = (*settings.stop_strings, *find_template(template).stops)
+    return settings.but(stop_strings=tuple(dict.fromkeys(stops)))
 
 
 def continued(ran: Sequence[int], ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from llmconv.generation import GenerationSettings, TextModel
 from llmconv.generation.chat import ANSWER_TOKENS
+from llmconv.generation.templates import TOKENIZER, find_template
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.conversations import Conversations
 from llmconv.serve.openai_schema import Request, Sampling
@@ -57,7 +58,7 @@ class Answering:
     Args:
         model: what runs.
         name: that clients ask for.
-        template: of chats, as `TextModel.encode_chat` takes it.
+        template: of chats, as `TextModel.encode_chat` takes it; UsageProblem where there is none of that name.
         system: message of chats that begin without one.
         max_new_tokens: of answers to requests that set no limit; None for the model's own, else 2048.
         kept: how many caches of earlier answers are kept.
@@ -68,7 +69,7 @@ class Answering:
         model: TextModel,
         name: str,
         *,
-        template: str = "tokenizer",
+        template: str = TOKENIZER,
         system: str = "",
         max_new_tokens: int | None = None,
         kept: int = 4,
@@ -76,7 +77,8 @@ class Answering:
         self.model, self.name = model, name
         self._template, self._system = template, system
         self._max_new_tokens = max_new_tokens or model.defaults.max_new_tokens or ANSWER_TOKENS
-        self._conversations = Conversations(kept)
+        self._conversations = Conversations(kept, model.runner)
+        self._stops = find_template(template).stops
 
     def choices(self, request: Request) -> list[Choice]:
         """Every prompt as tokens, as often as answers to it are wanted.
@@ -103,7 +105,8 @@ class Answering:
         """The answers one after another: a request has one cache at a time, however many answers it wants."""
         for index, choice in enumerate(choices):
             conversation = self._conversations.take(choice.ids)
-            cached = len(conversation.ids)
+            past = conversation.past([choice.ids], self.model.runner)
+            cached = past.tokens if past else 0
             pieces = self.model.stream([choice.ids], choice.settings, conversation)
             try:
                 if choice.echo:
@@ -144,9 +147,13 @@ class Answering:
             min_p=wanted.min_p,
             repetition_penalty=wanted.repetition_penalty,
             num_beams=1,  # a beam has no certain text before its end
-            stop_strings=wanted.stop or None,
+            stop_strings=self._stop_strings(request) or None,
             seed=_seed(wanted, number),
         )
+
+    def _stop_strings(self, request: Request) -> tuple[str, ...]:
+        stops = (*self.model.defaults.stop_strings, *request.sampling.stop, *(self._stops if request.is_chat else ()))
+        return tuple(dict.fromkeys(stops))
 
     def _room(self, prompt_tokens: int, wanted: int | None) -> int:
         context = self.model.context_length

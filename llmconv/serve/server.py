@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -59,7 +58,6 @@ class ServerSettings:
 
 
 def serve(
-    folder: str | Path,
     open_model: Callable[[], TextModel],
     settings: ServerSettings | None = None,
     on_ready: Callable[[str], None] | None = None,
@@ -67,7 +65,6 @@ def serve(
     """Serves until SIGINT or SIGTERM: running answers get a short grace, then everything ends.
 
     Args:
-        folder: whose name is the model's.
         open_model: called once the port is ours: a port that is taken is told before a model is loaded.
         settings: where, and for whom.
         on_ready: called with the address when requests are taken.
@@ -78,9 +75,10 @@ def serve(
     """
     settings = settings or ServerSettings()
     with listen(settings.host, settings.port) as listener:
+        model = open_model()
         answering = Answering(
-            open_model(),
-            settings.name or Path(folder).resolve().name,
+            model,
+            settings.name or model.folder.resolve().name,
             template=settings.template,
             system=settings.system,
             max_new_tokens=settings.max_new_tokens,

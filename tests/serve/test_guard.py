@@ -53,7 +53,7 @@ def test_hosts_and_origins_can_be_let_in(clients: Clients) -> None:
 )
 def test_without_the_key_nothing_is_answered(clients: Clients, authorization: str) -> None:
     client = clients(access=Access(api_key="secret"))
-    headers = {"Authorization": authorization.encode()}
+    headers = {b"Authorization": authorization.encode()}
     for response in (client.post(CHAT, json=BODY, headers=headers), client.get("/v1/models", headers=headers)):
         assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
         assert response.headers["www-authenticate"] == "Bearer"

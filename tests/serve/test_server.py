@@ -217,11 +217,13 @@ def test_a_folder_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_key_comes_from_the_environment_and_is_never_told(chatting: Path) -> None:
-    with serving(chatting, LLMCONV_API_KEY="secret") as served:
-        with openai.OpenAI(base_url=f"{served.address}/v1", api_key="wrong", max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError):
-                client.models.list()
-            assert client.with_options(api_key="secret").models.list().data
+    with (
+        serving(chatting, LLMCONV_API_KEY="secret") as served,
+        openai.OpenAI(base_url=f"{served.address}/v1", api_key="wrong", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        assert client.with_options(api_key="secret").models.list().data
     assert "secret" not in "".join(served.log)
 
 
