@@ -78,6 +78,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
+@pytest.fixture(scope="session")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with graphs and a tokenizer of characters with a chat template; do not write into it."""
+    from tests.chatting import save_chatting  # noqa: PLC0415 - only the tests that ask for it pay for it
+
+    return save_chatting(tmp_path_factory.mktemp("chatting") / "tiny-chat")
+
+
 @pytest.fixture
 def save_tensors(tmp_path: Path) -> Callable[..., Path]:
     """`save_tensors(name, {tensor name: torch tensor}, {json file name: content})` is a folder with weights.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llmconv.runtime.sampling import Sampling, pick_choice, pick_token
 
 from llmconv.errors import UsageProblem
 from llmconv.export.exporter import export
 from llmconv.runtime import generate
-from llmconv.runtime.sampling import Sampling, pick_choice, pick_token
 
 PROMPTS = ["Hello", "What is it?"]
 Choosing = Callable[[str], Path]

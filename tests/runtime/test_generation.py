@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from llmconv.runtime.generation import load_tokenizer
+from llmconv.runtime.sampling import Sampling
 from transformers import AutoModelForCausalLM
 
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.runtime import generate
-from llmconv.runtime.generation import load_tokenizer
-from llmconv.runtime.sampling import Sampling
 
 PROMPTS = ("Once upon a time", "a", "The quick brown fox jumps")
 

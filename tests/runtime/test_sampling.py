@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from llmconv.runtime.sampling import Sampling, keep_top_k, keep_top_p, pick_token, softmax
 
 from llmconv.errors import UsageProblem
-from llmconv.runtime.sampling import Sampling, keep_top_k, keep_top_p, pick_token, softmax
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05]))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-
 from llmconv.runtime.streaming import INCOMPLETE, OrderedWriter, TextStream
 
 

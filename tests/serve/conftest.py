@@ -1,4 +1,4 @@
-"""A tiny Llama behind the app, in memory; its tokenizer has one token per character and a chat template."""
+"""A tiny Llama behind the app, in memory."""
 
 from __future__ import annotations
 
@@ -8,40 +8,12 @@ from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from llmconv.export.exporter import export
 from llmconv.generation import TextModel
 from llmconv.serve.answering import Answering
 from llmconv.serve.app import make_app
 from llmconv.serve.guard import Access
 from llmconv.serve.scheduler import Scheduler
-from tests.conftest import save_tiny
-
-CONTEXT = 512
-LETTERS = [chr(code) for code in range(0x20, 0x7F)]
-TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message.role == 'user' and message.content == 'bad' %}{{ raise_exception('bad is refused') }}{% endif %}"
-    "[{{ message.role }}]{{ message.content }}[end]"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
-
-@pytest.fixture(scope="session")
-def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights, graphs, tokenizer and chat template; 512 tokens of context; do not write into it."""
-    folder = save_tiny("llama", tmp_path_factory.mktemp("chatting") / "tiny-chat", max_position_embeddings=CONTEXT)
-    export(folder, prefill=True, incremental=True)
-    vocabulary = {"<unk>": 0, **{letter: index + 1 for index, letter in enumerate(LETTERS)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=TEMPLATE).save_pretrained(
-        folder
-    )
-    return folder
 
 
 @pytest.fixture
