@@ -123,7 +123,7 @@ def test_the_way_back_does_not_load_torch(tmp_path: Path) -> None:
 
 def test_every_file_of_the_command_line_is_a_command() -> None:
     files = {path.stem.replace("_", "-") for path in (ROOT / "llmconv/cli").glob("*.py")}
-    assert files - {"--init--", "options", "plans"} == set(llmconv.cli.COMMANDS)
+    assert files - {"--init--", "generation-options", "options", "plans", "terminal"} == set(llmconv.cli.COMMANDS)
 
 
 @pytest.mark.parametrize("name", [*llmconv.cli.COMMANDS, *LEAVES])

@@ -17,6 +17,7 @@ from llmconv.cli import generation_options, options
 @generation_options.picking
 @generation_options.running
 @options.trust_remote_code
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per answer on stdout.")
 @options.talk
 def command(
     model: str,
@@ -29,6 +30,7 @@ def command(
     session_config: Path | None,
     prepack: bool,
     trust_remote_code: bool,
+    as_json: bool,
     **picking: Any,
 ) -> None:
     """Talk with the model in FOLDER.
@@ -45,4 +47,4 @@ def command(
         model, backend=backend, settings=session, adapter=adapter, trust_remote_code=trust_remote_code
     )
     settings = answer_settings(opened.defaults, template, **generation_options.settings(picking))
-    talk(Chat(opened, settings, template=template, system=system), opened.folder.resolve().name)
+    talk(Chat(opened, settings, template=template, system=system), opened.folder.resolve().name, as_json)

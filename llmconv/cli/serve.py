@@ -33,6 +33,7 @@ API_KEY = "LLMCONV_API_KEY"
 )
 @generation_options.running
 @options.trust_remote_code
+@click.option("--json", "as_json", is_flag=True, help="Address and model as one JSON object on stdout, when ready.")
 @options.talk
 def command(
     model: str,
@@ -54,6 +55,7 @@ def command(
     session_config: Path | None,
     prepack: bool,
     trust_remote_code: bool,
+    as_json: bool,
 ) -> None:
     """Serve FOLDER on localhost: OpenAI's API under /v1, a chat page at /.
 
@@ -84,4 +86,9 @@ def command(
             model, backend=backend, settings=session, adapter=adapter, trust_remote_code=trust_remote_code
         )
 
-    serve(open_model, settings, lambda at: say(f"{at} is a chat page, {at}/v1 is OpenAI's API; Ctrl-C ends"))
+    def on_ready(address: str, served: str) -> None:
+        say(f"{address} is a chat page, {address}/v1 is OpenAI's API; Ctrl-C ends")
+        if as_json:
+            options.print_json({"address": address, "model": served})
+
+    serve(open_model, settings, on_ready)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
@@ -40,14 +41,15 @@ class End(Protocol):
         """One line that is no answer."""
 
 
-def talk(chat: Chat, name: str) -> None:
+def talk(chat: Chat, name: str, as_json: bool = False) -> None:
     """Reads lines and answers them until there are no more.
 
     Args:
         chat: what answers.
         name: of the model, to greet with.
+        as_json: answers are JSON lines.
     """
-    end: End = Terminal(name) if sys.stdin.isatty() and sys.stdout.isatty() else Pipe()
+    end = _end(name, as_json)
     for line in end.lines():
         word, _, rest = line.strip().partition(" ")
         if word == "/quit":
@@ -62,6 +64,12 @@ def talk(chat: Chat, name: str) -> None:
             end.note(COMMANDS)
         elif word:
             _answer(chat, line.rstrip("\r\n"), end)
+
+
+def _end(name: str, as_json: bool) -> End:
+    if as_json:
+        return JsonLines()
+    return Terminal(name) if sys.stdin.isatty() and sys.stdout.isatty() else Pipe()
 
 
 def _answer(chat: Chat, line: str, end: End) -> None:
@@ -93,6 +101,18 @@ class Pipe:
     def note(self, text: str) -> None:
         """Talk."""
         say(text)
+
+
+class JsonLines(Pipe):
+    """A pipe with a JSON object per answer: its `text`, how many `tokens` it has, and the `finish`."""
+
+    def answer(self, pieces: Generator[Piece]) -> None:
+        """One line, once the answer is whole."""
+        whole = list(pieces)
+        text = "".join(piece.text for piece in whole)
+        count = sum(piece.token is not None for piece in whole)
+        finish = whole[-1].finish if whole else ""
+        print(json.dumps({"text": text, "tokens": count, "finish": finish}), flush=True)
 
 
 class Terminal:

@@ -60,14 +60,14 @@ class ServerSettings:
 def serve(
     open_model: Callable[[], TextModel],
     settings: ServerSettings | None = None,
-    on_ready: Callable[[str], None] | None = None,
+    on_ready: Callable[[str, str], None] | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM: running answers get a short grace, then everything ends.
 
     Args:
         open_model: called once the port is ours: a port that is taken is told before a model is loaded.
         settings: where, and for whom.
-        on_ready: called with the address when requests are taken.
+        on_ready: called with the address and the name of the model when requests are taken.
 
     Raises:
         OutputFailed: the port cannot be listened on.
@@ -87,7 +87,7 @@ def serve(
         scheduler = Scheduler(settings.parallel, settings.queue)
         access = Access((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
         server = _Server(make_app(answering, scheduler, access), scheduler, settings.grace)
-        server.ready = lambda: on_ready(_address(listener)) if on_ready else None
+        server.ready = lambda: on_ready(_address(listener), answering.name) if on_ready else None
         with suppress(KeyboardInterrupt):  # what uvicorn raises again once it has ended in order
             server.run([listener])
     if scheduler.is_running:  # a step that takes longer than anybody wants to wait: its thread cannot be ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -117,9 +118,8 @@ def test_a_message_without_room_changes_nothing(model: TextModel) -> None:
 def test_an_answer_is_long_unless_something_sets_a_length() -> None:
     assert answer_settings(GenerationSettings(), "tokenizer").max_new_tokens == 2048
     assert answer_settings(GenerationSettings(max_length=9), "tokenizer").max_new_tokens is None
-    assert answer_settings(GenerationSettings(), "v1_2", max_new_tokens=5, stop_strings=["x"]) == GenerationSettings(
-        max_new_tokens=5, stop_strings=("x", "\n###")
-    )
+    given = answer_settings(GenerationSettings(), "v1_2", max_new_tokens=5, stop_strings=["x"])
+    assert (given.max_new_tokens, given.stop_strings) == (5, ("x", "\n###"))
 
 
 def test_an_answer_spelt_with_other_tokens_is_gone_on_with_as_it_was_run() -> None:
@@ -151,6 +151,12 @@ def test_every_line_of_a_pipe_is_a_message(chatting: Path) -> None:
     assert len(answers) == 3
     assert answers[0] == answers[2]
     assert "the chat is forgotten" in found.stderr
+
+
+def test_answers_can_be_json_lines(chatting: Path) -> None:
+    found = run(chatting, "Hello\nAnd?\n", "--json")
+    assert [set(json.loads(line)) for line in found.stdout.splitlines()] == [{"text", "tokens", "finish"}] * 2
+    assert json.loads(found.stdout.splitlines()[0]) == {"text": "oooooooo", "tokens": 8, "finish": "length"}
 
 
 def test_the_system_message_of_the_option_is_that_of_the_command(chatting: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,28 +38,31 @@ class Served:
 
 def start(folder: Path, *options: str, **environment: str) -> subprocess.Popen[str]:
     """The process, on a free port."""
-    command = [sys.executable, "-m", "llmconv", "serve", str(folder), "--port", "0", *options]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    command = [sys.executable, "-m", "llmconv", "serve", str(folder), "--port", "0", "--json", *options]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, **pipes)
 
 
 @contextmanager
 def serving(folder: Path, *options: str, **environment: str) -> Iterator[Served]:
     """A server that takes requests; it is killed where a test left it alive."""
     process = start(folder, *options, **environment)
-    assert process.stderr is not None
+    assert process.stdout is not None and process.stderr is not None
     served = Served("", process)
+    reading = threading.Thread(target=lambda: served.log.extend(process.stderr or []), daemon=True)
+    reading.start()
     try:
-        for line in process.stderr:
-            served.log.append(line)
-            if found := re.match(r"(http://\S+) is a chat page", line):
-                served.address = found[1]
+        told = ""
+        for line in process.stdout:
+            told += line
+            if line == "}\n":
                 break
-        assert served.address, "".join(served.log)
-        rest = threading.Thread(target=lambda: served.log.extend(process.stderr or []), daemon=True)
-        rest.start()
+        assert told, served.log
+        served.address = json.loads(told)["address"]
         yield served
     finally:
         process.kill()
         process.wait()
-        rest.join(10)
+        reading.join(10)
+        process.stdout.close()
         process.stderr.close()
