@@ -51,7 +51,8 @@ def test_prompts_come_as_arguments_from_a_file_and_from_standard_input(talking: 
 
 def test_chats_of_a_file_are_written_in_a_template(talking: Path, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
-    options = ("--template", "alpaca", "--max-new-tokens", 5)
+    (tmp_path / "own.jinja").write_text("{{ messages[0].role }}: {{ messages[0].content }}")
+    options = ("--template", tmp_path / "own.jinja", "--max-new-tokens", 5)
     chat, text = run(talking, "--prompt-file", tmp_path / "p.jsonl", *options), run(talking, "hi", *options)
     assert chat.exit_code == 0 and chat.stdout == text.stdout
 
