@@ -42,9 +42,9 @@ def kept_by_transformers(logits: Array, seen: list[int], fields: GenerationSetti
     """Scores after transformers' own processors."""
     steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(fields.repetition_penalty)])
     steps.append(TemperatureLogitsWarper(fields.temperature))
-    steps += [TopKLogitsWarper(fields.top_k)] * bool(fields.top_k)
-    steps += [TopPLogitsWarper(fields.top_p)] * (fields.top_p < 1)
-    steps += [MinPLogitsWarper(fields.min_p)] * (fields.min_p is not None)
+    steps += [TopKLogitsWarper(fields.top_k)] if fields.top_k else []
+    steps += [TopPLogitsWarper(fields.top_p)] if fields.top_p < 1 else []
+    steps += [MinPLogitsWarper(fields.min_p)] if fields.min_p is not None else []
     return np.asarray(steps(torch.tensor([seen]), torch.from_numpy(logits[None]))[0].numpy())
 
 
