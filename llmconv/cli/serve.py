@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -10,6 +11,7 @@ from llmconv.cli import generation_options, options
 from llmconv.progress import say, warn
 
 API_KEY = "LLMCONV_API_KEY"
+LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 @click.command("serve")
@@ -37,17 +39,6 @@ API_KEY = "LLMCONV_API_KEY"
 @options.talk
 def command(
     model: str,
-    host: str,
-    port: int,
-    name: str,
-    parallel: int,
-    queue: int,
-    max_new_tokens: int | None,
-    system: str,
-    template: str,
-    api_key: str,
-    allow_hosts: tuple[str, ...],
-    allow_origins: tuple[str, ...],
     backend: str,
     adapter: Path | None,
     provider: str | None,
@@ -56,6 +47,7 @@ def command(
     prepack: bool,
     trust_remote_code: bool,
     as_json: bool,
+    **serving: Any,
 ) -> None:
     """Serve FOLDER on localhost: OpenAI's API under /v1, a chat page at /.
 
@@ -64,21 +56,9 @@ def command(
     from llmconv.generation import TextModel
     from llmconv.serve import ServerSettings, serve
 
-    settings = ServerSettings(
-        host=host,
-        port=port,
-        name=name,
-        parallel=parallel,
-        queue=queue,
-        max_new_tokens=max_new_tokens,
-        template=template,
-        system=system,
-        allow_hosts=allow_hosts,
-        allow_origins=allow_origins,
-        api_key=api_key,
-    )
-    if host not in ("127.0.0.1", "::1", "localhost") and not api_key:
-        warn(f"whoever reaches {host} may use the model: give a key in {API_KEY}")
+    settings = ServerSettings(**serving)
+    if settings.host not in LOCAL and not settings.api_key:
+        warn(f"whoever reaches {settings.host} may use the model: give a key in {API_KEY}")
     session = generation_options.session(provider, threads, session_config, prepack)
 
     def open_model() -> TextModel:
