@@ -17,6 +17,8 @@ from llmconv.errors import UnsupportedInput
 from llmconv.export.caches import CACHE_KINDS
 from llmconv.export.caches.kind import CacheKind
 from llmconv.runtime.cache_names import layer_of
+from llmconv.runtime.runner import default_positions
+from llmconv.tensors import Array
 
 ENTRY_POINTS = "llmconv.input_maps"
 
@@ -83,6 +85,15 @@ class InputMap:
     def present(self, config: Any) -> tuple[Port, ...]:
         """The cache's outputs, in the order of its inputs."""
         return self._cache_ports(config, TOTAL)
+
+    def positions(self, attention_mask: Array, new_tokens: int) -> Array:
+        """Position ids of the last `new_tokens` tokens, int64 [batch, new_tokens]; a family may count otherwise.
+
+        Args:
+            attention_mask: [batch, all tokens], 0 where a token is padding.
+            new_tokens: how many of them are new.
+        """
+        return default_positions(attention_mask, new_tokens)
 
     def _cache_ports(self, config: Any, length: str) -> tuple[Port, ...]:
         ports = []

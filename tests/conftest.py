@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
+@pytest.fixture(scope="session")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with graphs and a tokenizer of characters with a chat template; do not write into it."""
+    from tests.chatting import save_chatting  # noqa: PLC0415 - only the tests that ask for it pay for it
+
+    return save_chatting(tmp_path_factory.mktemp("chatting") / "tiny-chat")
+
+
 @pytest.fixture
 def save_tensors(tmp_path: Path) -> Callable[..., Path]:
     """`save_tensors(name, {tensor name: torch tensor}, {json file name: content})` is a folder with weights.
@@ -97,3 +106,28 @@ def save_tensors(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return save
+
+
+@pytest.fixture(scope="session")
+def talking_as(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`talking_as(model_type)`: weights, two graphs and a tokenizer of characters; do not write into it."""
+    from llmconv.export.exporter import export  # noqa: PLC0415 - only the tests that ask for graphs pay for it
+    from tests.talking import save_letters  # noqa: PLC0415
+
+    folders: dict[str, Path] = {}
+
+    def folder(model_type: str) -> Path:
+        if model_type not in folders:
+            home = tmp_path_factory.mktemp("talking") / model_type
+            shutil.copytree(tiny(model_type), home)
+            export(home, prefill=True, incremental=True)
+            folders[model_type] = save_letters(home)
+        return folders[model_type]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def talking(talking_as: Callable[[str], Path]) -> Path:
+    """A Llama with weights, prefill.onnx, decode.onnx and a tokenizer of characters; do not write into it."""
+    return talking_as("llama")

@@ -18,7 +18,20 @@ from llmconv import __version__
 from llmconv.cli.options import VERBOSE
 from llmconv.errors import LlmconvError, UsageProblem
 
-COMMANDS = ("inspect", "to-hf", "from-hf", "merge-lora", "delta", "export", "verify", "generate", "formats", "families")
+COMMANDS = (
+    "inspect",
+    "to-hf",
+    "from-hf",
+    "merge-lora",
+    "delta",
+    "export",
+    "verify",
+    "generate",
+    "chat",
+    "serve",
+    "formats",
+    "families",
+)
 
 COLLECT_SELDOM = (100_000, 50, 100)
 """Imports and traces make millions of objects that stay: looking through them by default took 6 % of an export."""
@@ -112,6 +125,8 @@ def main() -> None:
     llmconv export     MODEL                   prefill and decode graphs beside the weights they map
     llmconv verify     MODEL                   graphs against the eager model
     llmconv generate   MODEL --prompt TEXT     text from the graphs
+    llmconv chat       MODEL                   a conversation in the terminal
+    llmconv serve      MODEL                   OpenAI's API and a chat page on localhost
 
     Exit codes: 0 done and true, 1 a difference was found, 2 usage, 3 input refused,
     4 I/O failed (safe to --resume), 5 nothing could be compared,

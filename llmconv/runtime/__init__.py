@@ -1,20 +1,16 @@
-"""Running a model: one protocol, two runners (graphs and eager), sampling and streaming."""
+"""Running a model: one protocol, two runners (graphs and eager)."""
 
 from __future__ import annotations
 
-from llmconv.runtime.generation import Completion, Generation, generate
 from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 
 __all__ = [
     "Cache",
-    "Completion",
-    "Generation",
     "OrtGraph",
     "OrtRunner",
     "Runner",
     "SessionSettings",
     "Step",
     "default_positions",
-    "generate",
 ]

@@ -10,6 +10,7 @@ import onnxruntime as ort
 
 from llmconv.errors import MalformedInput, first_line
 from llmconv.runtime.guard import load_guarded, nodes
+from llmconv.runtime.session_settings import CPU
 
 
 class SessionChain:
@@ -21,15 +22,16 @@ class SessionChain:
     Args:
         paths: the files.
         options: of every session.
+        providers: what runs their operators, best first.
 
     Raises:
         MalformedInput: the guard or onnxruntime refuses a file.
     """
 
-    def __init__(self, paths: Sequence[Path], options: ort.SessionOptions) -> None:
+    def __init__(self, paths: Sequence[Path], options: ort.SessionOptions, providers: Sequence[Any] = (CPU,)) -> None:
         models = [load_guarded(path) for path in paths]
         self.op_types = {node.op_type for model in models for node in nodes(model)}
-        self._sessions = [_open(path, options) for path in paths]
+        self._sessions = [_open(path, options, providers) for path in paths]
 
     @property
     def whole(self) -> ort.InferenceSession:
@@ -66,9 +68,9 @@ class SessionChain:
         return [values[name] for name in names]
 
 
-def _open(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+def _open(path: Path, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession:
     try:
-        return ort.InferenceSession(path, options, ["CPUExecutionProvider"])
+        return ort.InferenceSession(path, options, list(providers))
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
         raise MalformedInput(
             f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"

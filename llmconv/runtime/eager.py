@@ -61,6 +61,9 @@ class KeepDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class EagerRunner:
     """AutoModelForCausalLM with eager attention.
 
+    Attributes:
+        attention: transformers' name of the implementation; None for its own choice.
+
     Args:
         folder: a Hugging Face folder with safetensors weights; nothing in it is executed.
         code: a folder that is trusted: the model's own code there builds it, if it has any.
@@ -69,6 +72,8 @@ class EagerRunner:
     Raises:
         InputRefused: transformers cannot load the folder.
     """
+
+    attention: str | None = "eager"
 
     def __init__(self, folder: Path, dtype: str = "float32", *, code: Path | None = None) -> None:
         transformers_logging.disable_progress_bar()
@@ -79,13 +84,13 @@ class EagerRunner:
         self._code = code if runs_own_code(fields, code is not None) else None
         try:
             with blaming(self._code):
-                model = self._load(folder, fields, getattr(torch, load))
+                model = self._load(folder, fields, getattr(torch, load, load))
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise InputRefused(
                 f"transformers cannot load `{folder}`: {first_line(error)}",
                 hint="the folder needs config.json and safetensors weights of a causal language model",
             ) from error
-        if model._can_set_experts_implementation():
+        if self.attention == "eager" and model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the fused ones know no float64
         self.model = (model.double() if dtype == "float64" else model).eval()
         self.dtype = dtype
@@ -93,15 +98,16 @@ class EagerRunner:
         self.takes_positions = "position_ids" in arguments
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
         self._continues = hasattr(sys.modules[type(self.model).__module__], CONTINUES)
+        self._fixed: dict[str, Any] = {}  # arguments of every call
         self._is_small = model.num_parameters() <= SMALL_MODEL
 
-    def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype) -> Any:
+    def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         """The model of a folder whose `config.json` says `fields`."""
         source = own_classes(self._code, fields)[1] if self._code else _class_of(folder)
         return source.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation="eager",
+            attn_implementation=self.attention,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -178,7 +184,8 @@ class EagerRunner:
         tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in inputs.items()}
         tensors = {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         with one_thread() if self._is_small else nullcontext(), self._computing():
-            logits: torch.Tensor = self.model(**tensors, **{self._cache_name: cache}, use_cache=True).logits
+            cached = {self._cache_name: cache, "use_cache": True}
+            logits: torch.Tensor = self.model(**tensors, **cached, **self._fixed).logits
         return logits
 
     @contextmanager

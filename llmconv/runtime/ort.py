@@ -17,56 +17,10 @@ from llmconv.runtime.chain import SessionChain
 from llmconv.runtime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.graph_entry import GraphEntry, PrefixEntry, graph_entries
 from llmconv.runtime.runner import Cache, Choices, Step
+from llmconv.runtime.session_settings import SessionSettings as SessionSettings  # its users look for it here
 from llmconv.tensors import Array
 
 TENSOR_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
-
-LEVELS = {
-    "all": "ORT_ENABLE_ALL",
-    "extended": "ORT_ENABLE_EXTENDED",
-    "basic": "ORT_ENABLE_BASIC",
-    "disable": "ORT_DISABLE_ALL",
-}
-
-
-@dataclass(frozen=True)
-class SessionSettings:
-    """How onnxruntime opens a graph.
-
-    Attributes:
-        threads: threads per operator, 0 for one per core.
-        prepack: copies weights into a layout of its own: prefill 20-25 % faster, but each session then holds the
-            weights once more and two sessions no longer share the mapped file.
-        optimization: `all`, `extended`, `basic` or `disable`.
-        garbage: buffers of a fixed length start with large numbers in place of zeros, for `verify`.
-        arena: keeps memory that was freed, for the next call.
-        reuse: writes values where others lay that are no longer read; onnxruntime 1.31 takes the past and the present
-            of GroupQueryAttention for values of one size there.
-        float_activations: dequantised weights meet activations as they are; onnxruntime else rounds those to int8.
-    """
-
-    threads: int = 0
-    prepack: bool = False
-    optimization: str = "all"
-    garbage: bool = False
-    arena: bool = True
-    reuse: bool = True
-    float_activations: bool = False
-
-    def options(self) -> ort.SessionOptions:
-        """As onnxruntime's own object."""
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self.threads
-        options.inter_op_num_threads = 1
-        options.enable_cpu_mem_arena = self.arena
-        options.enable_mem_reuse = self.reuse
-        options.log_severity_level = 4  # failures are raised, so that they are told once
-        options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[self.optimization])
-        options.add_session_config_entry("session.disable_prepacking", "0" if self.prepack else "1")
-        if self.float_activations:
-            options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-        return options
-
 
 @dataclass(frozen=True)
 class OrtCache:
@@ -130,7 +84,7 @@ class OrtGraph:
         self.sizes = FixedSizes.of(self.inputs, self.outputs, single, steps=self.entry.role == "decode")
         self._table = None  # what turns tokens into the input of a graph that takes none itself
         if INPUTS_EMBEDS in self.inputs:
-            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), settings.options())
+            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), settings.options(), settings.providers())
         self._buffered = None
         if self.sizes:
             self._buffered = BufferedSession(
@@ -139,7 +93,7 @@ class OrtGraph:
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
         """What declares inputs and outputs, and runs."""
-        return SessionChain(paths, settings.options())
+        return SessionChain(paths, settings.options(), settings.providers())
 
     def embed(self, input_ids: Array) -> dict[str, Array]:
         """`input_ids`, or `inputs_embeds` where the graph takes those."""
@@ -229,6 +183,46 @@ class OrtRunner:
         graph = open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings)
         return cls(graph, graph)
 
+    @classmethod
+    def from_files(
+        cls, prefill: Path, decode: Path | None = None, settings: SessionSettings | None = None
+    ) -> OrtRunner:
+        """Graphs by their paths; the first serves as both where there is no second.
+
+        Raises:
+            MalformedInput: one cannot be used.
+        """
+        first = _open_file(prefill, settings)
+        return cls(first, first if decode is None else _open_file(decode, settings))
+
+    @property
+    def virtual_tokens(self) -> int:
+        """Slots of the cache before the first token of a prompt: those of a tuned prefix."""
+        return self._prefix.length if self._prefix else 0
+
+    @property
+    def sequences(self) -> int | None:
+        """The most rows of a call; None for any number."""
+        return self._least("rows")
+
+    @property
+    def slots(self) -> int | None:
+        """Tokens that the cache has room for, those of a tuned prefix left out; None for any number."""
+        slots = self._least("slots")
+        return None if slots is None else slots - self.virtual_tokens
+
+    def goes_on(self, rows: int, past: int, new: int) -> bool:
+        """Whether the prefill graph takes `new` tokens after `past` ones in one run, with as many rows."""
+        sizes = self._prefill.sizes
+        if sizes is None:
+            return True
+        fits = not sizes.refusal(rows, past + self.virtual_tokens, new)
+        return fits and (new == 1 or sizes.width(rows, past, new) > 1)
+
+    def _least(self, name: str) -> int | None:
+        sizes = [getattr(graph.sizes, name) for graph in (self._prefill, self._decode) if graph.sizes]
+        return min((size for size in sizes if size is not None), default=None)
+
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """Runs the prompt on the prefill graph."""
         return self._prefill.run(input_ids, *self._behind_prefix(attention_mask, position_ids, past), past)
@@ -254,3 +248,9 @@ def behind_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntr
 def open_graph(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
     """A graph of a folder, see `OrtGraph`."""
     return OrtGraph(folder / entry.files[0], settings, entry=entry)
+
+
+def _open_file(path: Path, settings: SessionSettings | None) -> OrtGraph:
+    """A graph by its path, as the manifest beside it describes it; any of its stages stands for all."""
+    entries = [entry for entry in graph_entries(path.parent) if path.name in entry.files]
+    return open_graph(path.parent, entries[0] if entries else GraphEntry("", (path.name,)), settings)

@@ -68,7 +68,7 @@ class StreamedRunner(EagerRunner):
         self._written: dict[int, list[int]] = {}
         self._parents: list[int | None] = []
 
-    def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype) -> Any:
+    def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         """The model on the meta device, with all but its weights."""
         if self._code:
             config_class, source = own_classes(self._code, fields)

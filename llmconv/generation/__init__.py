@@ -1,0 +1,25 @@
+"""Prompts in, text out: from the graphs, or from the eager model."""
+
+from __future__ import annotations
+
+from llmconv.generation.conversation import Conversation, SharedPrefix
+from llmconv.generation.files import ModelFiles
+from llmconv.generation.generate import Wording, generate
+from llmconv.generation.model import TextModel
+from llmconv.generation.report import Completion, Cost, Generation
+from llmconv.generation.row import Piece
+from llmconv.generation.settings import GenerationSettings
+
+__all__ = [
+    "Completion",
+    "Conversation",
+    "Cost",
+    "Generation",
+    "GenerationSettings",
+    "ModelFiles",
+    "Piece",
+    "SharedPrefix",
+    "TextModel",
+    "Wording",
+    "generate",
+]

@@ -1,0 +1,30 @@
+"""How many tokens a model was made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import read_json
+
+LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx")
+"""Fields of `config.json`; ALiBi and state-space families have none that bounds them."""
+
+
+def context_length(folder: Path) -> int | None:
+    """Tokens that the positions of a folder's model reach; None where nothing says so."""
+    path = folder / "config.json"
+    config: dict[str, Any] = read_json(path) if path.is_file() else {}
+    text = config.get("text_config")
+    config = {**config, **(text if isinstance(text, dict) else {})}
+    length = next((config[name] for name in LENGTHS if isinstance(config.get(name), int)), None)
+    return int(length * _stretch(config)) if length and length > 0 else None
+
+
+def _stretch(config: dict[str, Any]) -> float:
+    """What the length is to be multiplied by: it is the original one where rotary frequencies follow the length."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "dynamic":
+        return 1.0
+    factor = rope.get("factor", 1.0)
+    return float(factor) if isinstance(factor, int | float) and factor > 1 else 1.0

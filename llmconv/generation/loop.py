@@ -1,0 +1,94 @@
+"""The loop of greedy search and sampling: a prefill, then one step of the model per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmconv.generation.row import Piece, Row
+from llmconv.runtime.array_cache import rows_of
+from llmconv.runtime.runner import Cache, Runner, Step, default_positions
+from llmconv.tensors import Array
+
+Positions = Callable[[Array, int], Array]
+"""Mask and number of new tokens to position ids, as `default_positions`."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What was run already: the first `tokens` columns of a batch, padding included."""
+
+    cache: Cache
+    tokens: int
+
+
+def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+    """Ids and mask, both int64 [batch, longest prompt], with the padding (id 0) on the left."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = np.zeros((len(prompts), longest), dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    return ids, mask
+
+
+class Batch:
+    """Rows that grow side by side; those that have ended are left out once they are half of all.
+
+    Attributes:
+        rows: that are still in it.
+        past: what was run; None before the start.
+    """
+
+    def __init__(self, runner: Runner, rows: Sequence[Row], positions: Positions = default_positions) -> None:
+        self._runner, self._position_ids = runner, positions
+        self._may_shrink = getattr(runner, "sequences", None) is None
+        self.rows = [row for row in rows if not row.finish]
+        self.past: Past | None = None
+        columns = max((row.length + row.room for row in self.rows), default=0)
+        self._mask = np.ones((len(self.rows), columns), dtype=np.int64)
+
+    def start(self, past: Past | None = None) -> Step:
+        """Runs the prompts, but for the columns that are in `past`."""
+        ids, mask = pad_left([row.prompt for row in self.rows])
+        longest, done = ids.shape[1], past.tokens if past else 0
+        self._mask = np.concatenate([mask, np.ones_like(self._mask)], axis=1)
+        positions = self._position_ids(mask, longest - done)
+        step = self._runner.prefill(ids[:, done:], mask, positions, past.cache if past else None)
+        self.past = Past(step.present, longest)
+        return step
+
+    def step(self) -> Step:
+        """Runs the latest token of every row."""
+        assert self.past
+        if self._may_shrink:
+            self._shrink()
+        ids = np.array([[row.last] for row in self.rows], dtype=np.int64)
+        columns = self.past.tokens + 1
+        mask = self._mask[:, :columns]
+        step = self._runner.decode(ids, mask, self._position_ids(mask, 1), self.past.cache)
+        self.past = Past(step.present, columns)
+        return step
+
+    def _shrink(self) -> None:
+        """Leaves out the rows that have ended: it costs a copy of the cache, so not for each of them."""
+        kept = [at for at, row in enumerate(self.rows) if not row.finish]
+        if self.past and len(kept) <= len(self.rows) // 2:
+            self.rows = [self.rows[at] for at in kept]
+            self._mask = self._mask[kept]
+            self.past = Past(rows_of(self.past.cache, kept), self.past.tokens)
+
+
+def grow(batch: Batch, past: Past | None = None) -> Iterator[Piece]:
+    """Pieces of every row, in turn, until all have ended; one `next()` runs at most one step of the model."""
+    step = batch.start(past)
+    while True:
+        for at, row in enumerate(batch.rows):
+            if not row.finish:
+                yield row.advance(step, at)
+        if all(row.finish for row in batch.rows):
+            return
+        step = batch.step()

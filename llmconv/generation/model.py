@@ -1,0 +1,244 @@
+"""TextModel: a tokenizer, and the graphs or the eager model that continue its tokens."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmconv.errors import InputRefused, UsageProblem
+from llmconv.generation.context import context_length
+from llmconv.generation.conversation import Known
+from llmconv.generation.files import ModelFiles
+from llmconv.generation.loop import Batch, Positions, grow
+from llmconv.generation.positions import positions_of
+from llmconv.generation.row import Piece, Row
+from llmconv.generation.settings import GenerationSettings
+from llmconv.generation.templates import TOKENIZER, encode_chat
+from llmconv.generation.tokenizer import Decoder, encode_prompt, load_tokenizer
+from llmconv.runtime.ort import OrtRunner, SessionSettings
+from llmconv.runtime.runner import Runner, default_positions
+
+TORCH_PARTS = "llmconv.generation.processors"
+"""Imported by name, and only where it is needed: it brings torch."""
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model that continues texts.
+
+    Attributes:
+        tokenizer: of transformers.
+        runner: the graphs or the eager model.
+        defaults: what `generation_config.json` says.
+        context_length: tokens that the model was made for, prompt and text together; None where nothing says so.
+        backend: `onnx` or `torch`.
+        positions: rule of the position ids.
+        folder: where the configuration lies.
+    """
+
+    tokenizer: Any
+    runner: Runner
+    defaults: GenerationSettings
+    context_length: int | None = None
+    backend: str = "onnx"
+    positions: Positions = default_positions
+    folder: Path = Path()
+
+    @classmethod
+    def open(
+        cls,
+        model: Any,
+        *,
+        backend: str = "onnx",
+        settings: SessionSettings | None = None,
+        adapter: str | Path | None = None,
+        trust_remote_code: bool = False,
+    ) -> TextModel:
+        """Opens a folder, a graph, a pair of graphs (prompts, steps), a name in the hub's cache, or `ModelFiles`.
+
+        Args:
+            model: what to open.
+            backend: `onnx` (the graphs) or `torch` (the eager model, its only use of torch).
+            settings: of onnxruntime; `torch` takes the number of threads from it.
+            adapter: a folder of PEFT, for `torch`.
+            trust_remote_code: run the folder's own code, of the tokenizer and, for `torch`, of the model.
+
+        Raises:
+            InputRefused: no tokenizer, or nothing that runs.
+            UsageProblem: an unknown backend, or an adapter for the graphs.
+        """
+        files = ModelFiles.find(model)
+        tokenizer = load_tokenizer(files.tokenizer or files.folder, trust_remote_code)
+        runner = load_runner(files, backend, settings, adapter=adapter, trust_remote_code=trust_remote_code)
+        lengths = [context_length(files.folder), getattr(runner, "slots", None)]
+        return cls(
+            tokenizer,
+            runner,
+            GenerationSettings.of(files.generation_config or files.folder),
+            min((length for length in lengths if length), default=None),
+            backend,
+            positions_of(files.folder),
+            files.folder,
+        )
+
+    @property
+    def decode(self) -> Decoder:
+        """Tokens to text, special tokens left out."""
+        return Decoder(self.tokenizer)
+
+    @property
+    def sequences(self) -> int | None:
+        """The most prompts of a batch; None for any number."""
+        found: int | None = getattr(self.runner, "sequences", None)
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, with the special tokens that the tokenizer adds; an empty one is the start token.
+
+        Raises:
+            InputRefused: no token at all.
+        """
+        return encode_prompt(self.tokenizer, text, self.defaults.bos_token_id)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> list[int]:
+        """Tokens of a chat, up to where the answer begins; a last message of the assistant is gone on with.
+
+        Args:
+            messages: `role` and `content` each, in order.
+            template: `tokenizer` for the tokenizer's own, or one of `templates.TEMPLATES`.
+
+        Raises:
+            InputRefused: the tokenizer has no chat template, or it refuses the messages.
+            UsageProblem: an unknown template.
+        """
+        return encode_chat(self.tokenizer, messages, template)
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings | None = None,
+        cache: Known | None = None,
+    ) -> Iterator[Piece]:
+        """Continues every prompt, token by token; one `next()` runs at most one step of the model.
+
+        Args:
+            prompts: tokens; all of them make one batch, in which each gets what it gets alone.
+            settings: `defaults` when left out.
+            cache: what was run before: a `Conversation` for a single prompt, which holds this turn, too, when the
+                stream ends; or a `SharedPrefix`.
+
+        Raises:
+            InputRefused: a prompt is longer than the context.
+            UsageProblem: settings that the graphs cannot serve.
+        """
+        settings = settings or self.defaults
+        limits = self.limits(prompts, settings)
+        if settings.num_beams > 1:
+            return self._search(prompts, limits, settings)
+        return self._grow(prompts, limits, settings, cache)
+
+    def _grow(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings, cache: Known | None
+    ) -> Iterator[Piece]:
+        """Greedy search or sampling."""
+        rows = [self._row(index, *given, settings) for index, given in enumerate(zip(prompts, limits, strict=True))]
+        yield from (Piece(row.index, "", None, row.finish) for row in rows if row.finish)
+        batch = Batch(self.runner, rows, self.positions)
+        if not batch.rows:
+            return
+        is_whole = False
+        try:
+            for piece in grow(batch, cache.past([row.prompt for row in batch.rows], self.runner) if cache else None):
+                is_whole = True
+                yield piece
+                is_whole = False
+            is_whole = True
+        finally:  # a step that broke off may have left half of itself in the cache
+            if cache and len(rows) == 1:
+                cache.keep(*((rows[0].ids[: batch.past.tokens], batch.past.cache) if is_whole and batch.past else ()))
+
+    def _search(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings
+    ) -> Iterator[Piece]:
+        """With beams: a text is there when all of it is."""
+        parts = importlib.import_module(TORCH_PARTS)
+        model = parts.GraphModel(self.runner, self.positions, self._vocabulary())
+        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            row = Row(index, prompt, limit, settings, self.decode)
+            tokens = parts.search(model, prompt, limit, settings) if limit else []
+            for token in tokens:
+                piece = row.push(token)
+                yield piece
+                if piece.finish:
+                    break
+            if not row.finish or not tokens:
+                row.finish = "length"
+                yield Piece(index, row.rest(), None, row.finish)
+
+    def _row(self, index: int, prompt: Sequence[int], limit: int, settings: GenerationSettings) -> Row:
+        processor = None
+        if settings.needs_processors:
+            processor = importlib.import_module(TORCH_PARTS).processor(settings, len(prompt), limit)
+        return Row(index, prompt, limit, settings, self.decode, processor)
+
+    def limits(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[int]:
+        """How many tokens may follow each prompt: as the settings say, and as the context has room.
+
+        Raises:
+            InputRefused: a prompt alone is too long for the context, or empty.
+        """
+        return [self._limit(number, len(prompt), settings) for number, prompt in enumerate(prompts, start=1)]
+
+    def _limit(self, number: int, prompt_tokens: int, settings: GenerationSettings) -> int:
+        wanted = settings.new_tokens(prompt_tokens)
+        if prompt_tokens == 0:
+            raise InputRefused(f"prompt {number} has no tokens", hint="give a prompt that is not empty")
+        if self.context_length is None:
+            return wanted
+        if prompt_tokens > self.context_length:
+            raise InputRefused(
+                f"prompt {number} has {prompt_tokens} tokens, and the model's context is {self.context_length}",
+                hint="shorten the prompt, or export with a larger --max-seq-len where the graphs are what is short",
+            )
+        return min(wanted, self.context_length - prompt_tokens + 1)  # the last token is never run
+
+    def _vocabulary(self) -> int:
+        """Size of the logits."""
+        config = importlib.import_module("transformers").AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        return int(config.get_text_config(decoder=True).vocab_size)
+
+
+def load_runner(
+    files: ModelFiles,
+    backend: str,
+    settings: SessionSettings | None = None,
+    *,
+    adapter: str | Path | None = None,
+    trust_remote_code: bool = False,
+) -> Runner:
+    """The graphs, or the eager model (only then is torch imported).
+
+    Raises:
+        InputRefused: the folder has no graphs, or transformers cannot load it.
+        UsageProblem: an unknown backend, or an adapter for the graphs.
+    """
+    if backend == "onnx":
+        if adapter is not None:
+            raise UsageProblem(
+                "graphs take no adapter", hint="give `--backend torch`, or merge it: `llmconv merge-lora BASE ADAPTER`"
+            )
+        if files.prefill:
+            return OrtRunner.from_files(files.prefill, files.decode, settings)
+        return OrtRunner.from_folder(files.folder, settings)
+    if backend != "torch":
+        raise UsageProblem(f"backend `{backend}` is unknown", hint="give `onnx` or `torch`")
+    runner: Runner = importlib.import_module("llmconv.runtime.torch_runner").TorchRunner(
+        files.folder,
+        code=files.folder if trust_remote_code else None,
+        adapter=Path(adapter) if adapter else None,
+        threads=settings.threads if settings else 0,
+    )
+    return runner

@@ -1,0 +1,114 @@
+"""Row: one sequence while it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmconv.errors import UsageProblem
+from llmconv.generation.sampling import pick_choice, pick_scored, pick_token
+from llmconv.generation.settings import GenerationSettings
+from llmconv.generation.streaming import StopStrings, TextStream
+from llmconv.runtime.runner import Step
+from llmconv.tensors import Array
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token adds to one text.
+
+    Attributes:
+        index: of the prompt.
+        text: that became certain; empty while a character or a stop string may be incomplete.
+        token: the new token, an end token too; None where there was no room for any.
+        finish: empty, or why this is the last piece: `eos`, `length` or `stop`.
+    """
+
+    index: int
+    text: str
+    token: int | None
+    finish: str
+
+
+class Row:
+    """The tokens of one prompt and of what follows it.
+
+    Args:
+        index: of the prompt.
+        prompt: its tokens.
+        limit: how many may follow.
+        settings: how they are picked.
+        decode: tokens to text.
+        processor: what makes scores of tokens [length] and logits [vocabulary], in place of our own filters.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Sequence[int],
+        limit: int,
+        settings: GenerationSettings,
+        decode: Callable[[Sequence[int]], str],
+        processor: Callable[[Array, Array], Array] | None = None,
+    ) -> None:
+        self.index, self.prompt, self.settings = index, list(prompt), settings
+        self.room = limit
+        self._processor = processor
+        self._generator = np.random.default_rng(settings.seed)
+        self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
+        self._ids = np.empty(len(prompt) + min(limit, 1024), dtype=np.int64)
+        self._ids[: len(prompt)] = prompt
+        self.length = len(prompt)
+        self.finish = "" if limit else "length"
+
+    @property
+    def ids(self) -> Array:
+        """Tokens of the prompt and behind it, int64 [length]."""
+        return self._ids[: self.length]
+
+    @property
+    def last(self) -> int:
+        """The latest token."""
+        return int(self._ids[self.length - 1])
+
+    def advance(self, step: Step, at: int) -> Piece:
+        """Takes the next token from row `at` of the step's last position."""
+        return self.push(self._pick(step, at))
+
+    def push(self, token: int) -> Piece:
+        """Takes `token`, and gives the text that is certain now."""
+        if self.length == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+        self._ids[self.length] = token
+        self.length += 1
+        self.room -= 1
+        ended = token in self.settings.eos_token_id
+        text = "" if ended else self._stops.push(self._text.push(token))
+        self.finish = "eos" if ended else "stop" if self._stops.found else "" if self.room else "length"
+        return Piece(self.index, text + self.rest(), token, self.finish)
+
+    def rest(self) -> str:
+        """What is held back at the end; it may still hold a stop string."""
+        if not self.finish or self._stops.found:
+            return ""
+        text = self._stops.push(self._text.close())
+        if self._stops.found:
+            self.finish = "stop"
+            return text
+        return text + self._stops.close()
+
+    def _pick(self, step: Step, at: int) -> int:
+        settings, generator = self.settings, self._generator
+        if step.choices is not None:
+            if self._processor or settings.repetition_penalty != 1:
+                raise UsageProblem(
+                    "penalties need all logits, and the graph gives the tokens it chose",
+                    hint="give `--repetition-penalty 1`, or export without `--postprocess`",
+                )
+            return pick_choice(step.choices.tokens[at, -1], step.choices.scores[at, -1], settings, generator)
+        logits = step.logits[at, -1]
+        if self._processor:
+            return pick_scored(self._processor(self.ids, logits), settings, generator)
+        return pick_token(logits, settings, generator, self.ids if settings.repetition_penalty != 1 else None)

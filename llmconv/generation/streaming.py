@@ -1,0 +1,103 @@
+"""Text as it becomes certain: never half a character, and nothing from a stop string on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """Turns a growing list of tokens into pieces of text.
+
+    Tokens may hold part of a UTF-8 character, and their text may depend on the one before (a leading space). So each
+    piece is the difference of two decodings of the same short window, and it is held back while it ends in an
+    incomplete character.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []  # of the window
+        self._shown = 0  # of them, those whose text is out
+        self._text = ""  # theirs
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is incomplete."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if text.endswith(INCOMPLETE) or len(text) <= len(self._text):
+            return ""
+        piece = text[len(self._text) :]
+        self._tokens = self._tokens[self._shown :]
+        self._shown = len(self._tokens)
+        self._text = self._decode(self._tokens)
+        return piece
+
+    def close(self) -> str:
+        """What was held back; an incomplete character comes out as U+FFFD."""
+        piece = self._decode(self._tokens)[len(self._text) :]
+        self._tokens, self._shown, self._text = [], 0, ""
+        return piece
+
+
+class StopStrings:
+    """Passes text on up to the first stop string, wherever its pieces are cut.
+
+    Args:
+        stops: none of them empty.
+        included: the stop string is passed on, too.
+    """
+
+    def __init__(self, stops: Sequence[str], included: bool = False) -> None:
+        self._stops, self._included = [stop for stop in stops if stop], included
+        self._held = ""
+        self.found = False
+
+    def push(self, piece: str) -> str:
+        """The text that can be part of no stop string any more; nothing after one."""
+        if self.found or not self._stops:
+            return "" if self.found else piece
+        text = self._held + piece
+        places = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop in text]
+        if places:
+            start, _, stop = min(places)
+            self.found, self._held = True, ""
+            return text[: start + len(stop) * self._included]
+        kept = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def close(self) -> str:
+        """What was held back for the beginning of a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` may begin `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+class OrderedWriter:
+    """Writes texts one after another: the first unfinished one live, the others in turn.
+
+    Args:
+        count: how many.
+        write: where to.
+        start: of the texts, the first that is written.
+    """
+
+    def __init__(self, count: int, write: Callable[[str], object], start: int = 0) -> None:
+        self._write = write
+        self._waiting = [""] * count
+        self._done = [False] * count
+        self._current = start
+
+    def push(self, index: int, piece: str, done: bool) -> None:
+        """Takes a piece of text `index`; a text ends with a line break."""
+        self._waiting[index] += piece + ("\n" if done else "")
+        self._done[index] = done
+        while self._current < len(self._waiting) and self._waiting[self._current]:
+            self._write(self._waiting[self._current])
+            self._waiting[self._current] = ""
+            self._current += self._done[self._current]

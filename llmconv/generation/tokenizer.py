@@ -1,0 +1,88 @@
+"""The tokenizer of a folder, and what it makes of prompts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import read_json
+from llmconv.errors import InputRefused, first_line
+from llmconv.runtime.own_code import TRUST, blaming, own_tokenizer, tokenizer_reference
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
+
+PLAIN = {"PreTrainedTokenizerFast", "TokenizersBackend"}
+"""Classes that are tokenizer.json and nothing else. `AutoTokenizer`, which would choose them, imports torch."""
+
+OTHERS_FIRST = ("mistral", "pixtral", "voxtral", "ministral")
+"""In the names of model types for which transformers looks for other files before tokenizer.json."""
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The folder's tokenizer; its own code runs only if it is trusted.
+
+    Raises:
+        InputRefused: there is none, or transformers cannot read it.
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise InputRefused(
+            f"`{folder}` has no tokenizer",
+            hint="convert with `llmconv to-hf … --tokenizer PATH`, or copy tokenizer.json",
+        )
+    own = own_tokenizer(folder, trust_remote_code)
+    try:
+        with blaming(folder if own else None):
+            return (own or _class_of(folder)).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, IndexError, AttributeError) as error:
+        raise InputRefused(
+            f"the tokenizer of `{folder}` cannot be read: {first_line(error)}",
+            hint=TRUST
+            if tokenizer_reference(folder)
+            else "copy the tokenizer files of the original model into the folder",
+        ) from error
+
+
+def _class_of(folder: Path) -> Any:
+    """What `AutoTokenizer` would choose, or it itself."""
+    transformers = importlib.import_module("transformers")
+    if not (folder / "tokenizer.json").is_file() or not (folder / "tokenizer_config.json").is_file():
+        return transformers.AutoTokenizer
+    said = read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    is_plain = said.get("tokenizer_class") in PLAIN and "auto_map" not in said
+    if is_plain and not any(name in str(config.get("model_type")) for name in OTHERS_FIRST):
+        return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
+
+
+def encode_prompt(tokenizer: Any, prompt: str, start: int | None = None) -> list[int]:
+    """Token ids of a prompt, with the special tokens that the tokenizer adds; an empty one becomes the start token.
+
+    Args:
+        tokenizer: of transformers.
+        prompt: a text.
+        start: the start token where the tokenizer names none.
+
+    Raises:
+        InputRefused: no token at all.
+    """
+    ids: list[int] = tokenizer(prompt)["input_ids"]
+    if ids:
+        return ids
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else start
+    if first is None:
+        raise InputRefused("the prompt has no tokens", hint="give a prompt that is not empty")
+    return [int(first)]
+
+
+class Decoder:
+    """Tokens to text without special tokens, as the pieces of a text need it: spaces stay as they are."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text

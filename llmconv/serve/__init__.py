@@ -1,0 +1,7 @@
+"""Serving a model folder on localhost: OpenAI's endpoints and a chat page."""
+
+from __future__ import annotations
+
+from llmconv.serve.server import ServerSettings, serve
+
+__all__ = ["ServerSettings", "serve"]

@@ -1,0 +1,262 @@
+"""OpenAI's requests, read strictly: what cannot be honoured is refused by name, what changes nothing is let by.
+
+Source of the fields: OpenAI's API reference, "Create chat completion" and "Create completion".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from llmconv.serve.api_errors import ApiError
+from llmconv.serve.fields import Fields
+
+MOST_CHOICES = 4
+MOST_PROMPTS = 16
+MOST_STOPS = 4
+MOST_TOKENS = 1_000_000
+COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for completions; a chat answer has none."""
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Role of a message to the one that chat templates know."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "moderation",
+        "modalities",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Fields that a program may send to any server: none says what the text should be."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the text is wanted; None is left to the model's own defaults.
+
+    Attributes:
+        max_tokens: at most so many new ones per choice.
+        choices: answers per prompt, 1 to 4.
+        stop: texts that end an answer.
+        top_k, min_p, repetition_penalty: not OpenAI's, as other servers of open models have them.
+    """
+
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: tuple[str, ...]
+    choices: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What both endpoints share.
+
+    Attributes:
+        model: as asked for; None where the request names none.
+        messages: role and content of a chat; empty for a completion.
+        prompts: texts or token ids of a completion; empty for a chat.
+        stream: answer in pieces.
+        include_usage: end the stream with the counts.
+        echo: begin a completion with its prompt.
+    """
+
+    model: str | None
+    messages: tuple[Mapping[str, str], ...]
+    prompts: tuple[str | tuple[int, ...], ...]
+    sampling: Sampling
+    stream: bool
+    include_usage: bool
+    echo: bool = False
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a chat, not a completion."""
+        return bool(self.messages)
+
+
+def parse_json(body: bytes) -> Any:
+    """A request's JSON.
+
+    Raises:
+        ApiError: it is none, it is nested too deep, or it holds NaN or a number of thousands of digits.
+    """
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        return json.loads(body, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
+
+
+def chat_request(content: Any) -> Request:
+    """The body of `/v1/chat/completions`.
+
+    Raises:
+        ApiError: a field is missing, of the wrong kind, or asks for what is not there.
+    """
+    fields = Fields(content)
+    messages = fields.take("messages", list)
+    if not messages:
+        raise ApiError("`messages` must be a list of at least one message", parameter="messages")
+    _refuse_tools(fields)
+    for name, wanted in (("logprobs", fields.flag("logprobs")), ("top_logprobs", fields.number("top_logprobs", int))):
+        if wanted:
+            raise ApiError(f"log probabilities are not available: leave `{name}` out", parameter=name)
+    most = fields.number("max_completion_tokens", int, 1, MOST_TOKENS)
+    deprecated = fields.number("max_tokens", int, 1, MOST_TOKENS)
+    return _request(
+        fields,
+        most if most is not None else deprecated,
+        messages=tuple(_message(message, f"messages[{at}]") for at, message in enumerate(messages)),
+    )
+
+
+def completion_request(content: Any) -> Request:
+    """The body of `/v1/completions`.
+
+    Raises:
+        ApiError: a field is missing, of the wrong kind, or asks for what is not there.
+    """
+    fields = Fields(content)
+    prompts = _prompts(fields.take("prompt", str | list))
+    if fields.number("logprobs", int) is not None:
+        raise ApiError("log probabilities are not available: leave `logprobs` out", parameter="logprobs")
+    if fields.take("suffix", str):
+        raise ApiError("`suffix` is not available", parameter="suffix")
+    if fields.number("best_of", int, 1) not in (None, 1):
+        raise ApiError("`best_of` must be 1", parameter="best_of")
+    most = fields.number("max_tokens", int, 1, MOST_TOKENS)
+    return _request(fields, COMPLETION_TOKENS if most is None else most, prompts=prompts, echo=fields.flag("echo"))
+
+
+def _request(
+    fields: Fields,
+    max_tokens: int | None,
+    messages: tuple[Mapping[str, str], ...] = (),
+    prompts: tuple[str | tuple[int, ...], ...] = (),
+    echo: bool = False,
+) -> Request:
+    for name in ("presence_penalty", "frequency_penalty"):
+        if fields.number(name, float):
+            raise ApiError(f"`{name}` must be 0: use `repetition_penalty`, as transformers has it", parameter=name)
+    if fields.take("logit_bias", dict):
+        raise ApiError("`logit_bias` is not available", parameter="logit_bias")
+    options = Fields(fields.take("stream_options", dict) or {}, "stream_options.")
+    include_usage = options.flag("include_usage")
+    options.flag("include_obfuscation")
+    options.nothing_else(frozenset())
+    sampling, stream, model = _sampling(fields, max_tokens), fields.flag("stream"), fields.take("model", str)
+    fields.nothing_else(WITHOUT_EFFECT)
+    return Request(model, messages, prompts, sampling, stream, include_usage, echo)
+
+
+def _sampling(fields: Fields, max_tokens: int | None) -> Sampling:
+    choices = fields.number("n", int, 1, MOST_CHOICES)
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=fields.number("temperature", float, 0, 2),
+        top_p=fields.number("top_p", float, 0, 1),
+        top_k=fields.number("top_k", int, 0),
+        min_p=fields.number("min_p", float, 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", float, 0.01, 100),
+        seed=fields.number("seed", int, -(2**63), 2**63 - 1),
+        stop=_stops(fields.take("stop", str | list)),
+        choices=1 if choices is None else choices,
+    )
+
+
+def _stops(value: str | list[Any] | None) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value or []
+    if len(stops) > MOST_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ApiError(f"`stop` must be one to {MOST_STOPS} texts that are not empty", parameter="stop")
+    return tuple(_text(stop, "stop") for stop in stops)
+
+
+def _refuse_tools(fields: Fields) -> None:
+    for name in ("tools", "functions"):
+        if fields.take(name, list):
+            raise ApiError(f"`{name}` is not available: this server answers with text alone", parameter=name)
+    for name in ("tool_choice", "function_call"):
+        if fields.take(name, str | dict) not in (None, "none", "auto"):
+            raise ApiError(f"`{name}` is not available", parameter=name)
+    wanted = fields.take("response_format", dict)
+    if wanted and wanted.get("type") != "text":
+        raise ApiError('`response_format` must be {"type": "text"}', parameter="response_format")
+    for name in ("audio", "web_search_options"):
+        if fields.take(name, dict):
+            raise ApiError(f"`{name}` is not available", parameter=name)
+
+
+def _message(message: Any, where: str) -> Mapping[str, str]:
+    if not isinstance(message, dict):
+        raise ApiError(f"`{where}` must be an object with role and content", parameter=where)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        known = ", ".join(f"'{name}'" for name in ROLES)
+        raise ApiError(f"`{where}.role` must be one of {known}", parameter=f"{where}.role")
+    if message.get("tool_calls") or message.get("function_call"):
+        raise ApiError(f"`{where}.tool_calls` is not available", parameter=f"{where}.tool_calls")
+    return {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return _text(content, where)
+    if not isinstance(content, list) or not content:
+        raise ApiError(f"`{where}` must be a text or a list of parts of text", parameter=where)
+    for at, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ApiError(f"`{where}[{at}]` must be a part of type 'text'", parameter=f"{where}[{at}]")
+    return _text("".join(part["text"] for part in content), where)
+
+
+def _prompts(prompt: str | list[Any] | None) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(prompt, str):
+        return (_text(prompt, "prompt"),)
+    if prompt and all(map(_is_token, prompt)):
+        return (tuple(prompt),)
+    if not prompt or len(prompt) > MOST_PROMPTS:
+        raise ApiError(
+            f"`prompt` must be a text, token ids, or a list of one to {MOST_PROMPTS} of either", parameter="prompt"
+        )
+    return tuple(_prompt(one, f"prompt[{at}]") for at, one in enumerate(prompt))
+
+
+def _prompt(prompt: Any, where: str) -> str | tuple[int, ...]:
+    if isinstance(prompt, str):
+        return _text(prompt, where)
+    if isinstance(prompt, Sequence) and prompt and all(map(_is_token, prompt)):
+        return tuple(prompt)
+    raise ApiError(f"`{where}` must be a text or a list of token ids", parameter=where)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _text(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can hold one half of a surrogate pair, which no tokenizer takes
+        raise ApiError(f"`{where}` holds half of a surrogate pair", parameter=where) from None
+    return text

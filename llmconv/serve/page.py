@@ -1,0 +1,37 @@
+"""The chat page: one file without a network dependency, under a policy that lets nothing else run."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import re
+from importlib import resources
+
+from starlette.responses import HTMLResponse
+
+
+def page_response() -> HTMLResponse:
+    """The page with its content security policy."""
+    text, policy = _page()
+    return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
+
+
+@functools.cache
+def _page() -> tuple[str, str]:
+    text = resources.files("llmconv.serve").joinpath("page.html").read_text("utf-8")
+    return text, content_security_policy(text)
+
+
+def content_security_policy(html: str) -> str:
+    """Lets the page's own script and style, known by their hashes, ask their own server; nothing else."""
+    sources = {"script": "script-src", "style": "style-src"}
+    rules = ["default-src 'none'", "connect-src 'self'", "img-src data:"]
+    for tag, rule in sources.items():
+        hashes = [_hash(content) for content in re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)]
+        rules.append(f"{rule} {' '.join(hashes)}")
+    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"])
+
+
+def _hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -1,0 +1,108 @@
+"""OpenAI's responses: whole ones, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmconv.serve.answering import Choice, Delta
+from llmconv.serve.openai_schema import Request
+
+DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"
+"""A comment, so that nobody between here and the client takes a quiet connection for a dead one."""
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+@dataclass
+class Reply:
+    """The answers to one request, as they grow.
+
+    Args:
+        request: what was asked.
+        model: the name that clients know.
+        choices: what is being answered.
+    """
+
+    request: Request
+    model: str
+    choices: Sequence[Choice]
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    texts: dict[int, list[str]] = field(default_factory=dict)
+    finishes: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        chat = self.request.is_chat
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if chat else "text_completion",
+            "created": int(time.time()),
+            "model": self.model,
+        }
+        if chat and self.request.stream:
+            self._head["object"] = "chat.completion.chunk"
+        self._begun: set[int] = set()
+
+    def add(self, delta: Delta) -> None:
+        """Takes what a step gave."""
+        self.completion_tokens += delta.tokens
+        self.cached_tokens += delta.cached
+        self.texts.setdefault(delta.choice, []).append(delta.text)
+        if delta.finish:
+            self.finishes[delta.choice] = delta.finish
+
+    def whole(self) -> dict[str, Any]:
+        """The response to a request without `stream`."""
+        return {
+            **self._head,
+            "choices": [self._choice(index) for index in range(len(self.choices))],
+            "usage": self.usage(),
+        }
+
+    def chunks(self, delta: Delta) -> Iterator[bytes]:
+        """The events of one step: the role before the first text, the text, and why it ended."""
+        self.add(delta)
+        if self.request.is_chat and delta.choice not in self._begun:
+            self._begun.add(delta.choice)
+            yield self._chunk(delta.choice, {"role": "assistant", "content": ""}, None)
+        if delta.text:
+            yield self._chunk(delta.choice, {"content": delta.text}, None)
+        if delta.finish:
+            yield self._chunk(delta.choice, {}, delta.finish)
+
+    def last(self) -> Iterator[bytes]:
+        """The end of a stream: the counts where they are wanted."""
+        if self.request.include_usage:
+            yield event({**self._head, "choices": [], "usage": self.usage()})
+        yield DONE
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far; a prompt counts once, however many answers it gets."""
+        prompts = self.choices[:: self.request.sampling.choices]
+        count = sum(len(choice.ids) for choice in prompts)
+        return {
+            "prompt_tokens": count,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": count + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def _choice(self, index: int) -> dict[str, Any]:
+        text = "".join(self.texts.get(index, []))
+        content = {"message": {"role": "assistant", "content": text}} if self.request.is_chat else {"text": text}
+        return {"index": index, **content, "logprobs": None, "finish_reason": self.finishes.get(index, "stop")}
+
+    def _chunk(self, index: int, delta: dict[str, str], finish: str | None) -> bytes:
+        content = {"delta": delta} if self.request.is_chat else {"text": delta.get("content", "")}
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish}
+        usage = {"usage": None} if self.request.include_usage else {}
+        return event({**self._head, "choices": [choice], **usage})

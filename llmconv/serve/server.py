@@ -1,0 +1,152 @@
+"""serve: a model folder on a port, until SIGINT or SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+
+import uvicorn
+
+from llmconv.errors import OutputFailed
+from llmconv.generation import TextModel
+from llmconv.serve.answering import Answering
+from llmconv.serve.app import make_app
+from llmconv.serve.guard import Access
+from llmconv.serve.scheduler import Scheduler
+
+MOST_CONNECTIONS = 900
+"""Below the 1024 open files that a process may have by default."""
+SLACK = 5
+"""Seconds after the grace in which connections may still close by themselves."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a model is served.
+
+    Attributes:
+        host: address to listen on.
+        port: 0 takes a free one.
+        name: of the model for clients; empty for the folder's name.
+        parallel: answers that take turns.
+        queue: further requests that may wait.
+        max_new_tokens: of answers to requests that set no limit; None for the model's own.
+        template: of chats.
+        system: message of chats that begin without one.
+        grace: seconds that running answers get when the server is told to end.
+        allow_hosts, allow_origins, api_key: who may ask, see `Access`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str = ""
+    parallel: int = 4
+    queue: int = 32
+    max_new_tokens: int | None = None
+    template: str = "tokenizer"
+    system: str = ""
+    grace: float = 3.0
+    allow_hosts: Sequence[str] = ()
+    allow_origins: Sequence[str] = ()
+    api_key: str = ""
+
+
+def serve(
+    open_model: Callable[[], TextModel],
+    settings: ServerSettings | None = None,
+    on_ready: Callable[[str, str], None] | None = None,
+) -> None:
+    """Serves until SIGINT or SIGTERM: running answers get a short grace, then everything ends.
+
+    Args:
+        open_model: called once the port is ours: a port that is taken is told before a model is loaded.
+        settings: where, and for whom.
+        on_ready: called with the address and the name of the model when requests are taken.
+
+    Raises:
+        OutputFailed: the port cannot be listened on.
+        InputRefused: the folder cannot be run.
+    """
+    settings = settings or ServerSettings()
+    with listen(settings.host, settings.port) as listener:
+        model = open_model()
+        answering = Answering(
+            model,
+            settings.name or model.folder.resolve().name,
+            template=settings.template,
+            system=settings.system,
+            max_new_tokens=settings.max_new_tokens,
+            kept=settings.parallel,
+        )
+        scheduler = Scheduler(settings.parallel, settings.queue)
+        access = Access((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
+        server = _Server(make_app(answering, scheduler, access), scheduler, settings.grace)
+        server.ready = lambda: on_ready(_address(listener), answering.name) if on_ready else None
+        with suppress(KeyboardInterrupt):  # what uvicorn raises again once it has ended in order
+            server.run([listener])
+    if scheduler.is_running:  # a step that takes longer than anybody wants to wait: its thread cannot be ended
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket on an address.
+
+    Raises:
+        OutputFailed: the address is not ours, or the port is taken.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OutputFailed(
+            f"cannot listen on {host} port {port}: {reason or error}", hint="give another `--port` (0 for any free one)"
+        ) from error
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which tells the scheduler at once that the end has come."""
+
+    ready: Callable[[], None]
+
+    def __init__(self, app: object, scheduler: Scheduler, grace: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                http="h11",
+                ws="none",
+                lifespan="on",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=MOST_CONNECTIONS,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=int(grace) + SLACK,
+            )
+        )
+        self._scheduler, self._grace = scheduler, grace
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # ours says what there is to say
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; then somebody may want to know."""
+        await super().startup(sockets)
+        self.ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal gives running answers their grace, a second one ends them."""
+        self._scheduler.drain(0 if self.should_exit else self._grace)
+        super().handle_exit(sig, frame)

@@ -1,0 +1,243 @@
+"""chat: turns over one cache, and a person or a pipe at the other end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from llmconv.cli import main
+from llmconv.cli.terminal import visible
+from llmconv.errors import InputRefused
+from llmconv.generation import GenerationSettings, TextModel
+from llmconv.generation.chat import Chat, answer_settings, continued
+from llmconv.runtime.runner import Step
+from tests.chatting import CONTEXT
+
+ROOT = Path(__file__).parents[2]
+
+
+class Counting:
+    """A runner that notes how many tokens every prefill ran."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self.prefills = runner, list[int]()
+
+    def prefill(self, input_ids: Any, *others: Any) -> Step:
+        """As the runner's."""
+        self.prefills.append(input_ids.shape[1])
+        step: Step = self._runner.prefill(input_ids, *others)
+        return step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+@pytest.fixture
+def model(chatting: Path) -> TextModel:
+    """The tiny model; its runner counts."""
+    opened = TextModel.open(chatting)
+    return replace(opened, runner=Counting(opened.runner))
+
+
+def settings(model: TextModel, **given: Any) -> GenerationSettings:
+    """Twelve tokens, drawn."""
+    return model.defaults.but(**{"max_new_tokens": 12, "temperature": 1.0, "do_sample": True, "seed": 3, **given})
+
+
+def said(chat: Chat, text: str) -> str:
+    """One answer."""
+    return "".join(piece.text for piece in chat.ask(text))
+
+
+def afresh(model: TextModel, messages: Sequence[Mapping[str, str]], wanted: GenerationSettings) -> str:
+    """The answer of a model that has run nothing before."""
+    return "".join(piece.text for piece in model.stream([model.encode_chat(messages)], wanted))
+
+
+def test_a_turn_runs_only_what_is_new_and_says_what_a_fresh_run_says(model: TextModel) -> None:
+    chat = Chat(model, settings(model), system="Be brief")
+    said(chat, "Hello")
+    second = said(chat, "And?")
+    assert isinstance(model.runner, Counting)
+    new = len("[end][user]And?[end][assistant]")
+    assert model.runner.prefills[1] == new + 1  # and the last token of the first answer
+    told = [{"role": "system", "content": "Be brief"}, *chat.messages[:-1]]
+    assert second == afresh(model, told, settings(model)) == chat.messages[-1]["content"]
+
+
+def test_a_stopped_answer_stays_as_far_as_it_came(model: TextModel) -> None:
+    chat = Chat(model, settings(model))
+    pieces = chat.ask("Hello")
+    begun = "".join(next(pieces).text for _ in range(4))
+    pieces.close()  # type: ignore[attr-defined]
+    assert chat.messages[-1] == {"role": "assistant", "content": begun}
+    second = said(chat, "And?")
+    assert isinstance(model.runner, Counting)
+    assert model.runner.prefills[1] < len("[user]Hello[end]") + len("[end][user]And?[end][assistant]")
+    assert second == afresh(model, chat.messages[:-1], settings(model))
+
+
+def test_reset_forgets_and_the_system_message_can_change(model: TextModel) -> None:
+    chat = Chat(model, settings(model))
+    first = said(chat, "Hello")
+    said(chat, "And?")
+    chat.reset()
+    assert chat.messages == []
+    assert said(chat, "Hello") == first
+    chat.reset()
+    chat.system = "Be brief"
+    told = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}]
+    assert said(chat, "Hello") == afresh(model, told, settings(model)) != first
+
+
+def test_a_message_without_room_changes_nothing(model: TextModel) -> None:
+    chat = Chat(model, settings(model))
+    said(chat, "Hello")
+    before = list(chat.messages)
+    with pytest.raises(InputRefused, match="context is 512"):
+        said(chat, "a" * CONTEXT)
+    assert chat.messages == before
+    assert said(chat, "And?") == afresh(model, chat.messages[:-1], settings(model))
+
+
+def test_an_answer_is_long_unless_something_sets_a_length() -> None:
+    assert answer_settings(GenerationSettings(), "tokenizer").max_new_tokens == 2048
+    assert answer_settings(GenerationSettings(max_length=9), "tokenizer").max_new_tokens is None
+    given = answer_settings(GenerationSettings(), "v1_2", max_new_tokens=5, stop_strings=["x"])
+    assert (given.max_new_tokens, given.stop_strings) == (5, ("x", "\n###"))
+
+
+def test_an_answer_spelt_with_other_tokens_is_gone_on_with_as_it_was_run() -> None:
+    words = {1: "a", 2: "b", 3: "ab", 4: "<end>", 5: "c"}
+
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(words[token] for token in tokens)
+
+    assert continued([5, 1, 2], [5, 3, 4, 5], decode) == [5, 1, 2, 4, 5]
+    assert continued([5, 3], [5, 1, 2, 4], decode) == [5, 3, 4]
+    assert continued([5, 1], [5, 2, 4, 5], decode) == [5, 2, 4, 5]  # another text
+    assert continued([], [5], decode) == [5]
+
+
+@pytest.mark.parametrize("dangerous", ["\x1b[2J", "\x07", "\x9b31m", "\r"])
+def test_what_a_model_writes_gives_no_orders_to_a_terminal(dangerous: str) -> None:
+    assert visible(f"a{dangerous}b\n\tc") == f"a\N{REPLACEMENT CHARACTER}{dangerous[1:]}b\n\tc"
+
+
+def run(folder: Path, lines: str, *options: str) -> Result:
+    """`llmconv chat` with lines in a pipe."""
+    return CliRunner().invoke(main, ["chat", str(folder), "--max-new-tokens", "8", *options], input=lines)
+
+
+def test_every_line_of_a_pipe_is_a_message(chatting: Path) -> None:
+    found = run(chatting, "Hello\n\nAnd?\n/reset\nHello\n/quit\nnever\n")
+    assert found.exit_code == 0, found.output
+    answers = found.stdout.splitlines()
+    assert len(answers) == 3
+    assert answers[0] == answers[2]
+    assert "the chat is forgotten" in found.stderr
+
+
+def test_answers_can_be_json_lines(chatting: Path) -> None:
+    found = run(chatting, "Hello\nAnd?\n", "--json")
+    assert [set(json.loads(line)) for line in found.stdout.splitlines()] == [{"text", "tokens", "finish"}] * 2
+    assert json.loads(found.stdout.splitlines()[0]) == {"text": "oooooooo", "tokens": 8, "finish": "length"}
+
+
+def test_the_system_message_of_the_option_is_that_of_the_command(chatting: Path) -> None:
+    by_option = run(chatting, "Hello\n", "--system", "Be brief", "--temperature", "1", "--seed", "5").stdout
+    by_command = run(chatting, "/system Be brief\nHello\n", "--temperature", "1", "--seed", "5").stdout
+    without = run(chatting, "Hello\n", "--temperature", "1", "--seed", "5").stdout
+    assert by_option == by_command != without
+
+
+def test_a_message_that_fails_ends_a_pipe(chatting: Path) -> None:
+    found = run(chatting, "a" * 600 + "\nHello\n")
+    assert (found.exit_code, found.stdout) == (3, "")
+    assert "error: prompt 1 has" in found.stderr
+
+
+def test_an_unknown_template_is_told_before_the_first_message(chatting: Path) -> None:
+    assert run(chatting, "Hello\n", "--template", "nobody's").exit_code == 2
+
+
+Typing = Callable[[str], None]
+Reading = Callable[[str], None]
+
+
+@contextmanager
+def terminal(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], Typing, Reading]]:
+    """`llmconv chat` on a terminal: the process, what types into it, and what reads until a text comes."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "llmconv", "chat", str(folder), *options]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+
+    def type_in(text: str) -> None:
+        os.write(ours, text.encode())
+
+    waiting = [""]
+
+    def read_until(text: str) -> None:
+        end = time.monotonic() + 60
+        while text not in waiting[0]:
+            assert time.monotonic() < end, waiting[0]
+            if select.select([ours], [], [], 0.2)[0]:
+                waiting[0] += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(ours, 65536).decode(errors="replace"))
+        waiting[0] = waiting[0].partition(text)[2]
+
+    try:
+        yield process, type_in, read_until
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+@pytest.mark.slow
+def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(chatting: Path) -> None:
+    with terminal(chatting) as (process, type_in, read_until):
+        read_until("> ")
+        type_in("Hello\r")
+        read_until("oooo")
+        process.send_signal(signal.SIGINT)
+        read_until("stopped")
+        read_until("> ")
+        type_in("/system Be brief\r")
+        read_until("the system message is set")
+        read_until("> ")
+        process.send_signal(signal.SIGINT)
+        read_until("Ctrl-D or /quit ends")
+        type_in("\x04")
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_on_a_terminal_an_error_does_not_end_the_chat(chatting: Path) -> None:
+    with terminal(chatting, "--max-new-tokens", "5") as (process, type_in, read_until):
+        read_until("> ")
+        type_in("a" * 600 + "\r")
+        read_until("hint: ")
+        read_until("> ")
+        type_in("Hello\r")
+        read_until("5 tokens")
+        type_in("/quit\r")
+        assert process.wait(60) == 0

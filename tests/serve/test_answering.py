@@ -1,0 +1,50 @@
+"""Answers in turns say what each says alone, whatever keeps the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmconv.export.exporter import export
+from llmconv.generation import TextModel
+from llmconv.serve.answering import Answering
+from llmconv.serve.openai_schema import completion_request
+
+PROMPTS = ("Once there was a clever", "The old dragon", "A")
+
+
+def texts(answering: Answering, in_turns: bool) -> list[str]:
+    """The answers to three prompts, a step each in turn or one after another."""
+    requests = [{"prompt": text, "max_tokens": 16, "temperature": 1, "seed": at} for at, text in enumerate(PROMPTS)]
+    answers = [answering.steps(answering.choices(completion_request(request))) for request in requests]
+    said = [""] * len(answers)
+    waiting = list(range(len(answers)))
+    while waiting:
+        at = waiting.pop(0)
+        if (delta := next(answers[at], None)) is not None:
+            said[at] += delta.text
+            waiting.insert(len(waiting) if in_turns else 0, at)
+    return said
+
+
+def graphs(chatting: Path, tmp_path: Path, kind: str) -> TextModel:
+    """The tiny model with caches of a kind."""
+    if kind in ("onnx", "torch"):
+        return TextModel.open(chatting, backend=kind)
+    if kind == "static":
+        export(chatting, tmp_path / "out", shapes="static", batch_size=1, max_seq_len=64)
+    else:
+        export(chatting, tmp_path / "out", cache="shared-buffer")
+    return TextModel.open(tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["onnx", "torch", "static", "shared-buffer"])
+def test_in_turns_every_answer_is_what_it_is_alone(chatting: Path, tmp_path: Path, kind: str) -> None:
+    model = graphs(chatting, tmp_path, kind)
+    alone = texts(Answering(model, "tiny"), in_turns=False)
+    assert texts(Answering(model, "tiny"), in_turns=True) == alone
+    again = Answering(model, "tiny")
+    assert texts(again, in_turns=True) == texts(again, in_turns=True) == alone  # with the caches of the first round
+    assert len(set(alone)) == 3

@@ -1,0 +1,213 @@
+"""Garbage in: an error object of OpenAI's with the status that says whose fault it is, and no place lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from llmconv.generation import TextModel
+from llmconv.serve.api_errors import ApiError
+from llmconv.serve.app import MOST_BODY
+from llmconv.serve.openai_schema import chat_request, completion_request
+from tests.chatting import CONTEXT
+from tests.serve.conftest import Clients
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "Hello"}
+
+
+def refusal(client: TestClient, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    """The error of a request that is refused."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = client.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "Traceback" not in error["message"]
+    return error
+
+
+@pytest.fixture(autouse=True)
+def no_place_is_lost(client: TestClient) -> Iterator[None]:
+    """After every refusal the server is idle."""
+    yield
+    load = client.get("/health").json()
+    assert (load["active"], load["waiting"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"{" * 200_000,
+        b"[" * 200_000 + b"]" * 200_000,
+        b'{"messages": NaN}',
+        b'{"max_tokens": ' + b"9" * 10_000 + b"}",
+    ],
+    ids=lambda body: body[:12].decode("latin1"),
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_body_that_is_no_json_object_is_refused(client: TestClient, path: str, body: bytes) -> None:
+    assert refusal(client, path, body)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "Hello"}, "messages"),
+        ({"messages": ["Hello"]}, "messages[0]"),
+        ({"messages": [{"content": "Hello"}]}, "messages[0].role"),
+        ({"messages": [{"role": "wizard", "content": "Hello"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "Hello"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "Hello"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_messages_of_another_form_are_refused(client: TestClient, fields: dict[str, Any], parameter: str) -> None:
+    assert refusal(client, CHAT, fields)["param"] == parameter
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 1.5),
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("max_completion_tokens", -1),
+        ("max_tokens", 10**30),
+        ("n", 5),
+        ("n", 0),
+        ("seed", 2**70),
+        ("seed", "x"),
+        ("stop", ["a", "b", "c", "d", "e"]),
+        ("stop", [""]),
+        ("stop", 5),
+        ("stream", "yes"),
+        ("stream_options", [1]),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -0.5),
+        ("logit_bias", {"5": 1}),
+        ("logprobs", True),
+        ("top_logprobs", 3),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("model", 7),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(client: TestClient, field: str, value: Any) -> None:
+    assert refusal(client, CHAT, {"messages": [USER], field: value})["param"] == field
+
+
+def test_a_misspelt_field_is_refused_as_openai_does(client: TestClient) -> None:
+    error = refusal(client, CHAT, {"messages": [USER], "temprature": 0})
+    assert error["message"] == "unrecognized request argument: temprature"
+    assert refusal(client, CHAT, {"messages": [USER], "stream_options": {"x": 1}})["param"] == "stream_options.x"
+
+
+def test_fields_without_effect_and_neutral_ones_are_let_by(client: TestClient) -> None:
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": False, "logit_bias": {}, "tools": []}
+    others = {"user": "me", "metadata": {}, "store": False, "stop": None, "response_format": {"type": "text"}}
+    body = {"messages": [USER], "max_tokens": 2.0, **neutral, **others}
+    assert client.post(CHAT, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, [], [[]], 7, [1, "a"], [[1, "a"]], [True], ["a"] * 17, [-1], [[96]], "\udfff"]
+)
+def test_a_prompt_of_another_form_is_refused(client: TestClient, prompt: Any) -> None:
+    assert refusal(client, COMPLETIONS, {"prompt": prompt})["param"].startswith("prompt")
+
+
+@pytest.mark.parametrize(("field", "value"), [("logprobs", 0), ("best_of", 2), ("suffix", "end"), ("max_tokens", 0)])
+def test_what_completions_lack_is_refused_by_name(client: TestClient, field: str, value: Any) -> None:
+    assert refusal(client, COMPLETIONS, {"prompt": "a", field: value})["param"] == field
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_too_long_a_context_is_refused_before_anything_streams(client: TestClient, stream: bool) -> None:
+    long = [{"role": "user", "content": "a" * CONTEXT}]
+    assert refusal(client, CHAT, {"messages": long, "stream": stream})["code"] == "context_length_exceeded"
+
+
+def test_another_model_is_not_found(client: TestClient) -> None:
+    error = refusal(client, CHAT, {"messages": [USER], "model": "gpt-4o"}, 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+def test_messages_that_the_template_refuses_are_refused(client: TestClient) -> None:
+    assert "bad is refused" in refusal(client, CHAT, {"messages": [{"role": "user", "content": "bad"}]})["message"]
+
+
+def test_a_model_without_a_chat_template_still_completes(clients: Clients, plain: Path) -> None:
+    client = clients(served=TextModel.open(plain))
+    assert "chat template" in refusal(client, CHAT, {"messages": [USER]})["message"]
+    assert client.post(COMPLETIONS, json={"prompt": "Hello"}).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_what_a_form_of_another_site_could_send_is_refused(client: TestClient, kind: str) -> None:
+    body = json.dumps({"messages": [USER]})
+    response = client.post(CHAT, content=body, headers={"Content-Type": kind})
+    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+def test_too_large_a_body_is_refused(client: TestClient) -> None:
+    assert refusal(client, CHAT, b" " * (MOST_BODY + 1), 413)["code"] == "request_too_large"
+
+
+def test_a_body_that_hides_its_size_is_refused_too(client: TestClient) -> None:
+    parts = (b" " * 2**20 for _ in range(6))
+    response = client.post(CHAT, content=parts, headers={"Content-Type": "application/json"})
+    assert response.status_code == 413
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", CHAT, 405), ("POST", "/", 405), ("GET", "/v2", 404)])
+def test_unknown_paths_and_methods_get_the_error_object(
+    client: TestClient, method: str, path: str, status: int
+) -> None:
+    response = client.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["message"] == f"no such endpoint: {method} {path}"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(
+    ["messages", "prompt", "max_tokens", "temperature", "n", "stop", "seed", "stream", "stream_options", "tools"]
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.dictionaries(NAMES, JSON))
+def test_no_json_makes_the_parser_fail_in_another_way(content: dict[str, Any]) -> None:
+    for parse in (chat_request, completion_request):
+        try:
+            parse(content)
+        except ApiError as error:
+            assert 400 <= error.status < 500

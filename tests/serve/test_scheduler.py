@@ -1,0 +1,158 @@
+"""Turns: a step each, so many at once, so many waiting, and an end in order."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from llmconv.errors import InputRefused
+from llmconv.serve.api_errors import ApiError
+from llmconv.serve.scheduler import Job, Scheduler
+
+
+@asynccontextmanager
+async def running(active: int = 2, waiting: int = 2) -> AsyncIterator[Scheduler]:
+    """A scheduler with a running thread."""
+    scheduler = Scheduler(active, waiting)
+    scheduler.start()
+    try:
+        yield scheduler
+    finally:
+        await asyncio.to_thread(scheduler.stop)
+        assert not scheduler.is_running
+
+
+async def drained(job: Job[int]) -> list[int | None]:
+    """Everything a job gives."""
+    return [item async for item in job.items()]
+
+
+class Endless:
+    """Steps without an end, which know whether they were closed."""
+
+    def __init__(self) -> None:
+        self.count, self.closed = 0, threading.Event()
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        time.sleep(0.001)
+        self.count += 1
+        return self.count
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_active_jobs_take_turns() -> None:
+    order: list[str] = []
+    gate = threading.Event()
+
+    def steps(name: str) -> Iterator[int]:
+        gate.wait(10)
+        for number in range(3):
+            order.append(name)
+            yield number
+
+    async def both() -> None:
+        async with running() as scheduler:
+            jobs = [scheduler.submit(steps(name)) for name in "ab"]
+            gate.set()
+            assert [await drained(job) for job in jobs] == [[0, 1, 2]] * 2
+
+    asyncio.run(both())
+    assert "".join(order) == "ababab"
+
+
+def test_one_too_many_is_told_when_to_come_again() -> None:
+    async def crowd() -> ApiError:
+        async with running(active=1, waiting=1) as scheduler:
+            kept = [scheduler.submit(Endless()) for _ in range(2)]
+            with pytest.raises(ApiError) as caught:
+                scheduler.submit(Endless())
+            kept[1].cancel()  # who waits and leaves makes room
+            scheduler.submit(Endless())
+            return caught.value
+
+    error = asyncio.run(crowd())
+    assert (error.status, error.code) == (429, "queue_full")
+    assert int(error.headers["Retry-After"]) >= 1
+
+
+def test_a_cancelled_job_is_closed_and_its_place_is_free() -> None:
+    async def leave() -> None:
+        async with running(active=1, waiting=1) as scheduler:
+            steps = Endless()
+            job = scheduler.submit(steps)
+            async for _ in job.items():
+                break
+            job.cancel()
+            assert await drained(scheduler.submit(iter([1, 2]))) == [1, 2]
+            assert steps.closed.is_set()
+
+    asyncio.run(leave())
+
+
+def test_a_failing_job_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def failing(error: Exception) -> Iterator[int]:
+        yield 1
+        raise error
+
+    async def fail() -> None:
+        async with running() as scheduler:
+            other = scheduler.submit(iter(range(50)))
+            for error in (InputRefused("no", hint="hint"), ZeroDivisionError("oh")):
+                with pytest.raises(type(error)):
+                    await drained(scheduler.submit(failing(error)))
+            assert await drained(other) == list(range(50))
+
+    asyncio.run(fail())
+    assert [record.message for record in caplog.records] == ["an answer failed"]  # the defect, not the refusal
+
+
+def test_a_call_gives_its_result_or_its_error_between_steps() -> None:
+    async def call() -> None:
+        async with running() as scheduler:
+            scheduler.submit(Endless())
+            assert await scheduler.call(lambda: threading.current_thread().name) == "llmconv-model"
+            with pytest.raises(ZeroDivisionError):
+                await scheduler.call(lambda: 1 // 0)
+
+    asyncio.run(call())
+
+
+def test_silence_is_told() -> None:
+    def slow() -> Iterator[int]:
+        time.sleep(0.15)
+        yield 1
+
+    async def listen() -> list[int | None]:
+        async with running() as scheduler:
+            return [item async for item in scheduler.submit(slow()).items(every=0.05)]
+
+    found = asyncio.run(listen())
+    assert (found[0], found[-1]) == (None, 1)
+
+
+def test_draining_lets_answers_finish_refuses_who_waits_and_ends_the_rest() -> None:
+    async def drain() -> None:
+        async with running(active=2, waiting=2) as scheduler:
+            endless = Endless()
+            long, short = scheduler.submit(endless), scheduler.submit(iter(range(20)))
+            waiting = scheduler.submit(iter([1]))
+            scheduler.drain(0.3)
+            with pytest.raises(ApiError, match="shutting down"):
+                scheduler.submit(iter([1]))
+            assert await drained(short) == list(range(20))
+            for job in (waiting, long):
+                with pytest.raises(ApiError, match="shutting down"):
+                    await drained(job)
+            assert endless.closed.is_set()
+
+    asyncio.run(drain())

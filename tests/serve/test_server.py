@@ -1,0 +1,248 @@
+"""The server as a process: OpenAI's own client, many requests at once, signals, clients that hang up."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from tests.serve.process import Served, serving, start
+
+pytestmark = pytest.mark.slow
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+ENDLESS: dict[str, Any] = {"messages": HELLO, "max_tokens": 480, "temperature": 0}
+"""Greedy, the tiny model never ends by itself."""
+
+
+@pytest.fixture(scope="module")
+def served(chatting: Path) -> Iterator[Served]:
+    """One server for the tests that leave it running."""
+    with serving(chatting, "--parallel", "2", "--queue", "8") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def api(served: Served) -> Iterator[openai.OpenAI]:
+    """OpenAI's client of it."""
+    with openai.OpenAI(base_url=f"{served.address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def load(served: Served) -> dict[str, int]:
+    """How many answers are under way and wait."""
+    with urllib.request.urlopen(f"{served.address}/health") as response:
+        health: dict[str, int] = json.load(response)
+    return health
+
+
+def wait_for(served: Served, active: int, seconds: float = 20) -> None:
+    """Waits until so many answers are under way."""
+    end = time.monotonic() + seconds
+    while load(served)["active"] != active:
+        assert time.monotonic() < end, load(served)
+        time.sleep(0.02)
+
+
+def post(served: Served, body: dict[str, Any]) -> socket.socket:
+    """A connection on which a chat was asked for."""
+    address = urlsplit(served.address)
+    connection = socket.create_connection((address.hostname, address.port), timeout=30)
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+def everything(connection: socket.socket) -> str:
+    """What comes until the server closes the connection."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+
+
+def test_openais_client_chats(api: openai.OpenAI) -> None:
+    answer = api.chat.completions.create(model="tiny-chat", messages=HELLO, max_tokens=12, temperature=0)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 12
+    stream = api.chat.completions.create(
+        model="tiny-chat",
+        messages=HELLO,
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == answer.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == answer.usage.total_tokens
+
+
+def test_openais_client_completes_and_lists(api: openai.OpenAI) -> None:
+    answer = api.completions.create(model="tiny-chat", prompt=["Once", "The"], n=2, max_tokens=4, temperature=0)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    streamed = api.completions.create(model="tiny-chat", prompt="Once", max_tokens=4, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == answer.choices[0].text
+    assert [model.id for model in api.models.list()] == ["tiny-chat"]
+
+
+def test_openais_client_knows_the_errors(api: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        api.chat.completions.create(model="gpt-4o", messages=HELLO)
+    with pytest.raises(openai.BadRequestError) as caught:
+        api.chat.completions.create(model="tiny-chat", messages=[{"role": "user", "content": "a" * 600}])
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="log probabilities"):
+        api.chat.completions.create(model="tiny-chat", messages=HELLO, logprobs=True)
+
+
+def test_many_at_once_get_what_each_gets_alone(served: Served, api: openai.OpenAI) -> None:
+    def ask(number: int) -> str:
+        stream = api.chat.completions.create(
+            model="tiny-chat",
+            messages=[{"role": "user", "content": f"Question {number}"}],
+            max_tokens=24,
+            temperature=1,
+            seed=number,
+            stream=True,
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    alone = [ask(number) for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == alone
+    assert len(set(alone)) == 8
+    wait_for(served, 0)
+
+
+def test_beyond_the_queue_clients_are_told_when_to_come_again(served: Served, api: openai.OpenAI) -> None:
+    connections = [post(served, ENDLESS) for _ in range(10)]
+    end = time.monotonic() + 20
+    while sum(load(served)[name] for name in ("active", "waiting")) < 10:
+        assert time.monotonic() < end
+    with pytest.raises(openai.RateLimitError) as caught:
+        api.chat.completions.create(model="tiny-chat", messages=HELLO)
+    assert int(caught.value.response.headers["Retry-After"]) >= 1
+    for connection in connections:
+        connection.close()
+    wait_for(served, 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_frees_its_place(served: Served, stream: bool) -> None:
+    connection = post(served, {**ENDLESS, "n": 4, "stream": stream})
+    wait_for(served, 1)
+    connection.close()
+    wait_for(served, 0, 5)
+
+
+def test_a_client_that_sends_nothing_more_holds_up_nobody(served: Served, api: openai.OpenAI) -> None:
+    address = urlsplit(served.address)
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        assert api.completions.create(model="tiny-chat", prompt="Once", max_tokens=2).choices
+
+
+def test_garbage_instead_of_http_is_refused(served: Served, api: openai.OpenAI) -> None:
+    address = urlsplit(served.address)
+    for garbage in (b"\x16\x03\x01\x00\xa5\x01\x00\x00", b"GET\r\n\r\n", b"A" * 200_000):
+        with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+            try:
+                connection.sendall(garbage)
+                connection.shutdown(socket.SHUT_WR)
+                assert b"200 OK" not in connection.recv(65536)
+            except ConnectionError:
+                pass  # closed while it was still sent
+    assert api.models.list().data
+    assert not any("Traceback" in line for line in served.log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_an_idle_server_with_0(chatting: Path, number: int) -> None:
+    with serving(chatting) as served:
+        assert served.end(number) == 0
+    assert [line for line in served.log if not line.startswith("http://")] == []
+
+
+def test_running_answers_are_finished_in_the_grace(chatting: Path) -> None:
+    with serving(chatting) as served:
+        connection = post(served, {**ENDLESS, "max_tokens": 60, "stream": True})
+        wait_for(served, 1)
+        served.process.send_signal(signal.SIGTERM)
+        text = everything(connection)
+        assert "data: [DONE]" in text
+        assert served.process.wait(30) == 0
+
+
+def test_a_second_signal_ends_running_answers_with_an_error(chatting: Path) -> None:
+    with serving(chatting) as served:
+        whole, stream = (post(served, {**ENDLESS, "n": 4, "stream": wanted}) for wanted in (False, True))
+        wait_for(served, 2)
+        served.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        served.process.send_signal(signal.SIGTERM)
+        texts = [everything(connection) for connection in (whole, stream)]
+        assert texts[0].startswith("HTTP/1.1 503")
+        assert all('"code":"shutting_down"' in text for text in texts)
+        assert "[DONE]" not in texts[1]
+        assert served.process.wait(30) == 0
+
+
+def test_a_port_that_is_taken_is_told_at_once(chatting: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = start(chatting, "--port", str(taken.getsockname()[1]))
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 4
+    assert told.startswith("error: cannot listen on 127.0.0.1 port")
+    assert "hint: give another `--port`" in told
+
+
+def test_a_folder_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    _, told = process.communicate(timeout=60)
+    assert (process.returncode, told.splitlines()[0]) == (3, f"error: `{tmp_path}` has no tokenizer")
+
+
+def test_the_key_comes_from_the_environment_and_is_never_told(chatting: Path) -> None:
+    with (
+        serving(chatting, LLMCONV_API_KEY="secret") as served,
+        openai.OpenAI(base_url=f"{served.address}/v1", api_key="wrong", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        assert client.with_options(api_key="secret").models.list().data
+    assert "secret" not in "".join(served.log)
+
+
+def test_torch_stays_away_from_graphs(chatting: Path) -> None:
+    """The server starts several times faster without it."""
+    with serving(chatting) as served:
+        maps = Path(f"/proc/{served.process.pid}/maps")
+        if not maps.exists():
+            pytest.skip("only Linux tells what a process has loaded")
+        assert "libtorch" not in maps.read_text()
+
+
+def test_a_thread_of_requests_ends_with_the_server(chatting: Path) -> None:
+    with serving(chatting) as served:
+        threads = [threading.Thread(target=lambda: everything(post(served, ENDLESS))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        wait_for(served, 3)
+        assert served.end(signal.SIGKILL) == -signal.SIGKILL
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
