@@ -3,97 +3,207 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmconv.cli import options
+from llmconv.cli import generation_options, options
+from llmconv.errors import UsageProblem
 from llmconv.progress import say
 
 if TYPE_CHECKING:
-    from llmconv.generation import Generation
+    from llmconv.generation import Completion, Cost, GenerationSettings, Piece, TextModel, Wording
+    from llmconv.generation.prompts import Content
 
 
 @click.command("generate")
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--prompt", "prompts", multiple=True, required=True, help="Text to continue; may be repeated.")
-@click.option("--backend", type=click.Choice(["onnx", "torch"]), default="onnx", show_default=True, help="What runs.")
-@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True, help="At most so many.")
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="Keep the k likeliest; 0 for all.")
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Nucleus.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the sampling.")
+@click.argument("model", metavar="FOLDER")
+@click.argument("texts", metavar="[PROMPT]...", nargs=-1)
+@click.option("--prompt", "prompts", multiple=True, help="Text to continue; may be repeated.")
+@click.option(
+    "--prompt-file",
+    metavar="FILE",
+    help="One prompt per line, or JSON lines with `prompt` or `messages`; - is standard input.",
+)
+@click.option("--output-file", type=click.Path(path_type=Path), metavar="FILE", help="Completions as JSON lines.")
+@click.option("--overwrite", is_flag=True, help="Begin the output file again; else a run goes on where it ended.")
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Prompts side by side.")
 @click.option("--stream", is_flag=True, help="Print the text while it grows.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
+@click.option("--chat", is_flag=True, help="A prompt is a user's message in the tokenizer's chat template.")
+@click.option("--template", default="", metavar="NAME", help="The same in alpaca, v1_2, vicuna, or a file in Jinja.")
+@click.option("--system", default="", metavar="TEXT", help="The message of the system that a chat begins with.")
+@click.option("--prefix", default="", metavar="TEXT", help="Put before every prompt; run once for all of them.")
+@generation_options.picking
+@generation_options.running
 @options.trust_remote_code
 @options.as_json
 @options.talk
 def command(
-    folder: Path,
+    model: str,
+    texts: tuple[str, ...],
     prompts: tuple[str, ...],
-    backend: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int,
+    prompt_file: str | None,
+    output_file: Path | None,
+    overwrite: bool,
+    batch_size: int,
     stream: bool,
-    threads: int,
+    chat: bool,
+    template: str,
+    system: str,
+    prefix: str,
+    backend: str,
+    adapter: Path | None,
+    provider: str | None,
+    threads: int | None,
+    session_config: Path | None,
+    prepack: bool,
     trust_remote_code: bool,
     as_json: bool,
+    **picking: Any,
 ) -> None:
     """Continue prompts with the graphs in FOLDER, or with its eager model.
 
-    The new text goes to stdout, tokens per second to stderr.
-    """
-    from llmconv.generation import Piece, generate
-    from llmconv.generation.streaming import OrderedWriter
-    from llmconv.runtime import SessionSettings
+    FOLDER is a model folder, one .onnx file, or a name in the hub's cache. Prompts are arguments, the lines of a file,
+    or else standard input. What is not given is as generation_config.json says, in which `do_sample` decides whether
+    tokens are drawn.
 
-    def write(piece: str) -> None:
-        sys.stdout.write(piece)
+    The new text goes to stdout, what it cost to stderr.
+    """
+    from llmconv.generation import TextModel, Wording
+    from llmconv.generation.generate import settings_for
+
+    wording = Wording(prefix, template or ("tokenizer" if chat or system else ""), system)
+    given = generation_options.settings(picking)
+    contents = _prompts((*texts, *prompts), prompt_file)
+    session = generation_options.session(provider, threads, session_config, prepack)
+    opened = TextModel.open(
+        model, backend=backend, settings=session, adapter=adapter, trust_remote_code=trust_remote_code
+    )
+    settings = settings_for(opened, wording, given)
+    run = _Run(opened, contents, settings, wording, batch_size)
+    if output_file:
+        made_with = {"model": str(opened.folder.resolve()), "backend": backend, "adapter": str(adapter or "")}
+        run.to_file(output_file, {**asdict(settings), **asdict(wording), **made_with}, overwrite, _writer(stream, run))
+    else:
+        run.collect(_writer(stream and not as_json, run))
+    if as_json:
+        options.print_json(_as_dict(run))
+    elif not stream and not output_file:
+        for completion in run.completions:
+            click.echo(completion.text)
+    _report(run)
+
+
+class _Run:
+    """One call of the command, and what came of it."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        prompts: Sequence[Content],
+        settings: GenerationSettings,
+        wording: Wording,
+        batch_size: int,
+    ) -> None:
+        self.model, self.prompts, self.settings = model, prompts, settings
+        self._wording, self._batch_size = wording, batch_size
+        self.completions: list[Completion] = []
+        self.costs: list[Cost] = []
+        self.skipped = 0
+        self.output: Path | None = None
+
+    def collect(self, on_piece: Callable[[Piece], None] | None) -> None:
+        """Runs all prompts and keeps what they gave."""
+        self._run(self.completions.extend, on_piece)
+
+    def to_file(
+        self, path: Path, made_with: dict[str, Any], overwrite: bool, on_piece: Callable[[Piece], None] | None
+    ) -> None:
+        """Runs the prompts that the file does not have yet."""
+        from llmconv.generation.output import CompletionFile
+
+        self.output = path
+        with CompletionFile(path, self.prompts, made_with, overwrite=overwrite) as file:
+            self.skipped = file.done
+            self._run(file.write, on_piece)
+
+    def _run(self, take: Callable[[list[Completion]], object], on_piece: Callable[[Piece], None] | None) -> None:
+        from llmconv.generation.generate import run_batches
+
+        for completions, cost in run_batches(
+            self.model,
+            self.prompts,
+            self.settings,
+            wording=self._wording,
+            batch_size=self._batch_size,
+            skip=self.skipped,
+            on_piece=on_piece,
+        ):
+            take(completions)
+            self.costs.append(cost)
+            if len(self.prompts) > self._batch_size:
+                say(f"batch {len(self.costs)}: {_told(cost)}")
+
+
+def _prompts(texts: tuple[str, ...], file: str | None) -> list[Content]:
+    """Those of the command line, else those of a file, else those of standard input."""
+    from llmconv.generation.prompts import read_prompts
+
+    if texts and file:
+        raise UsageProblem("prompts are given twice", hint="give them as arguments or in a file")
+    if texts:
+        return list(texts)
+    if file and file != "-":
+        return read_prompts(Path(file))
+    if sys.stdin is None or (not file and sys.stdin.isatty()):
+        raise UsageProblem("no prompt is given", hint="give one behind the folder, or `--prompt-file`")
+    return read_prompts(sys.stdin)
+
+
+def _writer(streaming: bool, run: _Run) -> Callable[[Piece], None] | None:
+    """Prints pieces as they come, the texts in the order of the prompts."""
+    if not streaming:
+        return None
+    from llmconv.generation.streaming import OrderedWriter
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
         sys.stdout.flush()
 
-    writer = OrderedWriter(len(prompts), write)
+    writer: list[OrderedWriter] = []
 
     def on_piece(piece: Piece) -> None:
-        writer.push(piece.index, piece.text, bool(piece.finish))
+        if not writer:
+            writer.append(OrderedWriter(len(run.prompts), write, run.skipped))
+        writer[0].push(piece.index, piece.text, bool(piece.finish))
 
-    streaming = stream and not as_json
-    result = generate(
-        folder,
-        prompts,
-        backend=backend,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        do_sample=temperature > 0,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        session=SessionSettings(threads=threads),
-        on_piece=on_piece if streaming else None,
-        trust_remote_code=trust_remote_code,
-    )
-    if as_json:
-        options.print_json(_as_dict(result))
-    elif not streaming:
-        for completion in result.completions:
-            click.echo(completion.text)
-    say(_speed(result))
+    return on_piece
 
 
-def _as_dict(result: Generation) -> dict[str, object]:
-    return {
-        "backend": result.backend,
-        "completions": [asdict(completion) for completion in result.completions],
-        "batches": [cost.as_dict() for cost in result.batches],
-        **result.total.as_dict(),
-    }
+def _as_dict(run: _Run) -> dict[str, object]:
+    from llmconv.generation import Cost
+
+    made: dict[str, object] = {"completions": [asdict(completion) for completion in run.completions]}
+    if run.output:
+        made = {"output_file": str(run.output), "kept": run.skipped}
+    costs = [cost.as_dict() for cost in run.costs]
+    return {"backend": run.model.backend, **made, "batches": costs, **Cost.sum(run.costs).as_dict()}
 
 
-def _speed(result: Generation) -> str:
-    total = result.total
-    prompt = f"prompt: {total.prompt_tokens} tokens, {total.prompt_rate:.1f} tokens/s"
-    return f"{prompt}; generation: {total.new_tokens} tokens, {total.rate:.1f} tokens/s"
+def _report(run: _Run) -> None:
+    """What all of it cost."""
+    from llmconv.generation import Cost
+
+    if run.skipped:
+        say(f"{run.skipped} of {len(run.prompts)} prompts were finished before")
+    if run.costs:
+        say(_told(Cost.sum(run.costs)))
+
+
+def _told(cost: Cost) -> str:
+    counts = f"{cost.prompt_tokens} tokens in, {cost.new_tokens} out"
+    first = f"first token after {cost.first_seconds:.3f} s"
+    return f"{counts}; {first}, then {cost.rate:.1f} tokens/s; peak memory {cost.peak_bytes / 1e9:.2f} GB"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from llmconv.generation.conversation import Conversation
-from llmconv.generation.generate import generate
+from llmconv.generation.conversation import Conversation, SharedPrefix
+from llmconv.generation.files import ModelFiles
+from llmconv.generation.generate import Wording, generate
 from llmconv.generation.model import TextModel
 from llmconv.generation.report import Completion, Cost, Generation
 from llmconv.generation.row import Piece
@@ -15,7 +16,10 @@ __all__ = [
     "Cost",
     "Generation",
     "GenerationSettings",
+    "ModelFiles",
     "Piece",
+    "SharedPrefix",
     "TextModel",
+    "Wording",
     "generate",
 ]

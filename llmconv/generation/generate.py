@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmconv.errors import UsageProblem
+from llmconv.generation.conversation import SharedPrefix
 from llmconv.generation.model import TextModel
+from llmconv.generation.prompts import Content, as_chat, shared_start, with_prefix
 from llmconv.generation.report import Completion, Cost, Generation, Meter
 from llmconv.generation.row import Piece
 from llmconv.generation.settings import GenerationSettings
-from llmconv.runtime.ort import SessionSettings
+from llmconv.generation.templates import TOKENIZER, find_template
+from llmconv.runtime.session_settings import SessionSettings
 
 BATCH_SIZE = 8
 NEW_TOKENS = 64
@@ -21,11 +24,34 @@ OnPiece = Callable[[Piece], object]
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A text or a chat, and its tokens."""
+class Wording:
+    """How prompts become the texts that a model is given.
 
-    content: Any
-    ids: list[int]
+    Attributes:
+        prefix: put before every prompt, and run once for all of them.
+        template: of chats, see `templates`; a text is a chat of one message where this is said.
+        system: the message that a chat begins with where it has none.
+    """
+
+    prefix: str = ""
+    template: str = ""
+    system: str = ""
+
+    def encode(self, model: TextModel, content: Content) -> list[int]:
+        """Tokens of a prompt.
+
+        Raises:
+            InputRefused: it has none, or there is no chat template.
+        """
+        content = with_prefix(content, self.prefix)
+        if isinstance(content, str) and not self.template:
+            return model.encode(content)
+        return model.encode_chat(as_chat(content, self.system), self.template or TOKENIZER)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer in this wording."""
+        return find_template(self.template).stops if self.template else ()
 
 
 @dataclass
@@ -37,10 +63,11 @@ class _Growing:
 
 def generate(
     model: Any,
-    prompts: Sequence[str],
+    prompts: Sequence[Content],
     *,
     backend: str = "onnx",
     batch_size: int = BATCH_SIZE,
+    wording: Wording | None = None,
     session: SessionSettings | None = None,
     on_piece: OnPiece | None = None,
     trust_remote_code: bool = False,
@@ -49,10 +76,12 @@ def generate(
     """Continues every prompt; a batch gives what its prompts give one by one.
 
     Args:
-        model: a model folder with a tokenizer, and with graphs for `backend="onnx"`; or see `TextModel.open`.
-        prompts: texts.
+        model: a model folder with a tokenizer, and with graphs for `backend="onnx"`; what else `TextModel.open` opens;
+            or a `TextModel`, which has its backend.
+        prompts: texts, or chats as lists of messages.
         backend: `onnx` (the graphs) or `torch` (the eager model).
         batch_size: prompts that run side by side.
+        wording: template of chats and prefix of all prompts.
         session: settings of onnxruntime.
         on_piece: called with every token.
         trust_remote_code: run the folder's own code, of the tokenizer and, for `torch`, of the model.
@@ -64,51 +93,79 @@ def generate(
     """
     if not prompts or batch_size < 1:
         raise UsageProblem("nothing to generate", hint="give at least one prompt, and batches of at least one")
-    settings = GenerationSettings().but(**options)  # refuses before anything is loaded
-    opened = TextModel.open(model, backend=backend, settings=session, trust_remote_code=trust_remote_code)
-    settings = with_length(opened.defaults.but(**options))
-    encoded = [Prompt(prompt, opened.encode(prompt)) for prompt in prompts]
-    done = list(run_batches(opened, encoded, settings, batch_size, on_piece))
+    GenerationSettings().but(**options)  # refuses before anything is loaded
+    opened = model
+    if not isinstance(model, TextModel):
+        opened = TextModel.open(model, backend=backend, settings=session, trust_remote_code=trust_remote_code)
+    wording = wording or Wording()
+    settings = settings_for(opened, wording, options)
+    done = list(run_batches(opened, prompts, settings, wording=wording, batch_size=batch_size, on_piece=on_piece))
     completions = [completion for batch, _ in done for completion in batch]
     return Generation(completions, opened.backend, [cost for _, cost in done])
 
 
-def with_length(settings: GenerationSettings) -> GenerationSettings:
-    """The settings, with a number of new tokens where they say nothing about it."""
-    unsaid = settings.max_new_tokens is None and settings.max_length is None
-    return settings.but(max_new_tokens=NEW_TOKENS) if unsaid else settings
+def settings_for(model: TextModel, wording: Wording, options: dict[str, Any]) -> GenerationSettings:
+    """The model's settings under the given options, with stop strings of the template and a number of new tokens."""
+    settings = model.defaults.but(**options)
+    if settings.max_new_tokens is None and settings.max_length is None:
+        settings = settings.but(max_new_tokens=NEW_TOKENS)
+    return settings.but(stop_strings=tuple(dict.fromkeys((*settings.stop_strings, *wording.stops))))
 
 
 def run_batches(
     model: TextModel,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Content],
     settings: GenerationSettings,
+    *,
+    wording: Wording | None = None,
     batch_size: int = BATCH_SIZE,
+    skip: int = 0,
     on_piece: OnPiece | None = None,
 ) -> Iterator[tuple[list[Completion], Cost]]:
-    """Runs `batch_size` prompts at a time and gives what each batch gave and cost."""
-    for start in range(0, len(prompts), batch_size):
-        yield _run_batch(model, prompts[start : start + batch_size], settings, start, on_piece)
+    """Runs `batch_size` prompts at a time and gives what each batch gave and cost; the first `skip` prompts are done.
+
+    Raises:
+        InputRefused: a prompt has no tokens or is longer than the context; nothing was run then.
+    """
+    wording = wording or Wording()
+    ids = [wording.encode(model, prompt) for prompt in prompts]
+    model.limits(ids, settings)
+    shared = SharedPrefix(shared_start(ids), model.positions) if wording.prefix and len(ids) > 1 else None
+    size = min(batch_size, model.sequences or batch_size)
+    for start in range(skip, len(prompts), size):
+        part = slice(start, start + size)
+        yield _run_batch(model, prompts[part], ids[part], settings, shared, _numbered(on_piece, start))
+
+
+def _numbered(on_piece: OnPiece | None, start: int) -> OnPiece | None:
+    """Counts prompts from the first of all, not from the first of a batch."""
+    if on_piece is None or start == 0:
+        return on_piece
+    return lambda piece: on_piece(Piece(start + piece.index, piece.text, piece.token, piece.finish))
 
 
 def _run_batch(
-    model: TextModel, prompts: Sequence[Prompt], settings: GenerationSettings, start: int, on_piece: OnPiece | None
+    model: TextModel,
+    prompts: Sequence[Content],
+    ids: Sequence[list[int]],
+    settings: GenerationSettings,
+    shared: SharedPrefix | None,
+    on_piece: OnPiece | None,
 ) -> tuple[list[Completion], Cost]:
-    meter = Meter([len(prompt.ids) for prompt in prompts])
+    meter = Meter([len(one) for one in ids])
     growing = [_Growing() for _ in prompts]
-    for piece in model.stream([prompt.ids for prompt in prompts], settings):
+    for piece in model.stream(ids, settings, shared):
         one = growing[piece.index]
         one.text.append(piece.text)
         one.finish = piece.finish
         if piece.token is not None:
             meter.count()
-            if piece.finish != "eos":
-                one.tokens.append(piece.token)
+            one.tokens += [piece.token] * (piece.finish != "eos")
         if on_piece:
-            on_piece(Piece(start + piece.index, piece.text, piece.token, piece.finish))
+            on_piece(piece)
     cost = meter.stop()
     completions = [
-        Completion(prompt.content, "".join(one.text), one.tokens, len(prompt.ids), one.finish)
-        for prompt, one in zip(prompts, growing, strict=True)
+        Completion(prompt, "".join(one.text), one.tokens, len(tokens), one.finish)
+        for prompt, tokens, one in zip(prompts, ids, growing, strict=True)
     ]
     return completions, cost

@@ -135,7 +135,7 @@ class TextModel:
             UsageProblem: settings that the graphs cannot serve.
         """
         settings = settings or self.defaults
-        limits = [self._limit(index, len(prompt), settings) for index, prompt in enumerate(prompts)]
+        limits = self.limits(prompts, settings)
         if settings.num_beams > 1:
             return self._search(prompts, limits, settings)
         return self._grow(prompts, limits, settings, cache)
@@ -184,23 +184,26 @@ class TextModel:
             processor = importlib.import_module(TORCH_PARTS).processor(settings, len(prompt), limit)
         return Row(index, prompt, limit, settings, self.decode, processor)
 
-    def _limit(self, index: int, prompt_tokens: int, settings: GenerationSettings) -> int:
-        """How many tokens may follow a prompt: the last of them is never run.
+    def limits(self, prompts: Sequence[Sequence[int]], settings: GenerationSettings) -> list[int]:
+        """How many tokens may follow each prompt: as the settings say, and as the context has room.
 
         Raises:
-            InputRefused: the prompt alone is too long, or empty.
+            InputRefused: a prompt alone is too long for the context, or empty.
         """
+        return [self._limit(number, len(prompt), settings) for number, prompt in enumerate(prompts, start=1)]
+
+    def _limit(self, number: int, prompt_tokens: int, settings: GenerationSettings) -> int:
         wanted = settings.new_tokens(prompt_tokens)
         if prompt_tokens == 0:
-            raise InputRefused(f"prompt {index} has no tokens", hint="give a prompt that is not empty")
+            raise InputRefused(f"prompt {number} has no tokens", hint="give a prompt that is not empty")
         if self.context_length is None:
             return wanted
         if prompt_tokens > self.context_length:
             raise InputRefused(
-                f"prompt {index} has {prompt_tokens} tokens, and the model's context is {self.context_length}",
-                hint="shorten the prompt",
+                f"prompt {number} has {prompt_tokens} tokens, and the model's context is {self.context_length}",
+                hint="shorten the prompt, or export with a larger --max-seq-len where the graphs are what is short",
             )
-        return min(wanted, self.context_length - prompt_tokens + 1)
+        return min(wanted, self.context_length - prompt_tokens + 1)  # the last token is never run
 
     def _vocabulary(self) -> int:
         """Size of the logits."""

@@ -53,9 +53,11 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
         self._past: Past | None = None
         self._ids, self._mask = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64)
 
-    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **given: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **given: Any
+    ) -> dict[str, Any]:
         """All tokens, and the mask of all tokens."""
-        return {"input_ids": input_ids, "attention_mask": given["attention_mask"]}
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **given: Any) -> CausalLMOutputWithPast:
         """Logits of the last position, float32 [rows, 1, vocabulary]."""
@@ -85,9 +87,8 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
             return None, 0
         rows = [known[key] for key in wanted]
         is_same = rows == list(range(len(self._ids)))
-        return Past(self._past.cache if is_same else rows_of(self._past.cache, rows), self._past.tokens), ids.shape[
-            1
-        ] - 1
+        cache, done = self._past.cache, self._past.tokens
+        return Past(cache if is_same else rows_of(cache, rows), done), done
 
 
 def search(model: GraphModel, prompt: Sequence[int], limit: int, settings: GenerationSettings) -> list[int]:

@@ -79,13 +79,19 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class OrderedWriter:
-    """Writes the texts of a batch one after another: the first unfinished one live, the others in turn."""
+    """Writes texts one after another: the first unfinished one live, the others in turn.
 
-    def __init__(self, count: int, write: Callable[[str], object]) -> None:
+    Args:
+        count: how many.
+        write: where to.
+        start: of the texts, the first that is written.
+    """
+
+    def __init__(self, count: int, write: Callable[[str], object], start: int = 0) -> None:
         self._write = write
         self._waiting = [""] * count
         self._done = [False] * count
-        self._current = 0
+        self._current = start
 
     def push(self, index: int, piece: str, done: bool) -> None:
         """Takes a piece of text `index`; a text ends with a line break."""

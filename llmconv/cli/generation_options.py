@@ -1,0 +1,105 @@
+"""Options of the commands that continue texts: what runs, how tokens are picked, how prompts are worded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from llmconv.runtime import SessionSettings
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+BACKENDS = ["onnx", "torch"]
+
+PICKING = (
+    click.option("--max-new-tokens", type=click.IntRange(1), help="At most so many; 64 where nothing says how many."),
+    click.option("--max-length", type=click.IntRange(1), help="At most so many, the prompt counted."),
+    click.option("--temperature", type=click.FloatRange(0), help="Above 0 tokens are drawn; 0 takes the likeliest."),
+    click.option("--top-k", type=click.IntRange(0), help="Draw from the k likeliest; 0 for all, 50 if not said."),
+    click.option(
+        "--top-p", type=click.FloatRange(0, 1, min_open=True), help="Draw from the likeliest that sum up to p."
+    ),
+    click.option("--min-p", type=click.FloatRange(0, 1), help="Draw from those at least p times the likeliest."),
+    click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), help="1 for none."),
+    click.option("--num-beams", type=click.IntRange(1), help="Sequences searched side by side."),
+    click.option("--stop", "stop_strings", multiple=True, metavar="STRING", help="Ends a text; may be repeated."),
+    click.option("--seed", type=click.IntRange(0), help="Of the drawing."),
+)
+RUNNING = (
+    click.option(
+        "--backend", type=click.Choice(["onnx", "torch"]), default="onnx", show_default=True, help="What runs."
+    ),
+    click.option("--adapter", type=click.Path(path_type=Path), help="Folder of PEFT, with `--backend torch`."),
+    click.option("--provider", metavar="NAME", help="Of onnxruntime: cpu, cuda, …; what it cannot run, the CPU runs."),
+    click.option("--threads", type=click.IntRange(0), help="Of onnxruntime or torch; 0 for one per core."),
+    click.option(
+        "--session-config", type=click.Path(path_type=Path), metavar="FILE", help="Session options, .ini or JSON."
+    ),
+    click.option("--prepack", is_flag=True, help="Copy weights into a faster layout; else they stay mapped files."),
+)
+
+
+def picking(command: Command) -> Command:
+    """How the next token is picked, and when a text ends; what is not given is as generation_config.json says."""
+    return _with(command, PICKING)
+
+
+def running(command: Command) -> Command:
+    """What runs, and on what."""
+    return _with(command, RUNNING)
+
+
+def _with(command: Command, decorators: tuple[Callable[[Command], Command], ...]) -> Command:
+    for decorator in reversed(decorators):
+        command = decorator(command)
+    return command
+
+
+def settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `GenerationSettings` from what `picking` took; how to draw is said by drawing."""
+    fields = {name: given[name] for name in NAMES if given[name] is not None}
+    if not fields.get("stop_strings"):
+        fields.pop("stop_strings", None)
+    if "temperature" in fields:
+        fields["do_sample"] = fields["temperature"] > 0
+    elif {"top_k", "top_p", "min_p"} & fields.keys():
+        fields["do_sample"] = True
+    return fields
+
+
+NAMES = (
+    "max_new_tokens",
+    "max_length",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "num_beams",
+    "stop_strings",
+    "seed",
+)
+
+
+def session(
+    provider: str | None, threads: int | None, session_config: Path | None, prepack: bool = False
+) -> SessionSettings:
+    """Settings of onnxruntime from what `running` took; options go before the file."""
+    from dataclasses import replace
+
+    from llmconv.runtime.session_file import read_session_file
+    from llmconv.runtime.session_settings import SessionSettings, provider_name
+
+    found = SessionSettings(prepack=prepack)
+    if session_config:
+        found = read_session_file(session_config, found)
+    if threads is not None:
+        attributes = {name: value for name, value in found.attributes.items() if name != "intra_op_num_threads"}
+        found = replace(found, threads=threads, attributes=attributes)
+    if provider is not None and provider_name(provider) != found.provider:
+        found = replace(found, provider=provider_name(provider), provider_options={})
+    return found

@@ -1,0 +1,133 @@
+"""CompletionFile: one line of JSON per prompt, in their order; a run that was killed goes on behind them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from llmconv.errors import InputRefused, OutputFailed
+from llmconv.generation.prompts import Content
+from llmconv.generation.report import Completion
+
+SIDE_FILE = ".{}.options.json"
+"""Hidden beside the file: what its lines are made with."""
+
+
+class CompletionFile:
+    """Lines of JSON, appended batch by batch.
+
+    Every line has `prompt` or `messages`, `text`, `tokens`, `prompt_tokens` and `finish`. What the file is made with
+    lies hidden beside it, so that a run with other prompts or options is refused.
+
+    Args:
+        path: of the file.
+        prompts: all of them, in order.
+        options: all that the text depends on.
+        overwrite: start afresh, whatever is there.
+
+    Raises:
+        InputRefused: the file is of other prompts or options, or no file of completions.
+        OutputFailed: it cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, prompts: Sequence[Content], options: Mapping[str, Any], *, overwrite: bool = False
+    ) -> None:
+        self._path, self._side = path, path.with_name(SIDE_FILE.format(path.name))
+        self._made_with = json.dumps(
+            {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}, sort_keys=True, default=str
+        )
+        if overwrite:
+            self._remove()
+        self.done, self._size = self._finished(prompts)
+        self._file = self._open()
+
+    def write(self, completions: Sequence[Completion]) -> None:
+        """Appends a batch; it is on the disk when this returns.
+
+        Raises:
+            OutputFailed: it cannot be written.
+        """
+        lines = "".join(json.dumps(_as_dict(one), ensure_ascii=False) + "\n" for one in completions)
+        try:
+            self._file.write(lines.encode("utf-8", errors="surrogatepass"))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._failed(error) from error
+        self.done += len(completions)
+
+    def __enter__(self) -> CompletionFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _finished(self, prompts: Sequence[Content]) -> tuple[int, int]:
+        """Lines that are whole, and their bytes."""
+        if not self._path.exists():
+            return 0, 0
+        content = self._path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        lines = whole.splitlines()
+        if not content:
+            return 0, 0
+        if not self._side.is_file():
+            self._refuse("is there already, and nothing tells how it was made")
+        if self._side.read_text(encoding="utf-8") != self._made_with:
+            self._refuse("was begun with other prompts or options")
+        for line, prompt in zip(lines, prompts, strict=False):
+            if _prompt_of(line) != prompt:
+                self._refuse("holds other prompts")
+        if len(lines) > len(prompts):
+            self._refuse("holds more lines than there are prompts")
+        return len(lines), len(whole)
+
+    def _open(self) -> BinaryIO:
+        try:
+            self._side.write_text(self._made_with, encoding="utf-8")
+            file = open(self._path, "ab")  # noqa: SIM115 - closed by __exit__
+            file.truncate(self._size)  # half a line of a run that was killed
+        except OSError as error:
+            raise self._failed(error) from error
+        return file
+
+    def _remove(self) -> None:
+        for path in (self._path, self._side):
+            path.unlink(missing_ok=True)
+
+    def _refuse(self, problem: str) -> None:
+        raise InputRefused(
+            f"`{self._path}` {problem}", hint="give `--overwrite` to begin again, or another `--output-file`"
+        )
+
+    def _failed(self, error: OSError) -> OutputFailed:
+        return OutputFailed(
+            f"`{self._path}` cannot be written: {error.strerror or error}",
+            hint="make room or give another `--output-file`; the same command goes on behind the finished lines",
+        )
+
+
+def _digest(prompts: Sequence[Content]) -> str:
+    return hashlib.sha256(json.dumps(list(prompts), sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _as_dict(one: Completion) -> dict[str, Any]:
+    kind = "prompt" if isinstance(one.prompt, str) else "messages"
+    rest = {"text": one.text, "tokens": one.tokens, "prompt_tokens": one.prompt_tokens, "finish": one.finish}
+    return {kind: one.prompt, **rest}
+
+
+def _prompt_of(line: bytes) -> Any:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return said.get("prompt", said.get("messages")) if isinstance(said, dict) else None
