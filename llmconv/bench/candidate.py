@@ -53,7 +53,9 @@ class Candidate:
         folder = Path(rest) if rest else first
         if folder is None or not folder.is_dir():
             known = ", ".join(RUNTIMES)
-            raise UsageProblem(f"`{rest or text}` is no folder", hint=f"give FOLDER or RUNTIME:FOLDER; runtimes: {known}")
+            raise UsageProblem(
+                f"`{rest or text}` is no folder", hint=f"give FOLDER or RUNTIME:FOLDER; runtimes: {known}"
+            )
         return cls(kind, folder, (interpreters or {}).get(kind, sys.executable))
 
     @property

@@ -46,7 +46,11 @@ class Numbers(click.ParamType):
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Rounds, after one to warm up.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of every candidate; 0 for one per core.")
 @click.option(
-    "--python", "pythons", multiple=True, metavar="RUNTIME=PATH", help="An interpreter that has the runtime, such as optimum=PATH."
+    "--python",
+    "pythons",
+    multiple=True,
+    metavar="RUNTIME=PATH",
+    help="An interpreter that has the runtime, such as optimum=PATH.",
 )
 @click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Write the figures there.")
 @click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw the curves there, as .png or .svg.")
