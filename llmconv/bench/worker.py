@@ -94,11 +94,8 @@ def open_genai(folder: str, threads: int) -> Run:
     genai, numpy = importlib.import_module("onnxruntime_genai"), importlib.import_module("numpy")
     said = json.loads((Path(folder) / "genai_config.json").read_text())["model"]
     config = genai.Config(folder)
-    decoder: dict[str, Any] = {"session_options": {"intra_op_num_threads": threads}}
-    if "pipeline" in said["decoder"]:
-        stages = [{name: decoder for name in stage} for stage in said["decoder"]["pipeline"]]
-        decoder = {"pipeline": stages}
-    config.overlay(json.dumps({"model": {"eos_token_id": [said["vocab_size"] - 1], "decoder": decoder}}))
+    options = {"session_options": {"intra_op_num_threads": threads}}
+    config.overlay(json.dumps({"model": {"eos_token_id": [said["vocab_size"] - 1], "decoder": options}}))
     model = genai.Model(config)
 
     def run(prompts: list[list[int]], new: int) -> Answer:

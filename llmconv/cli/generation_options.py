@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-BACKENDS = ["onnx", "torch"]
+BACKENDS = ["onnx", "torch", "genai"]
 
 PICKING = (
     click.option("--max-new-tokens", type=click.IntRange(1), help="At most so many; 64 where nothing says how many."),
@@ -30,9 +30,7 @@ PICKING = (
     click.option("--seed", type=click.IntRange(0), help="Of the drawing."),
 )
 RUNNING = (
-    click.option(
-        "--backend", type=click.Choice(["onnx", "torch"]), default="onnx", show_default=True, help="What runs."
-    ),
+    click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="What runs."),
     click.option("--adapter", type=click.Path(path_type=Path), help="Folder of PEFT, with `--backend torch`."),
     click.option("--provider", metavar="NAME", help="Of onnxruntime: cpu, cuda, …; what it cannot run, the CPU runs."),
     click.option("--threads", type=click.IntRange(0), help="Of onnxruntime or torch; 0 for one per core."),
