@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,3 +98,28 @@ def save_tensors(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return save
+
+
+@pytest.fixture(scope="session")
+def talking_as(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`talking_as(model_type)`: weights, two graphs and a tokenizer of characters; do not write into it."""
+    from llmconv.export.exporter import export  # noqa: PLC0415 - only the tests that ask for graphs pay for it
+    from tests.talking import save_letters  # noqa: PLC0415
+
+    folders: dict[str, Path] = {}
+
+    def folder(model_type: str) -> Path:
+        if model_type not in folders:
+            home = tmp_path_factory.mktemp("talking") / model_type
+            shutil.copytree(tiny(model_type), home)
+            export(home, prefill=True, incremental=True)
+            folders[model_type] = save_letters(home)
+        return folders[model_type]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def talking(talking_as: Callable[[str], Path]) -> Path:
+    """A Llama with weights, prefill.onnx, decode.onnx and a tokenizer of characters; do not write into it."""
+    return talking_as("llama")

@@ -40,7 +40,9 @@ class CompletionFile:
     ) -> None:
         self._path, self._side = path, path.with_name(SIDE_FILE.format(path.name))
         self._made_with = json.dumps(
-            {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}, sort_keys=True, default=str
+            {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)},
+            sort_keys=True,
+            default=_plain,
         )
         if overwrite:
             self._remove()
@@ -113,6 +115,11 @@ class CompletionFile:
             f"`{self._path}` cannot be written: {error.strerror or error}",
             hint="make room or give another `--output-file`; the same command goes on behind the finished lines",
         )
+
+
+def _plain(value: Any) -> Any:
+    """Sets in the same order every time."""
+    return sorted(value) if isinstance(value, frozenset) else str(value)
 
 
 def _digest(prompts: Sequence[Content]) -> str:

@@ -56,14 +56,18 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **given: Any
     ) -> dict[str, Any]:
-        """All tokens, and the mask of all tokens."""
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
+        """All tokens."""
+        return {"input_ids": input_ids}
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **given: Any) -> CausalLMOutputWithPast:
-        """Logits of the last position, float32 [rows, 1, vocabulary]."""
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **given: Any
+    ) -> CausalLMOutputWithPast:
+        """Logits of the last position, float32 [rows, 1, vocabulary], of rows without padding."""
         assert self._runner and self._positions
-        ids, mask = input_ids.numpy(), attention_mask.numpy().astype(np.int64)
-        past, done = self._continued(ids, mask)
+        ids = input_ids.numpy()
+        mask = np.ones_like(ids)
+        past = self._continued(ids)
+        done = past.tokens if past else 0
         positions = self._positions(mask, ids.shape[1] - done)
         call = self._runner.decode if past else self._runner.prefill
         step = call(ids[:, done:], mask, positions, past.cache if past else None)
@@ -72,23 +76,21 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
                 "a search with beams needs all logits, and the graph gives the tokens it chose",
                 hint="give `--num-beams 1`, or export without `--postprocess`",
             )
-        self._past, self._ids, self._mask = Past(step.present, ids.shape[1]), ids, mask
+        self._past, self._ids = Past(step.present, ids.shape[1]), ids
         return CausalLMOutputWithPast(logits=torch.from_numpy(step.logits[:, -1:].astype(np.float32)))
 
     __call__ = forward
 
-    def _continued(self, ids: Array, mask: Array) -> tuple[Past | None, int]:
+    def _continued(self, ids: Array) -> Past | None:
         """The cache of all columns but the last, its rows in the order of `ids`."""
         if self._past is None or ids.shape[1] != self._past.tokens + 1:
-            return None, 0
-        known = {self._ids[row].tobytes() + self._mask[row].tobytes(): row for row in range(len(self._ids))}
-        wanted = [ids[row, :-1].tobytes() + mask[row, :-1].tobytes() for row in range(len(ids))]
-        if not all(key in known for key in wanted):
-            return None, 0
-        rows = [known[key] for key in wanted]
+            return None
+        known = {tokens.tobytes(): row for row, tokens in enumerate(self._ids)}
+        rows = [known.get(tokens.tobytes(), -1) for tokens in ids[:, :-1]]
+        if -1 in rows:
+            return None
         is_same = rows == list(range(len(self._ids)))
-        cache, done = self._past.cache, self._past.tokens
-        return Past(cache if is_same else rows_of(cache, rows), done), done
+        return self._past if is_same else Past(rows_of(self._past.cache, rows), self._past.tokens)
 
 
 def search(model: GraphModel, prompt: Sequence[int], limit: int, settings: GenerationSettings) -> list[int]:

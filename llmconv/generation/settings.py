@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class GenerationSettings:
         bos_token_id: what an empty prompt becomes.
         seed: of the sampling; every prompt has a generator of its own that starts from it.
         extra: fields of `GenerationConfig` that change the text and are none of these; transformers computes them.
+        said: fields that are not defaults.
 
     Raises:
         UsageProblem: a value that cannot be.
@@ -98,6 +99,7 @@ class GenerationSettings:
     bos_token_id: int | None = None
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    said: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name, least, most in RANGES:
@@ -153,12 +155,13 @@ class GenerationSettings:
         given = {name: value for name, value in changes.items() if value is not None}
         if given.get("max_new_tokens") is None and given.get("max_length") is not None:
             given["max_new_tokens"] = None  # the latest word counts
-        own = {field.name for field in fields(self)} - {"extra"}
+        own = KINDS.keys()
         try:
             values = {name: KINDS[name](value) for name, value in given.items() if name in own}
         except (TypeError, ValueError) as error:
             raise UsageProblem(f"a setting is no value of its kind: {error}", hint="give numbers") from error
-        return replace(self, **values, extra={**self.extra, **changes_text(given)})
+        said = self.said | {name for name, value in given.items() if value is not None}
+        return replace(self, **values, extra={**self.extra, **changes_text(given)}, said=said)
 
 
 RANGES = (

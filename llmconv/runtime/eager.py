@@ -62,7 +62,7 @@ class EagerRunner:
     """AutoModelForCausalLM with eager attention.
 
     Attributes:
-        attention: transformers' name of the implementation.
+        attention: transformers' name of the implementation; None for its own choice.
 
     Args:
         folder: a Hugging Face folder with safetensors weights; nothing in it is executed.
@@ -73,7 +73,7 @@ class EagerRunner:
         InputRefused: transformers cannot load the folder.
     """
 
-    attention = "eager"
+    attention: str | None = "eager"
 
     def __init__(self, folder: Path, dtype: str = "float32", *, code: Path | None = None) -> None:
         transformers_logging.disable_progress_bar()

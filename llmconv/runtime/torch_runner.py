@@ -61,7 +61,7 @@ class TorchRunner(EagerRunner):
         InputRefused: transformers cannot load the folder, or PEFT the adapter.
     """
 
-    attention = "sdpa"
+    attention = None
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
-from llmconv.runtime import generate
+from llmconv.generation import generate
 from llmconv.runtime.own_code import own_classes, runs_own_code
 from llmconv.verify import verify
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llmconv.errors import UsageProblem
 from llmconv.export.exporter import export
-from llmconv.runtime import generate
-from llmconv.runtime.sampling import Sampling, pick_choice, pick_token
+from llmconv.generation import GenerationSettings, generate
+from llmconv.generation.sampling import pick_choice, pick_token
 
 PROMPTS = ["Hello", "What is it?"]
 Choosing = Callable[[str], Path]
@@ -41,21 +42,27 @@ def test_greedy_text_is_the_same(talking: Path, choosing: Choosing, postprocess:
 
 
 def test_sampled_text_is_the_same(talking: Path, choosing: Choosing) -> None:
-    sampling = Sampling(temperature=0.9, top_k=4, top_p=0.9, seed=5)
-    expected = generate(talking, PROMPTS, max_new_tokens=8, sampling=sampling).completions
-    assert generate(choosing("topk:4"), PROMPTS, max_new_tokens=8, sampling=sampling).completions == expected
+    fields: dict[str, Any] = {"do_sample": True, "temperature": 0.9, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 5}
+    expected = generate(talking, PROMPTS, max_new_tokens=8, **fields).completions
+    assert generate(choosing("topk:4"), PROMPTS, max_new_tokens=8, **fields).completions == expected
 
 
 @pytest.mark.parametrize(("postprocess", "top_k"), [("argmax", 0), ("topk:4", 0), ("topk:4", 5)])
 def test_sampling_from_more_tokens_than_there_are_is_refused(choosing: Choosing, postprocess: str, top_k: int) -> None:
     with pytest.raises(UsageProblem, match="tokens to sample from"):
-        generate(choosing(postprocess), PROMPTS, sampling=Sampling(temperature=1, top_k=top_k))
+        generate(choosing(postprocess), PROMPTS, do_sample=True, top_k=top_k)
+
+
+@pytest.mark.parametrize("fields", [{"repetition_penalty": 1.2}, {"suppress_tokens": [15]}, {"num_beams": 2}], ids=str)
+def test_what_needs_all_logits_is_refused(choosing: Choosing, fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageProblem, match="all logits"):
+        generate(choosing("topk:4"), PROMPTS, **fields)
 
 
 def test_a_choice_is_that_of_the_logits() -> None:
-    rng, sampling = np.random.default_rng(0), Sampling(temperature=1.3, top_k=6, top_p=0.8)
+    rng, settings = np.random.default_rng(0), GenerationSettings(do_sample=True, temperature=1.3, top_k=6, top_p=0.8)
     logits = rng.normal(size=50)
     tokens = np.argsort(-logits)[:6]
     for seed in range(20):
-        expected = pick_token(logits, sampling, np.random.default_rng(seed))
-        assert pick_choice(tokens, logits[tokens] - 7, sampling, np.random.default_rng(seed)) == expected
+        expected = pick_token(logits, settings, np.random.default_rng(seed), None)
+        assert pick_choice(tokens, logits[tokens] - 7, settings, np.random.default_rng(seed)) == expected

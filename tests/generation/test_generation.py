@@ -6,17 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
-from transformers import AutoModelForCausalLM
 
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.runtime import generate
-from llmconv.runtime.generation import load_tokenizer
-from llmconv.runtime.sampling import Sampling
+from llmconv.generation import TextModel, generate
 
 PROMPTS = ("Once upon a time", "a", "The quick brown fox jumps")
 
@@ -26,26 +23,17 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["generate", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("backend", ["onnx", "torch"])
-def test_greedy_tokens_are_those_of_transformers(talking: Path, backend: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(talking).eval()
-    ids = torch.tensor([load_tokenizer(talking)(PROMPTS[0])["input_ids"]])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
-    found = generate(talking, PROMPTS[:1], backend=backend, max_new_tokens=24)
-    assert found.completions[0].tokens == [int(t) for t in expected[0, ids.shape[1] :] if t != 2]
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, top_k=40, top_p=0.95, seed=7)])
-def test_a_batch_gives_what_its_prompts_give_alone(talking: Path, sampling: Sampling) -> None:
-    together = generate(talking, PROMPTS, max_new_tokens=12, sampling=sampling)
-    alone = [generate(talking, [prompt], max_new_tokens=12, sampling=sampling).completions[0] for prompt in PROMPTS]
+@pytest.mark.parametrize("fields", [{}, {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "seed": 7}], ids=str)
+def test_a_batch_gives_what_its_prompts_give_alone(talking: Path, fields: dict[str, Any]) -> None:
+    model = TextModel.open(talking)
+    together = generate(model, PROMPTS, max_new_tokens=12, **fields)
+    alone = [generate(model, [prompt], max_new_tokens=12, **fields).completions[0] for prompt in PROMPTS]
     assert together.completions == alone
 
 
 def test_a_seed_gives_one_text_and_another_seed_another(talking: Path) -> None:
     texts = [
-        generate(talking, PROMPTS[:1], max_new_tokens=16, sampling=Sampling(temperature=1.0, seed=seed)).completions
-        for seed in (1, 1, 2)
+        generate(talking, PROMPTS[:1], max_new_tokens=16, do_sample=True, seed=seed).completions for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
 
@@ -71,7 +59,7 @@ def test_generation_stops_at_the_end_token(talking: Path, tmp_path: Path, file: 
 
 def test_the_pieces_of_a_stream_are_the_text(talking: Path) -> None:
     pieces: list[str] = []
-    result = generate(talking, PROMPTS[:1], max_new_tokens=10, on_text=lambda index, piece, done: pieces.append(piece))
+    result = generate(talking, PROMPTS[:1], max_new_tokens=10, on_piece=lambda piece: pieces.append(piece.text))
     assert "".join(pieces) == result.completions[0].text
     assert sum(map(bool, pieces)) > 5
 

@@ -1,0 +1,171 @@
+"""pipeline: what `transformers.pipeline("text-generation", …)` returns, from the graphs or the eager model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmconv.errors import UsageProblem
+from llmconv.generation.generate import BATCH_SIZE
+from llmconv.generation.model import TextModel
+from llmconv.generation.settings import GenerationSettings
+from llmconv.generation.templates import TOKENIZER
+from llmconv.runtime.session_settings import SessionSettings
+
+TASK = "text-generation"
+DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
+"""Of transformers' own pipeline, where neither the call nor `generation_config.json` says them."""
+
+Chat = Sequence[Mapping[str, Any]]
+
+
+def pipeline(
+    task: str = TASK,
+    model: Any = None,
+    *,
+    backend: str = "onnx",
+    adapter: str | Path | None = None,
+    session: SessionSettings | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> TextGeneration:
+    """Opens a model for calls like those of transformers' pipeline.
+
+    Args:
+        task: `text-generation`.
+        model: a model folder, a pair of graphs (prompts, steps), a name in the hub's cache, `ModelFiles`, or an open
+            `TextModel`.
+        backend: `onnx` (the graphs) or `torch` (the eager model).
+        adapter: a folder of PEFT, for `torch`.
+        session: settings of onnxruntime.
+        trust_remote_code: run the folder's own code, of the tokenizer and, for `torch`, of the model.
+        options: of every call, see `TextGeneration.__call__`.
+
+    Raises:
+        InputRefused: no tokenizer, or nothing that runs.
+        UsageProblem: another task, or no model.
+    """
+    if task != TASK or model is None:
+        raise UsageProblem(f"there is no pipeline for `{task}` here", hint=f'`pipeline("{TASK}", model=…)`')
+    opened = model
+    if not isinstance(model, TextModel):
+        opened = TextModel.open(
+            model, backend=backend, settings=session, adapter=adapter, trust_remote_code=trust_remote_code
+        )
+    return TextGeneration(opened, **options)
+
+
+class TextGeneration:
+    """Continues texts and chats.
+
+    Args:
+        model: that continues them.
+        options: of every call, see `__call__`.
+    """
+
+    task = TASK
+
+    def __init__(self, model: TextModel, **options: Any) -> None:
+        self.model, self.tokenizer = model, model.tokenizer
+        self._options = options
+
+    def __call__(self, inputs: Any, **options: Any) -> list[Any]:
+        """A list with one dict for a text or a chat; a list of such lists for a list of them.
+
+        Args:
+            inputs: a text, a chat (messages with `role` and `content`), or a list of either.
+            options: `return_full_text` (True: `generated_text` begins with the prompt, and of a chat it is the
+                messages and the answer), `return_tensors` (`generated_token_ids`, prompt included, in place of text),
+                `num_return_sequences`, `prefix`, `stop_sequence`, `template`, `add_special_tokens`, `batch_size`; all
+                others are fields of `GenerationSettings`.
+
+        Raises:
+            InputRefused: an input has no tokens, is too long, or is a chat without a template.
+            UsageProblem: an option that cannot be.
+        """
+        given = {**self._options, **options}
+        shape = {name: given.pop(name) for name in SHAPES if name in given}
+        many = not (isinstance(inputs, str) or _is_chat(inputs))
+        contents: list[Any] = list(inputs) if many else [inputs]
+        ids = [self._encode(content, shape) for content in contents]
+        found = self._continued(ids, self._settings(given), shape)
+        records = [
+            [self._record(content, prompt, tokens, shape) for tokens in several]
+            for content, prompt, several in zip(contents, ids, found, strict=True)
+        ]
+        return records if many else records[0]
+
+    def _settings(self, given: dict[str, Any]) -> GenerationSettings:
+        """transformers' order: the call, `generation_config.json`, the pipeline's defaults."""
+        stops = given.pop("stop_sequence", None)
+        defaults = self.model.defaults
+        unsaid = {name: value for name, value in DEFAULTS.items() if name not in defaults.said}
+        if given.get("max_length") is not None or defaults.max_length is not None:
+            unsaid.pop("max_new_tokens", None)
+        settings = defaults.but(**unsaid).but(**given)
+        return settings.but(stop_strings=stops) if stops else settings
+
+    def _encode(self, content: Any, shape: Mapping[str, Any]) -> list[int]:
+        if _is_chat(content):
+            return self.model.encode_chat(content, shape.get("template", TOKENIZER))
+        text = shape.get("prefix", "") + content
+        if shape.get("add_special_tokens") is False and text:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return ids
+        return self.model.encode(text)
+
+    def _continued(
+        self, ids: Sequence[list[int]], settings: GenerationSettings, shape: Mapping[str, Any]
+    ) -> list[list[list[int]]]:
+        """For every prompt, the new tokens of as many sequences as are wanted; each draws from a seed of its own."""
+        count = int(shape.get("num_return_sequences", 1))
+        if count > 1 and (settings.is_greedy or settings.num_beams > 1):
+            raise UsageProblem(
+                f"{count} sequences of one prompt would be the same", hint="give `do_sample=True`, without beams"
+            )
+        several = [self._batches(ids, replace(settings, seed=settings.seed + n), shape) for n in range(count)]
+        return [list(tokens) for tokens in zip(*several, strict=True)]
+
+    def _batches(
+        self, ids: Sequence[list[int]], settings: GenerationSettings, shape: Mapping[str, Any]
+    ) -> list[list[int]]:
+        size = int(shape.get("batch_size", BATCH_SIZE))
+        size = min(size, self.model.sequences or size)
+        tokens: list[list[int]] = [[] for _ in ids]
+        self.model.limits(ids, settings)
+        for start in range(0, len(ids), size):
+            for piece in self.model.stream(ids[start : start + size], settings):
+                if piece.token is not None:
+                    tokens[start + piece.index].append(piece.token)
+        return tokens
+
+    def _record(self, content: Any, prompt: list[int], tokens: list[int], shape: Mapping[str, Any]) -> dict[str, Any]:
+        if shape.get("return_tensors"):
+            return {"generated_token_ids": [*prompt, *tokens]}
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=shape.get("skip_special_tokens", True))
+        if not shape.get("return_full_text", True):
+            return {"generated_text": text}
+        if not _is_chat(content):
+            return {"generated_text": content + text}
+        messages = [dict(message) for message in content]
+        if messages[-1]["role"] == "assistant":
+            return {"generated_text": [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + text}]}
+        return {"generated_text": [*messages, {"role": "assistant", "content": text}]}
+
+
+SHAPES = (
+    "return_full_text",
+    "return_tensors",
+    "num_return_sequences",
+    "prefix",
+    "template",
+    "add_special_tokens",
+    "skip_special_tokens",
+    "batch_size",
+)
+
+
+def _is_chat(content: Any) -> bool:
+    return isinstance(content, Sequence) and bool(content) and all(isinstance(part, Mapping) for part in content)
