@@ -18,7 +18,19 @@ from llmconv import __version__
 from llmconv.cli.options import VERBOSE
 from llmconv.errors import LlmconvError, UsageProblem
 
-COMMANDS = ("inspect", "to-hf", "from-hf", "merge-lora", "delta", "export", "verify", "generate", "bench", "formats", "families")
+COMMANDS = (
+    "inspect",
+    "to-hf",
+    "from-hf",
+    "merge-lora",
+    "delta",
+    "export",
+    "verify",
+    "generate",
+    "bench",
+    "formats",
+    "families",
+)
 
 COLLECT_SELDOM = (100_000, 50, 100)
 """Imports and traces make millions of objects that stay: looking through them by default took 6 % of an export."""

@@ -68,7 +68,9 @@ def test_greedy_tokens_are_those_of_the_onnx_backend(library: None, folder: Path
 
 
 @pytest.mark.slow
-def test_the_pair_of_graphs_gives_the_same_tokens(library: None, talking: Path, opened: TextModel, tmp_path: Path) -> None:
+def test_the_pair_of_graphs_gives_the_same_tokens(
+    library: None, talking: Path, opened: TextModel, tmp_path: Path
+) -> None:
     pair = Path(shutil.copytree(talking, tmp_path / "pair"))
     export(pair, prefill=True, incremental=True, layout=["genai"], overwrite=True)
 
