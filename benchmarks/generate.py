@@ -18,7 +18,7 @@ from benchmarks.exporters import GENAI, OPTIMUM
 from benchmarks.measure import Target, report
 from benchmarks.small_model import CONFIG, FOR_ORT, GROWING, HEAD_DIM, KV_HEADS, OURS, graphs, model
 from benchmarks.step import THREADS
-from llmconv.bench import Comparison, bench
+from llmconv.bench import Candidate, Comparison, bench
 from llmconv.bench.bench import random_prompts
 from llmconv.bench.own import open_text_model
 from llmconv.generation import GenerationSettings
@@ -58,7 +58,7 @@ def lines(result: Comparison, names: Sequence[str], length: int) -> list[str]:
     cells = [result.cell(candidate, 1, length) for candidate in result.candidates]
     base = statistics.median(cells[0].decode)
     return [
-        f"\n| prompt of {length} tokens | prompt tokens/s | new tokens/s | range | part of the first's | peak MB | tokens |",
+        f"\n| prompt of {length} tokens | prompt tokens/s | new tokens/s | range | times the first's | MB | tokens |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         *(
             f"| {name} | {statistics.median(cell.prefill):.0f} | {statistics.median(cell.decode):.1f} "
@@ -144,8 +144,9 @@ def main() -> int:
     chosen = candidates()
     names, specs = list(chosen), list(chosen.values())
     lengths, new, rounds = (LENGTHS[:1], 8, 1) if QUICK else (LENGTHS, NEW, ROUNDS)
-    given: dict[str, Any] = {"new_tokens": new, "threads": THREADS, "interpreters": interpreters()}
-    result = bench(specs[0], against=specs[1:], lengths=lengths, repeat=rounds, **given)
+    given: dict[str, Any] = {"new_tokens": new, "threads": THREADS}
+    others = [Candidate.parse(spec, None, interpreters()) for spec in specs[1:]]
+    result = bench(specs[0], against=others, lengths=lengths, repeat=rounds, **given)
     failed = [cell for cell in result.cells if cell.error]
     if failed:
         sys.exit(f"{failed[0].candidate}: {failed[0].error}")
@@ -161,8 +162,8 @@ def main() -> int:
         notes.append(f"A step at past {LONG} took {step:.1f} ms, a copy of as many bytes {bound:.1f} ms.")
     body = "\n".join(
         [
-            f"A 135 M Llama in float32, greedy, {new} new tokens, one prompt, {THREADS} threads, medians of {rounds} rounds in",
-            "turn, by `llmconv bench`. Tokens are compared with those of the first.",
+            f"A 135 M Llama in float32, greedy, {new} new tokens, one prompt, {THREADS} threads, medians of {rounds}",
+            "rounds in turn, by `llmconv bench`; MB are the peak of the process. Tokens are compared with the first's.",
             *(line for length in lengths for line in lines(result, names, length)),
             "",
             *notes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,14 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def bench(
-    model: str | Path,
+    model: str | Path | Candidate,
     *,
-    against: Sequence[str] = (),
+    against: Sequence[str | Candidate] = (),
     lengths: Sequence[int] = (),
     batch_sizes: Sequence[int] = (1,),
     new_tokens: int = NEW_TOKENS,
     repeat: int = REPEAT,
     threads: int = 0,
-    interpreters: Mapping[str, str] | None = None,
     on_cell: Callable[[Cell], object] | None = None,
 ) -> Comparison:
     """Measures greedy search; the candidates take turns, so that a slow minute hits all of them.
@@ -47,7 +46,6 @@ def bench(
         new_tokens: after each prompt.
         repeat: rounds that count, after one that warms up.
         threads: of every candidate; 0 for the cores that this process may use.
-        interpreters: runtime to a Python that has it.
         on_cell: called with every finished cell.
 
     Raises:
@@ -56,8 +54,9 @@ def bench(
         Inconclusive: no candidate ran anywhere.
     """
     threads = threads or len(os.sched_getaffinity(0))
-    first = Candidate.parse(str(model), None, interpreters)
-    candidates = [first, *(Candidate.parse(text, first.folder, interpreters) for text in against)]
+    first = model if isinstance(model, Candidate) else Candidate.parse(str(model))
+    others = (other if isinstance(other, Candidate) else Candidate.parse(other, first.folder) for other in against)
+    candidates = [first, *others]
     _require_distinct(candidates)
     lengths = lengths_within(first.folder, lengths, new_tokens)
     tokens = _usable_tokens(first.folder)

@@ -41,7 +41,7 @@ class Candidate:
     interpreter: str = sys.executable
 
     @classmethod
-    def parse(cls, text: str, first: Path | None, interpreters: Mapping[str, str] | None = None) -> Candidate:
+    def parse(cls, text: str, first: Path | None = None, interpreters: Mapping[str, str] | None = None) -> Candidate:
         """`FOLDER`, `RUNTIME:FOLDER`, or `RUNTIME` for the folder that is measured `first`.
 
         Raises:

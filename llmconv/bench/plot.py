@@ -30,7 +30,7 @@ def require_plotting(path: Path) -> None:
 
 
 def write_plot(result: Comparison, path: Path) -> None:
-    """A row of panels per batch size, tokens per second over the length: a line per candidate, bars from least to most."""
+    """Tokens per second over the length, a row of panels per batch size; bars go from the least to the most."""
     require_plotting(path)
     figure_module = importlib.import_module("matplotlib.figure")
     batches = sorted({cell.batch for cell in result.cells})

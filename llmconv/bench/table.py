@@ -18,8 +18,8 @@ def table(result: Comparison) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
     lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
     versions = [f"{name}: {', '.join(f'{p} {v}' for p, v in found.items())}" for name, found in result.versions.items()]
-    how = f"{result.new} new tokens, greedy, {result.threads} threads, {result.repeat} rounds in turn; median (least-most)"
-    return "\n".join([*lines, "", how, *versions, *_differences(result)])
+    setting = f"{result.new} new tokens, greedy, {result.threads} threads, {result.repeat} rounds in turn"
+    return "\n".join([*lines, "", f"{setting}; median (least-most)", *versions, *_differences(result)])
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:

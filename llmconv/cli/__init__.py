@@ -124,6 +124,7 @@ def main() -> None:
     llmconv export     MODEL                   prefill and decode graphs beside the weights they map
     llmconv verify     MODEL                   graphs against the eager model
     llmconv generate   MODEL --prompt TEXT     text from the graphs
+    llmconv bench      MODEL --against OTHER   how fast they are
 
     Exit codes: 0 done and true, 1 a difference was found, 2 usage, 3 input refused,
     4 I/O failed (safe to --resume), 5 nothing could be compared,

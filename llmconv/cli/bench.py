@@ -38,7 +38,8 @@ class Numbers(click.ParamType):
     "--against",
     multiple=True,
     metavar="CANDIDATE",
-    help="Another export: FOLDER, or another runtime before it: packed:, torch:, optimum: or genai:FOLDER (without FOLDER: the first one). May be repeated.",
+    help="FOLDER of another export, or RUNTIME:FOLDER (packed, torch, optimum, genai), or RUNTIME alone for the first "
+    "folder. May be repeated.",
 )
 @click.option("--lengths", type=Numbers(), default=(), help="Tokens per prompt. [default: 128,512,2048,8192 that fit]")
 @click.option("--batch-sizes", type=Numbers(), default=(1,), help="Prompts side by side. [default: 1]")
@@ -76,21 +77,22 @@ def command(
     Candidates take turns, each in a process of its own, all with as many threads. A table of medians, least and most
     goes to stdout. Exit code 1: candidates gave different tokens.
     """
-    from llmconv.bench import bench
+    from llmconv.bench import Candidate, bench
     from llmconv.bench.plot import require_plotting, write_plot
     from llmconv.bench.table import table, write_csv
 
     if plot_file:
         require_plotting(plot_file)
+    interpreters = _interpreters(pythons)
+    first = Candidate.parse(folder, None, interpreters)
     result = bench(
-        folder,
-        against=against,
+        first,
+        against=[Candidate.parse(text, first.folder, interpreters) for text in against],
         lengths=lengths,
         batch_sizes=batch_sizes,
         new_tokens=new_tokens,
         repeat=repeat,
         threads=threads,
-        interpreters=_interpreters(pythons),
         on_cell=_say_cell,
     )
     if csv_file:

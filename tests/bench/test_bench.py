@@ -159,12 +159,11 @@ def test_another_runtime_in_an_environment_of_its_own(runtime: str, talking: Pat
 
     result = bench(
         folder,
-        against=[runtime],
+        against=[Candidate(runtime, folder, str(home / "bin/python"))],
         lengths=(8, 20),
         batch_sizes=(1, 2),
         new_tokens=6,
         repeat=1,
-        interpreters={runtime: str(home / "bin/python")},
     )
 
     assert result.agrees
