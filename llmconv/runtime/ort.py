@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.chain import SessionChain
 from llmconv.runtime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.graph_entry import GraphEntry, PrefixEntry, graph_entries
-from llmconv.runtime.heap import large_pages
 from llmconv.runtime.runner import Cache, Choices, Step
 from llmconv.runtime.session_settings import SessionSettings as SessionSettings  # its users look for it here
 from llmconv.tensors import Array
@@ -97,8 +95,7 @@ class OrtGraph:
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
         """What declares inputs and outputs, and runs."""
-        with large_pages() if settings.prepack else nullcontext():
-            return SessionChain(paths, settings.options(), settings.providers())
+        return SessionChain(paths, settings.options(), settings.providers())
 
     def embed(self, input_ids: Array) -> dict[str, Array]:
         """`input_ids`, or `inputs_embeds` where the graph takes those."""
