@@ -89,7 +89,7 @@ def _measure(workers: Sequence[Worker], prompts: list[list[int]], new: int, repe
             if cell.error:
                 continue
             time.sleep(PAUSE)
-            answer = worker.run(prompts, new)
+            answer = worker.run(prompts, new, expected or ())
             cell.error = answer.get("error", "")
             if not cell.error and number:
                 cell.take(answer)

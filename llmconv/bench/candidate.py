@@ -97,12 +97,12 @@ class Worker:
             raise InputRefused(f"`{candidate.name}` does not open: {answer['error']}", hint=_way_out(candidate.kind))
         self.versions: dict[str, str] = answer["ready"]
 
-    def run(self, prompts: Sequence[Sequence[int]], new: int) -> dict[str, Any]:
+    def run(self, prompts: Sequence[Sequence[int]], new: int, expected: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
         """What it answers to one batch, see `worker`."""
         if self._process.poll() is not None:
             return {"error": "its process has ended"}
         assert self._process.stdin
-        self._process.stdin.write(json.dumps({"prompts": prompts, "new": new}) + "\n")
+        self._process.stdin.write(json.dumps({"prompts": prompts, "new": new, "expected": expected}) + "\n")
         self._process.stdin.flush()
         return self._read()
 

@@ -5,7 +5,8 @@ asked for the same: greedy search that no end token ends.
 
     arguments   KIND FOLDER THREADS
     once        {"ready": {package: version}}
-    asked       {"prompts": [[token, …], …], "new": n}, prompts of one length
+    asked       {"prompts": [[token, …], …], "new": n, "expected": [[token, …], …]}, prompts of one length; what
+                another candidate gave, for who insists on a token that may not come
     answered    {"times": [seconds from the start to each token], "tokens": [[token, …], …], "peak": bytes}
     or          {"error": text}
 """
@@ -89,29 +90,38 @@ def _hugging_face(model: Any) -> Run:
     return run
 
 
-def open_genai(folder: str, threads: int) -> Run:
-    """The generator of ONNX Runtime GenAI; it insists on an end token, so that is one which may not come."""
-    genai, numpy = importlib.import_module("onnxruntime_genai"), importlib.import_module("numpy")
-    said = json.loads((Path(folder) / "genai_config.json").read_text())["model"]
-    config = genai.Config(folder)
-    options = {"session_options": {"intra_op_num_threads": threads}}
-    config.overlay(json.dumps({"model": {"eos_token_id": [said["vocab_size"] - 1], "decoder": options}}))
-    model = genai.Model(config)
+class Genai:
+    """The generator of ONNX Runtime GenAI; it insists on an end token, so that is one which nobody gives here."""
 
-    def run(prompts: list[list[int]], new: int) -> Answer:
+    def __init__(self, folder: str, threads: int) -> None:
+        self._library, self._numpy = importlib.import_module("onnxruntime_genai"), importlib.import_module("numpy")
+        self._folder, self._threads = folder, threads
+        self._vocabulary = json.loads((Path(folder) / "genai_config.json").read_text())["model"]["vocab_size"]
+        self._open(self._vocabulary - 1)
+
+    def _open(self, end: int) -> None:
+        self._end, config = end, self._library.Config(self._folder)
+        options = {"session_options": {"intra_op_num_threads": self._threads}}
+        config.overlay(json.dumps({"model": {"eos_token_id": [end], "decoder": options}}))
+        self._model = self._library.Model(config)
+
+    def avoid(self, tokens: set[int]) -> None:
+        """The end token is none of these from now on."""
+        if self._end in tokens:
+            self._open(next(token for token in reversed(range(self._vocabulary)) if token not in tokens))
+
+    def __call__(self, prompts: list[list[int]], new: int) -> Answer:
         started, times = time.perf_counter(), []
         length = len(prompts[0]) + new
-        params = genai.GeneratorParams(model)
+        params = self._library.GeneratorParams(self._model)
         params.set_search_options(max_length=length, min_length=length, batch_size=len(prompts), do_sample=False)
-        generator = genai.Generator(model, params)
-        generator.append_tokens(numpy.array(prompts if len(prompts) > 1 else prompts[0], dtype=numpy.int32))
+        generator = self._library.Generator(self._model, params)
+        generator.append_tokens(self._numpy.array(prompts if len(prompts) > 1 else prompts[0], dtype="int32"))
         while not generator.is_done():
             generator.generate_next_token()
             times.append(time.perf_counter() - started)
         rows = [generator.get_sequence(row) for row in range(len(prompts))]
         return times, [row.tolist()[-new:] for row in rows]
-
-    return run
 
 
 KINDS: dict[str, tuple[Callable[[str, int], Run], tuple[str, ...]]] = {
@@ -119,7 +129,7 @@ KINDS: dict[str, tuple[Callable[[str, int], Run], tuple[str, ...]]] = {
     "packed": (open_packed, ("llmconv", "onnxruntime")),
     "torch": (open_torch, ("transformers", "torch")),
     "optimum": (open_optimum, ("optimum-onnx", "transformers", "onnxruntime")),
-    "genai": (open_genai, ("onnxruntime-genai", "onnxruntime")),
+    "genai": (Genai, ("onnxruntime-genai", "onnxruntime")),
 }
 """Kind to what opens a folder, and the packages whose versions count."""
 
@@ -134,8 +144,10 @@ def serve(kind: str, folder: str, threads: int, answer: Callable[[dict[str, Any]
     answer({"ready": {name: _version(name) for name in packages}})
     for line in sys.stdin:
         asked = json.loads(line)
-        _forget_peak()
         try:
+            if hasattr(run, "avoid"):
+                run.avoid({token for row in asked["expected"] for token in row})
+            _forget_peak()
             times, tokens = run(asked["prompts"], asked["new"])
             answer({"times": times, "tokens": tokens, "peak": _peak()})
         except Exception as error:
