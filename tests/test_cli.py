@@ -19,7 +19,7 @@ from click.testing import CliRunner
 import llmconv.cli
 import llmconv.convert
 import llmconv.export
-import llmconv.runtime
+import llmconv.generation
 import llmconv.verify
 from llmconv.convert.adapters.recipe import DEFAULTS as MERGE_DEFAULTS
 from llmconv.errors import InputRefused, LlmconvError
@@ -39,7 +39,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "delta extract": llmconv.convert.extract_delta,
     "export": llmconv.export.export,
     "verify": llmconv.verify.verify,
-    "generate": llmconv.runtime.generate,
+    "generate": llmconv.generation.generate,
 }
 """The function behind each command; the other commands only list a registry."""
 
@@ -47,8 +47,11 @@ PRESENTATION = {"as_json", "stream", "report_folder", "github", "help"}
 """What a command does with the result, and no parameter of the function."""
 
 
-ELSEWHERE = {"graphs", "input_map"}
-"""What reaches another function: `verify_graphs`."""
+ELSEWHERE = {
+    "verify": {"graphs", "input_map"},
+    "generate": {"texts", "prompt_file", "output_file", "overwrite", "chat", "adapter", "session_config"},
+}
+"""What reaches another function: `verify_graphs`; `read_prompts`, `CompletionFile`, `TextModel.open`."""
 
 
 def command(path: str) -> click.Command:
@@ -74,7 +77,7 @@ LEAVES = [path for name in llmconv.cli.COMMANDS for path in paths(name)]
 def options(name: str) -> dict[str, click.Parameter]:
     """The options and arguments that reach the function."""
     parameters = {str(option.name): option for option in command(name).params if option.expose_value}
-    return {key: option for key, option in parameters.items() if key not in PRESENTATION | ELSEWHERE}
+    return {key: option for key, option in parameters.items() if key not in PRESENTATION | ELSEWHERE.get(name, set())}
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, Any]:
@@ -83,6 +86,9 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
     for hint in typing.get_type_hints(function).values():
         for kind in filter(dataclasses.is_dataclass, typing.get_args(hint)):
             found |= {field.name: field.default for field in dataclasses.fields(kind)}
+    if function is llmconv.generation.generate:  # what is left out is as generation_config.json or a file says
+        found |= {field.name: None for field in dataclasses.fields(llmconv.generation.GenerationSettings)}
+        found["provider"] = None
     return found | (dict(MERGE_DEFAULTS) if function is llmconv.convert.merge_lora else {})
 
 
@@ -123,7 +129,7 @@ def test_the_way_back_does_not_load_torch(tmp_path: Path) -> None:
 
 def test_every_file_of_the_command_line_is_a_command() -> None:
     files = {path.stem.replace("_", "-") for path in (ROOT / "llmconv/cli").glob("*.py")}
-    assert files - {"--init--", "options", "plans"} == set(llmconv.cli.COMMANDS)
+    assert files - {"--init--", "generation-options", "options", "plans"} == set(llmconv.cli.COMMANDS)
 
 
 @pytest.mark.parametrize("name", [*llmconv.cli.COMMANDS, *LEAVES])

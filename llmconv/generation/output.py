@@ -39,11 +39,8 @@ class CompletionFile:
         self, path: Path, prompts: Sequence[Content], options: Mapping[str, Any], *, overwrite: bool = False
     ) -> None:
         self._path, self._side = path, path.with_name(SIDE_FILE.format(path.name))
-        self._made_with = json.dumps(
-            {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)},
-            sort_keys=True,
-            default=_plain,
-        )
+        made_with = {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}
+        self._made_with = json.dumps(made_with, sort_keys=True, default=_plain)
         if overwrite:
             self._remove()
         self.done, self._size = self._finished(prompts)

@@ -1,0 +1,183 @@
+"""llmconv generate as a person runs it: prompts from everywhere, lines that resume, a reader that leaves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from llmconv.cli import main
+from llmconv.generation import generate
+
+
+def run(*arguments: object, stdin: str | None = None) -> Result:
+    """`llmconv generate`."""
+    return CliRunner().invoke(main, ["generate", *map(str, arguments)], input=stdin)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Eleven prompts of mixed lengths, one per line."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("".join(f"{'ab' * (n % 4)}prompt {n}\n" for n in range(11)))
+    return path
+
+
+def test_prompts_come_as_arguments_from_a_file_and_from_standard_input(talking: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("ab\n\nhello\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "ab"}\n{"prompt": "hello"}\n')
+    ways = [
+        run(talking, "ab", "hello", "--max-new-tokens", 4),
+        run(talking, "--prompt", "ab", "--prompt", "hello", "--max-new-tokens", 4),
+        run(talking, "--prompt-file", tmp_path / "p.txt", "--max-new-tokens", 4),
+        run(talking, "--prompt-file", tmp_path / "p.jsonl", "--max-new-tokens", 4),
+        run(talking, "--max-new-tokens", 4, stdin="ab\nhello\n"),
+        run(talking, "--max-new-tokens", 4, "--prompt-file", "-", stdin='{"prompt": "ab"}\n{"prompt": "hello"}\n'),
+    ]
+    assert {way.exit_code for way in ways} == {0}
+    assert len({way.stdout for way in ways}) == 1 and len(ways[0].stdout.splitlines()) == 2
+
+
+def test_chats_of_a_file_are_written_in_a_template(talking: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    (tmp_path / "own.jinja").write_text("{{ messages[0].role }}: {{ messages[0].content }}")
+    options = ("--template", tmp_path / "own.jinja", "--max-new-tokens", 5)
+    chat, text = run(talking, "--prompt-file", tmp_path / "p.jsonl", *options), run(talking, "hi", *options)
+    assert chat.exit_code == 0 and chat.stdout == text.stdout
+
+
+def test_a_run_that_was_killed_goes_on_and_gives_the_same_file(talking: Path, prompts: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    options = ("--prompt-file", prompts, "--max-new-tokens", 5, "--batch-size", 3)
+    assert run(talking, *options, "--output-file", whole).exit_code == 0
+    assert run(talking, *options, "--output-file", cut).exit_code == 0
+    content = cut.read_bytes().splitlines(keepends=True)
+    cut.write_bytes(b"".join(content[:4]) + content[4][:20])
+    result = run(talking, *options, "--output-file", cut)
+    assert result.exit_code == 0 and "4 of 11 prompts were finished before" in result.stderr
+    assert [{**line, "tokens": None} for line in lines(cut)] == [{**line, "tokens": None} for line in lines(whole)]
+    assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_a_finished_file_is_left_alone(talking: Path, prompts: Path, tmp_path: Path) -> None:
+    out, options = tmp_path / "out.jsonl", ("--prompt-file", prompts, "--max-new-tokens", 2)
+    assert run(talking, *options, "--output-file", out).exit_code == 0
+    before = out.read_bytes()
+    result = run(talking, *options, "--output-file", out)
+    assert result.exit_code == 0 and out.read_bytes() == before
+
+
+@pytest.mark.parametrize("other", [["--max-new-tokens", "3"], ["--temperature", "1"], ["--prefix", "x"]])
+def test_other_options_are_refused_with_a_way_out(
+    talking: Path, prompts: Path, tmp_path: Path, other: list[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    options = ("--prompt-file", prompts, "--output-file", out)
+    assert run(talking, *options, "--max-new-tokens", 2).exit_code == 0
+    before = out.read_bytes()
+    result = run(talking, *options, "--max-new-tokens", 2, *other)
+    assert result.exit_code == 3 and "--overwrite" in result.stderr
+    assert out.read_bytes() == before
+    assert run(talking, *options, "--max-new-tokens", 2, *other, "--overwrite").exit_code == 0
+
+
+def test_a_file_of_somebody_else_is_not_touched(talking: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("my notes\n")
+    assert run(talking, "a", "--output-file", tmp_path / "mine.jsonl").exit_code == 3
+    assert (tmp_path / "mine.jsonl").read_text() == "my notes\n"
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_ends_the_stream_quietly(talking: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "llmconv",
+        "generate",
+        str(talking),
+        "a",
+        "b",
+        "--stream",
+        "--max-new-tokens",
+        "90",
+    ]
+    writer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert writer.stdout and writer.stderr
+    writer.stdout.read(3)
+    writer.stdout.close()
+    assert "Traceback" not in writer.stderr.read() and writer.wait() == 141
+    writer.stderr.close()
+
+
+def test_the_cost_is_told_per_batch_and_in_all(talking: Path) -> None:
+    result = run(talking, "a", "bcd", "ef", "--batch-size", 2, "--max-new-tokens", 4, "--json")
+    told = json.loads(result.stdout)
+    assert [(batch["prompts"], batch["prompt_tokens"], batch["new_tokens"]) for batch in told["batches"]] == [
+        (2, 4, 8),
+        (1, 2, 4),
+    ]
+    assert (told["prompt_tokens"], told["new_tokens"]) == (6, 12)
+    assert told["time_to_first_token"] > 0 and told["peak_bytes"] > 1e6
+    assert result.stderr.count("first token after") == 3
+
+
+@pytest.mark.parametrize(("length", "code"), [(129, 3), (128, 0)])
+def test_a_prompt_beyond_the_context_is_refused(talking: Path, length: int, code: int) -> None:
+    result = run(talking, "a" * length, "--max-new-tokens", 5)
+    assert result.exit_code == code
+    if code:
+        assert "prompt 1 has 129 tokens, and the model's context is 128" in result.stderr
+
+
+def test_a_text_ends_where_the_context_does(talking: Path) -> None:
+    found = generate(talking, ["a" * 125], max_new_tokens=50).completions[0]
+    assert (len(found.tokens), found.finish) == (4, "length")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--prompt-file", "p.txt", "x"], "given twice"),
+        (["x", "--provider", "tpu"], "has no provider `tpu`"),
+        (["x", "--template", "zephyr"], "no chat template `zephyr`"),
+        (["x", "--adapter", "there"], "take no adapter"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line_and_a_hint(talking: Path, options: list[str], problem: str) -> None:
+    result = run(talking, *options)
+    assert result.exit_code == 2 and problem in result.stderr and "hint:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"), [('{"text": "x"}\n', "line 1"), ("{\n", "line 1"), ("\n\n", "no prompt")]
+)
+def test_prompts_that_cannot_be_read_are_told(talking: Path, tmp_path: Path, content: str, problem: str) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    result = run(talking, "--prompt-file", tmp_path / "p.jsonl")
+    assert result.exit_code == 3 and problem in result.stderr
+
+
+def test_the_tokenizer_of_the_graphs_needs_no_torch(talking: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from llmconv.generation import generate;"
+        f"print(generate({str(talking)!r}, ['a'], max_new_tokens=2).completions[0].finish, 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["length", "False"]
+
+
+def test_a_folder_without_weights_runs_its_graphs_all_the_same(talking: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(talking, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3}))
+    assert len(generate(folder, ["a"]).completions[0].tokens) == 3

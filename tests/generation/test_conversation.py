@@ -1,0 +1,111 @@
+"""What was run is not run again, and changes no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmconv.export.exporter import export
+from llmconv.generation import Conversation, SharedPrefix, TextModel, Wording, generate
+from llmconv.runtime.runner import Step
+from tests.conftest import save_tiny
+from tests.talking import save_letters
+
+BACKENDS = pytest.mark.parametrize("backend", ["onnx", "torch"])
+
+
+class Counting:
+    """A runner that notes how many columns each prefill ran."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner, self.columns = runner, []  # type: ignore[var-annotated]
+
+    def prefill(self, input_ids: Any, *rest: Any) -> Step:
+        """As the runner's own."""
+        self.columns.append(input_ids.shape[1])
+        step: Step = self._runner.prefill(input_ids, *rest)
+        return step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
+def counting(folder: Path, backend: str) -> TextModel:
+    """The model, with a runner that counts."""
+    model = TextModel.open(folder, backend=backend)
+    return TextModel(model.tokenizer, Counting(model.runner), model.defaults, model.context_length, backend)
+
+
+def tokens_of(model: TextModel, prompts: list[list[int]], cache: Any = None) -> list[list[int | None]]:
+    """Seven new tokens per prompt."""
+    found: list[list[int | None]] = [[] for _ in prompts]
+    for piece in model.stream(prompts, model.defaults.but(max_new_tokens=7, eos_token_id=()), cache):
+        found[piece.index].append(piece.token)
+    return found
+
+
+@BACKENDS
+def test_a_next_turn_runs_only_what_is_new(talking: Path, backend: str) -> None:
+    model, conversation = counting(talking, backend), Conversation()
+    first = [20, 30, 40, 50, 60]
+    turn = [*first, *(token or 0 for token in tokens_of(model, [first], conversation)[0]), 33, 44]
+    assert tokens_of(model, [turn], conversation) == tokens_of(model, [turn])
+    assert model.runner.columns == [5, 3, len(turn)]  # type: ignore[attr-defined]
+
+
+@BACKENDS
+def test_another_end_of_the_conversation_is_run_from_where_it_differs(talking: Path, backend: str) -> None:
+    model, conversation = counting(talking, backend), Conversation()
+    tokens_of(model, [[20, 30, 40, 50, 60]], conversation)
+    other = [20, 30, 40, 51, 61, 71]
+    assert tokens_of(model, [other], conversation) == tokens_of(model, [other])
+    assert model.runner.columns == [5, 3, 6]  # type: ignore[attr-defined]
+
+
+@BACKENDS
+def test_a_stream_that_is_left_leaves_a_conversation_that_goes_on(talking: Path, backend: str) -> None:
+    model, conversation = counting(talking, backend), Conversation()
+    stream = model.stream([[20, 30, 40]], model.defaults.but(max_new_tokens=9, eos_token_id=()), conversation)
+    tokens = [next(stream).token, next(stream).token]
+    stream.close()  # type: ignore[attr-defined]
+    turn = [20, 30, 40, *[token for token in tokens if token is not None], 77]
+    assert tokens_of(model, [turn], conversation) == tokens_of(model, [turn])
+
+
+@BACKENDS
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_shared_prefix_is_run_once_and_changes_nothing(
+    talking_as: Callable[[str], Path], family: str, backend: str
+) -> None:
+    model = counting(talking_as(family), backend)
+    rng = np.random.default_rng(3)
+    start = rng.integers(3, 96, size=9).tolist()
+    prompts = [[*start, *rng.integers(3, 96, size=size).tolist()] for size in (1, 4, 15)]
+    shared = SharedPrefix(start)
+    assert tokens_of(model, prompts, shared) == tokens_of(model, prompts)
+    assert tokens_of(model, prompts[:1], shared) == tokens_of(model, prompts[:1])
+    assert model.runner.columns == [9, 15, 24, 1, 10]  # type: ignore[attr-defined]
+
+
+def test_a_prefix_of_generate_is_part_of_the_prompts(talking: Path) -> None:
+    found = generate(talking, ["ab", "c"], max_new_tokens=6, wording=Wording(prefix="Once upon "))
+    whole = generate(talking, ["Once upon ab", "Once upon c"], max_new_tokens=6)
+    assert [one.text for one in found.completions] == [one.text for one in whole.completions]
+
+
+@pytest.mark.slow
+def test_a_model_with_states_shares_and_goes_on(tmp_path: Path) -> None:
+    changes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "state_size": 8, "eos_token_id": 2}
+    folder = save_letters(save_tiny("mamba", tmp_path / "mamba", **changes))
+    export(folder, prefill=True, incremental=True)
+    for backend in ("onnx", "torch"):
+        model, conversation = TextModel.open(folder, backend=backend), Conversation()
+        first = [20, 30, 40]
+        turn = [*first, *(token or 0 for token in tokens_of(model, [first], conversation)[0]), 33, 44]
+        assert tokens_of(model, [turn], conversation) == tokens_of(model, [turn])
+        prompts = [[*first, 5, 6], [*first, 7, 8]]
+        assert tokens_of(model, prompts, SharedPrefix(first)) == tokens_of(model, prompts)

@@ -1,0 +1,89 @@
+"""Chats: the tokenizer's own template as transformers renders it, and the named ones letter by letter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from llmconv.errors import InputRefused, UsageProblem
+from llmconv.generation.templates import encode_chat, render_chat
+from tests.talking import save_letters
+
+HI = [{"role": "user", "content": "Hi"}]
+TURNS = [*HI, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"}]
+TASK = "Below is an instruction that describes a task"
+POLITE = "The assistant gives helpful, detailed, and polite answers to the"
+HUMAN = f"A chat between a curious human and an artificial intelligence assistant. {POLITE} human's questions."
+USER = f"A chat between a curious user and an artificial intelligence assistant. {POLITE} user's questions."
+
+EXPECTED = {
+    "alpaca": f"{TASK}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nHi\n\n### Response:Hello\n\n### Instruction:\nBye\n\n### Response:",
+    "v1_2": f"{HUMAN}\n\n### Human: Hi\n### Assistant: Hello\n### Human: Bye\n### Assistant:",
+    "vicuna": f"{USER}  USER: Hi  ASSISTANT: Hello</s> USER: Bye  ASSISTANT:",
+}
+OWN = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> PreTrainedTokenizerFast:
+    """One token per character; `~` starts a text."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(save_letters(tmp_path))
+    tokenizer.bos_token = "~"
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_named_template_is_written_letter_by_letter(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    assert render_chat(tokenizer, TURNS, name) == EXPECTED[name]
+
+
+def test_alpaca_has_an_input(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = render_chat(tokenizer, [{**HI[0], "input": "there"}], "alpaca")
+    assert text.startswith(f"{TASK}, paired with an input that provides further context. Write")
+    assert text.endswith("### Instruction:\nHi\n\n### Input:\nthere\n\n### Response:")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_system_message_takes_the_place_of_the_usual_one(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    text = render_chat(tokenizer, [{"role": "system", "content": "Be brief. "}, *HI], name)
+    assert text.startswith("Be brief. ") and "polite" not in text
+
+
+@pytest.mark.parametrize("name", [*EXPECTED, "tokenizer"])
+def test_an_answer_that_was_begun_is_gone_on_with(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    tokenizer.chat_template = OWN
+    assert render_chat(tokenizer, [*HI, {"role": "assistant", "content": "Well,"}], name).endswith("Well,")
+
+
+def test_the_own_template_is_encoded_as_by_transformers(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = OWN
+    ids = encode_chat(tokenizer, TURNS)
+    assert ids == tokenizer.apply_chat_template(TURNS, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_a_file_is_a_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
+    assert render_chat(tokenizer, HI, str(tmp_path / "own.jinja")) == "Hi!"
+
+
+@pytest.mark.parametrize(
+    "text", ["{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{% for %}", "{{ messages.append(1) }}"]
+)
+def test_a_template_that_fails_or_breaks_out_is_refused(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    tokenizer.chat_template = text
+    with pytest.raises(InputRefused, match="refuses the messages"):
+        render_chat(tokenizer, HI)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(InputRefused, match="no chat template"):
+        render_chat(tokenizer, HI)
+
+
+def test_an_unknown_template_is_a_usage_problem(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UsageProblem, match="`zephyr`"):
+        render_chat(tokenizer, HI, "zephyr")
