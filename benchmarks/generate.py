@@ -105,7 +105,7 @@ def loop_milliseconds(folder: Path) -> list[float]:
             random_prompts(range(3, CONFIG["vocab_size"]), 1, LENGTHS[0]), GenerationSettings(max_new_tokens=NEW)
         )
         next(stream)
-        found = []
+        found: list[float] = []
         while True:
             inside[0], started = 0.0, time.perf_counter()
             if next(stream, None) is None:
@@ -129,14 +129,14 @@ def copied_per_second() -> float:
         return time.perf_counter() - started
 
     with ThreadPoolExecutor(THREADS) as pool:
-        return source.nbytes / min(seconds(pool) for _ in range(9))
+        return float(source.nbytes / min(seconds(pool) for _ in range(9)))
 
 
 def bound_milliseconds() -> float:
     """Weights and cache of a step at the long past, read once at the speed of a copy."""
     weights = (model() / "model.safetensors").stat().st_size
     cache = CONFIG["num_hidden_layers"] * 2 * KV_HEADS * HEAD_DIM * 4 * (LONG + NEW // 2)
-    return 1000 * (weights + cache) / copied_per_second()
+    return float(1000 * (weights + cache) / copied_per_second())
 
 
 def main() -> int:

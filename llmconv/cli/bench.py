@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llmconv.bench import Cell
 
 
-class Numbers(click.ParamType):
+class Numbers(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
     """`128,512`: whole numbers of at least 1."""
 
     name = "numbers"
