@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def model() -> Path:
     return folder
 
 
-def graphs(role: str) -> dict[str, Path]:
-    """The `prefill` or `decode` graph of every exporter; all are exported now, unless they are there."""
-    folders = {name: FOLDER / "graphs" / f"{at}" for at, name in enumerate([*FORMS, *RIVALS])}
+def graphs(role: str, wanted: Sequence[str] = (*FORMS, *RIVALS)) -> dict[str, Path]:
+    """The `prefill` or `decode` graph of the `wanted` exporters; they are exported now, unless they are there."""
+    folders = {name: FOLDER / "graphs" / f"{at}" for at, name in enumerate([*FORMS, *RIVALS]) if name in wanted}
     for name, folder in folders.items():
         if not (folder / "complete").exists():
             remove(folder)

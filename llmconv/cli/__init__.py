@@ -29,6 +29,7 @@ COMMANDS = (
     "generate",
     "chat",
     "serve",
+    "bench",
     "formats",
     "families",
 )
@@ -127,6 +128,7 @@ def main() -> None:
     llmconv generate   MODEL --prompt TEXT     text from the graphs
     llmconv chat       MODEL                   a conversation in the terminal
     llmconv serve      MODEL                   OpenAI's API and a chat page on localhost
+    llmconv bench      MODEL --against OTHER   how fast they are
 
     Exit codes: 0 done and true, 1 a difference was found, 2 usage, 3 input refused,
     4 I/O failed (safe to --resume), 5 nothing could be compared,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-BACKENDS = ["onnx", "torch"]
+BACKENDS = ["onnx", "torch", "genai"]
 
 TEMPLATE = "Of chats: the tokenizer's, alpaca, v1_2, vicuna, or a file in Jinja."
 
@@ -32,9 +32,7 @@ PICKING = (
     click.option("--seed", type=click.IntRange(0), help="Of the drawing."),
 )
 RUNNING = (
-    click.option(
-        "--backend", type=click.Choice(["onnx", "torch"]), default="onnx", show_default=True, help="What runs."
-    ),
+    click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="What runs."),
     click.option("--adapter", type=click.Path(path_type=Path), help="Folder of PEFT, with `--backend torch`."),
     click.option("--provider", metavar="NAME", help="Of onnxruntime: cpu, cuda, …; what it cannot run, the CPU runs."),
     click.option("--threads", type=click.IntRange(0), help="Of onnxruntime or torch; 0 for one per core."),

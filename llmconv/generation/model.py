@@ -34,7 +34,7 @@ class TextModel:
         runner: the graphs or the eager model.
         defaults: what `generation_config.json` says.
         context_length: tokens that the model was made for, prompt and text together; None where nothing says so.
-        backend: `onnx` or `torch`.
+        backend: `onnx`, `torch` or `genai`.
         positions: rule of the position ids.
         folder: where the configuration lies.
     """
@@ -61,7 +61,8 @@ class TextModel:
 
         Args:
             model: what to open.
-            backend: `onnx` (the graphs) or `torch` (the eager model, its only use of torch).
+            backend: `onnx` (the graphs), `torch` (the eager model, its only use of torch) or `genai` (the graphs in
+                ONNX Runtime GenAI, an optional package).
             settings: of onnxruntime; `torch` takes the number of threads from it.
             adapter: a folder of PEFT, for `torch`.
             trust_remote_code: run the folder's own code, of the tokenizer and, for `torch`, of the model.
@@ -72,6 +73,8 @@ class TextModel:
         """
         files = ModelFiles.find(model)
         tokenizer = load_tokenizer(files.tokenizer or files.folder, trust_remote_code)
+        if backend == "genai":
+            return _open_genai(files, tokenizer, settings, adapter)
         runner = load_runner(files, backend, settings, adapter=adapter, trust_remote_code=trust_remote_code)
         lengths = [context_length(files.folder), getattr(runner, "slots", None)]
         return cls(
@@ -211,6 +214,30 @@ class TextModel:
         return int(config.get_text_config(decoder=True).vocab_size)
 
 
+def _open_genai(
+    files: ModelFiles, tokenizer: Any, settings: SessionSettings | None, adapter: str | Path | None
+) -> TextModel:
+    """A folder for ONNX Runtime GenAI, an optional package."""
+    _refuse_adapter(adapter)
+    if files.prefill:
+        raise UsageProblem("GenAI opens folders, no single graphs", hint="give the folder with genai_config.json")
+    model: TextModel = importlib.import_module("llmconv.generation.genai").GenaiModel.load(
+        files.folder,
+        settings,
+        tokenizer=tokenizer,
+        defaults=GenerationSettings.of(files.generation_config or files.folder),
+        context_length=context_length(files.folder),
+    )
+    return model
+
+
+def _refuse_adapter(adapter: str | Path | None) -> None:
+    if adapter is not None:
+        raise UsageProblem(
+            "graphs take no adapter", hint="give `--backend torch`, or merge it: `llmconv merge-lora BASE ADAPTER`"
+        )
+
+
 def load_runner(
     files: ModelFiles,
     backend: str,
@@ -226,15 +253,12 @@ def load_runner(
         UsageProblem: an unknown backend, or an adapter for the graphs.
     """
     if backend == "onnx":
-        if adapter is not None:
-            raise UsageProblem(
-                "graphs take no adapter", hint="give `--backend torch`, or merge it: `llmconv merge-lora BASE ADAPTER`"
-            )
+        _refuse_adapter(adapter)
         if files.prefill:
             return OrtRunner.from_files(files.prefill, files.decode, settings)
         return OrtRunner.from_folder(files.folder, settings)
     if backend != "torch":
-        raise UsageProblem(f"backend `{backend}` is unknown", hint="give `onnx` or `torch`")
+        raise UsageProblem(f"backend `{backend}` is unknown", hint="give `onnx`, `torch` or `genai`")
     runner: Runner = importlib.import_module("llmconv.runtime.torch_runner").TorchRunner(
         files.folder,
         code=files.folder if trust_remote_code else None,

@@ -77,8 +77,8 @@ class Row:
         """Takes the next token from row `at` of the step's last position."""
         return self.push(self._pick(step, at))
 
-    def push(self, token: int) -> Piece:
-        """Takes `token`, and gives the text that is certain now."""
+    def push(self, token: int, is_last: bool = False) -> Piece:
+        """Takes `token`, after which none may come if it `is_last`, and gives the text that is certain now."""
         if self.length == len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
         self._ids[self.length] = token
@@ -86,7 +86,7 @@ class Row:
         self.room -= 1
         ended = token in self.settings.eos_token_id
         text = "" if ended else self._stops.push(self._text.push(token))
-        self.finish = "eos" if ended else "stop" if self._stops.found else "" if self.room else "length"
+        self.finish = "eos" if ended else "stop" if self._stops.found else "" if self.room and not is_last else "length"
         return Piece(self.index, text + self.rest(), token, self.finish)
 
     def rest(self) -> str:

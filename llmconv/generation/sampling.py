@@ -16,8 +16,8 @@ from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.generation.settings import GenerationSettings
 from llmconv.tensors import Array
 
-LIKELIEST = 2048
-"""Tokens among which the nucleus is looked for before the whole vocabulary is sorted."""
+BINS, BINS_PER_E = 2048, 16
+"""Bins by likelihood, and how many of them one power of e is."""
 
 
 @dataclass(frozen=True)
@@ -125,20 +125,15 @@ def keep_top_p(candidates: Candidates, top_p: float) -> Candidates:
     if top_p >= 1:
         return candidates
     probabilities = softmax(candidates.scores)
-    order = _likeliest_first(probabilities, top_p)
-    reached = probabilities[order].cumsum()
+    # Sorting a vocabulary takes longer than a step may: only the bin is sorted in which the sum reaches p.
+    bins = np.minimum((candidates.scores.max() - candidates.scores) * BINS_PER_E, BINS - 1).astype(np.int64)
+    sums = np.bincount(bins, weights=probabilities).cumsum()
+    last = min(int(np.searchsorted(sums, top_p, side="left")), len(sums) - 1)
+    inside = np.flatnonzero(bins == last)
+    inside = inside[np.argsort(-probabilities[inside], kind="stable")]
+    reached = probabilities[inside].cumsum() + (sums[last - 1] if last else 0.0)
     count = int(np.searchsorted(reached, top_p, side="left")) + 1
-    return candidates[np.sort(order[:count])]
-
-
-def _likeliest_first(probabilities: Array, enough: float) -> Array:
-    """Indices by falling probability: of all, or of so many that they add up to `enough`."""
-    if len(probabilities) > LIKELIEST:
-        top = np.argpartition(probabilities, -LIKELIEST)[-LIKELIEST:]
-        if probabilities[top].sum() > enough:
-            top = np.sort(top)
-            return np.asarray(top[np.argsort(-probabilities[top], kind="stable")])
-    return np.argsort(-probabilities, kind="stable")
+    return candidates[np.sort(np.concatenate([np.flatnonzero(bins < last), inside[:count]]))]
 
 
 def keep_min_p(candidates: Candidates, min_p: float) -> Candidates:

@@ -43,6 +43,20 @@ class Buffers:
     def __init__(self, arrays: Sequence[Array], filled: int = 0) -> None:
         self.values = [ort.OrtValue.ortvalue_from_numpy(np.array(array, order="C")) for array in arrays]
         self.filled = filled
+        self._bindings: dict[ort.InferenceSession, ort.IOBinding] = {}
+
+    def binding(
+        self, session: ort.InferenceSession, past: Sequence[str], results: Sequence[str], present: Sequence[str]
+    ) -> ort.IOBinding:
+        """What binds a session's cache to them, made once: to name every key and value takes longer than the rest."""
+        if session not in self._bindings:
+            binding = self._bindings[session] = session.io_binding()
+            for name in results:  # before the others: values come out in the order in which they were bound
+                binding.bind_output(name)
+            for past_name, present_name, value in zip(past, present, self.values, strict=True):
+                binding.bind_ortvalue_input(past_name, value)
+                binding.bind_ortvalue_output(present_name, value)
+        return self._bindings[session]
 
     @property
     def slots(self) -> int:
@@ -213,17 +227,15 @@ class BufferedSession:
             "position_ids": filled_up(position_ids, batch, width),
             WRITE_INDICES: np.full(batch, buffers.filled),
         }
-        binding = self._session.io_binding()
+        binding = buffers.binding(self._session, self._past, self._results, self._present)
         for name, array in feeds.items():
             if name in self._ports:
                 binding.bind_ortvalue_input(name, as_input(array))
         for name in self._results:
-            binding.bind_output(name)
-        for past, present, value in zip(self._past, self._present, buffers.values, strict=True):
-            binding.bind_ortvalue_input(past, value)
-            binding.bind_ortvalue_output(present, value)
+            binding.bind_output(name)  # anew: the latest values may have another shape
         self._session.run_with_iobinding(binding)
-        return [value.numpy()[:rows, :new] for value in binding.get_outputs()[: len(self._results)]]
+        values = binding.get_outputs_as_ortvaluevector()
+        return [values[at].numpy()[:rows, :new] for at in range(len(self._results))]
 
 
 def filled_up(array: Array, rows: int, columns: int) -> Array:

@@ -32,6 +32,10 @@ class SessionChain:
         models = [load_guarded(path) for path in paths]
         self.op_types = {node.op_type for model in models for node in nodes(model)}
         self._sessions = [_open(path, options, providers) for path in paths]
+        self._ports = [  # onnxruntime makes these lists anew for whoever asks
+            ([arg.name for arg in session.get_inputs()], [arg.name for arg in session.get_outputs()])
+            for session in self._sessions
+        ]
 
     @property
     def whole(self) -> ort.InferenceSession:
@@ -61,10 +65,9 @@ class SessionChain:
             feeds: every input that no session makes.
         """
         values = dict(feeds)
-        for session in self._sessions:
-            wanted = [arg.name for arg in session.get_outputs()]
-            taken = {arg.name: values[arg.name] for arg in session.get_inputs()}
-            values.update(zip(wanted, session.run_with_ort_values(wanted, taken), strict=True))
+        for session, (inputs, outputs) in zip(self._sessions, self._ports, strict=True):
+            taken = {name: values[name] for name in inputs}
+            values.update(zip(outputs, session.run_with_ort_values(outputs, taken), strict=True))
         return [values[name] for name in names]
 
 

@@ -77,6 +77,7 @@ class OrtGraph:
         self.types: dict[str, str] = {arg.name: arg.type for arg in [*declared, *results]}
         self.past_names = [arg.name for arg in declared if is_past(arg.name)]
         self.present_names = [arg.name for arg in results if is_present(arg.name)]
+        self._grows = [at for at, name in enumerate(self.present_names) if not is_state(name)]
         self.result_names = ["logits"] if "logits" in self.outputs else ["tokens", "scores"]
         self.takes_positions = "position_ids" in self.inputs
         self.dtype = np.dtype(TENSOR_DTYPES.get(self.types.get(self.result_names[-1], ""), np.float32))
@@ -124,9 +125,7 @@ class OrtGraph:
         outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
         results = [value.numpy() for value in outputs[: len(self.result_names)]]
         present = outputs[len(self.result_names) :]
-        lengths = [
-            value.shape()[2] for name, value in zip(self.present_names, present, strict=True) if not is_state(name)
-        ]
+        lengths = [present[at].shape()[LENGTH_AXIS] for at in self._grows]
         return results, OrtCache(self.present_names, present, max(lengths, default=given["attention_mask"].shape[1]))
 
     def _step(self, results: Sequence[Array], present: Cache) -> Step:

@@ -27,8 +27,8 @@ class SessionSettings:
 
     Attributes:
         threads: threads per operator, 0 for one per core.
-        prepack: copies weights into a layout of its own: prefill 20-25 % faster, but each session then holds the
-            weights once more and two sessions no longer share the mapped file.
+        prepack: copies weights into a layout of its own: prompts and steps are faster (docs/speed.md), but each
+            session then holds the weights once more and two sessions no longer share the mapped file.
         optimization: `all`, `layout`, `extended`, `basic` or `disable`.
         garbage: buffers of a fixed length start with large numbers in place of zeros, for `verify`.
         arena: keeps memory that was freed, for the next call.

@@ -43,7 +43,7 @@ def counting(folder: Path, backend: str) -> TextModel:
 def tokens_of(model: TextModel, prompts: list[list[int]], cache: Any = None) -> list[list[int | None]]:
     """Seven new tokens per prompt."""
     found: list[list[int | None]] = [[] for _ in prompts]
-    for piece in model.stream(prompts, model.defaults.but(max_new_tokens=7), cache):
+    for piece in model.stream(prompts, model.defaults.but(max_new_tokens=7, eos_token_id=()), cache):
         found[piece.index].append(piece.token)
     return found
 
@@ -69,7 +69,7 @@ def test_another_end_of_the_conversation_is_run_from_where_it_differs(talking: P
 @BACKENDS
 def test_a_stream_that_is_left_leaves_a_conversation_that_goes_on(talking: Path, backend: str) -> None:
     model, conversation = counting(talking, backend), Conversation()
-    stream = model.stream([[20, 30, 40]], model.defaults.but(max_new_tokens=9), conversation)
+    stream = model.stream([[20, 30, 40]], model.defaults.but(max_new_tokens=9, eos_token_id=()), conversation)
     tokens = [next(stream).token, next(stream).token]
     stream.close()  # type: ignore[attr-defined]
     turn = [20, 30, 40, *[token for token in tokens if token is not None], 77]

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.generation import GenerationSettings
-from llmconv.generation.sampling import LIKELIEST, Candidates, keep_top_k, narrowed, penalized, pick_token, softmax
+from llmconv.generation.sampling import Candidates, keep_top_k, narrowed, penalized, pick_token, softmax
 from llmconv.tensors import Array
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05]))
@@ -51,7 +51,7 @@ def kept_by_transformers(logits: Array, seen: list[int], fields: GenerationSetti
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    vocabulary=st.sampled_from([7, 100, LIKELIEST + 500]),
+    vocabulary=st.sampled_from([7, 100, 3000]),
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
     top_k=st.sampled_from([0, 1, 5, 50]),
     top_p=st.sampled_from([0.1, 0.5, 0.93, 1.0]),

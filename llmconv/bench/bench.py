@@ -1,0 +1,145 @@
+"""bench: prompts and steps of several candidates, in turn, at every batch size and length."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmconv.bench.candidate import Candidate, Worker
+from llmconv.bench.result import Cell, Comparison, first_difference
+from llmconv.checkpoint import read_json
+from llmconv.errors import Inconclusive, InputRefused, UsageProblem
+from llmconv.generation.context import context_length
+
+LENGTHS = (128, 512, 2048, 8192)
+NEW_TOKENS, REPEAT = 32, 3
+PAUSE = 0.1
+"""Seconds between two candidates: the threads of the last one spin for a while."""
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def bench(
+    model: str | Path | Candidate,
+    *,
+    against: Sequence[str | Candidate] = (),
+    lengths: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (1,),
+    new_tokens: int = NEW_TOKENS,
+    repeat: int = REPEAT,
+    threads: int = 0,
+    on_cell: Callable[[Cell], object] | None = None,
+) -> Comparison:
+    """Measures greedy search; the candidates take turns, so that a slow minute hits all of them.
+
+    Args:
+        model: a folder with graphs, or another candidate; what the others are compared with.
+        against: other candidates, see `Candidate.parse`.
+        lengths: tokens of a prompt; 128, 512, 2048 and 8192 as far as the context reaches when left out.
+        batch_sizes: prompts side by side, all of one length.
+        new_tokens: after each prompt.
+        repeat: rounds that count, after one that warms up.
+        threads: of every candidate; 0 for the cores that this process may use.
+        on_cell: called with every finished cell.
+
+    Raises:
+        InputRefused: a candidate does not open.
+        UsageProblem: a length beyond the context, or a candidate that is none.
+        Inconclusive: no candidate ran anywhere.
+    """
+    threads = threads or len(os.sched_getaffinity(0))
+    first = model if isinstance(model, Candidate) else Candidate.parse(str(model))
+    others = (other if isinstance(other, Candidate) else Candidate.parse(other, first.folder) for other in against)
+    candidates = [first, *others]
+    _require_distinct(candidates)
+    lengths = lengths_within(first.folder, lengths, new_tokens)
+    tokens = _usable_tokens(first.folder)
+    cells: list[Cell] = []
+    with ExitStack() as stack:
+        workers = []
+        for candidate in candidates:
+            workers.append(Worker(candidate, threads))
+            stack.callback(workers[-1].close)
+        for batch in batch_sizes:
+            for length in lengths:
+                prompts = random_prompts(tokens, batch, length)
+                for cell in _measure(workers, prompts, new_tokens, repeat):
+                    cells.append(cell)
+                    if on_cell:
+                        on_cell(cell)
+        versions = {worker.candidate.name: worker.versions for worker in workers}
+    if all(cell.error for cell in cells):
+        raise Inconclusive(f"nothing could be measured: {cells[0].error}", hint="see `llmconv generate` on the folder")
+    return Comparison([candidate.name for candidate in candidates], versions, cells, new_tokens, repeat, threads)
+
+
+def _measure(workers: Sequence[Worker], prompts: list[list[int]], new: int, repeat: int) -> list[Cell]:
+    """A round to warm up, in which tokens are compared, and `repeat` that count; every other one runs backwards."""
+    cells = [Cell(worker.candidate.name, len(prompts), len(prompts[0])) for worker in workers]
+    pairs = list(zip(workers, cells, strict=True))
+    expected: list[list[int]] | None = None
+    for number in range(repeat + 1):
+        for worker, cell in pairs if number % 2 == 0 else reversed(pairs):
+            if cell.error:
+                continue
+            time.sleep(PAUSE)
+            answer = worker.run(prompts, new, expected or ())
+            cell.error = answer.get("error", "")
+            if not cell.error and number:
+                cell.take(answer)
+            elif not cell.error:
+                expected = expected or answer["tokens"]
+                cell.differs = first_difference(expected, answer["tokens"])
+    return cells
+
+
+def lengths_within(folder: Path, lengths: Sequence[int], new: int) -> list[int]:
+    """The lengths that were asked for, or the usual ones that leave room for the new tokens.
+
+    Raises:
+        UsageProblem: one was asked for that leaves none.
+    """
+    context = context_length(folder)
+    fitting = [length for length in lengths or LENGTHS if context is None or length + new <= context]
+    if (lengths and len(fitting) < len(lengths)) or not fitting:
+        raise UsageProblem(
+            f"{new} tokens after {max(lengths or LENGTHS)} are more than the model's context of {context}",
+            hint="give smaller `--lengths` or `--new-tokens`",
+        )
+    return fitting
+
+
+def random_prompts(tokens: Sequence[int], batch: int, length: int) -> list[list[int]]:
+    """Tokens drawn with a fixed seed."""
+    found: list[list[int]] = np.random.default_rng([batch, length]).choice(tokens, (batch, length)).tolist()
+    return found
+
+
+def _usable_tokens(folder: Path) -> list[int]:
+    """All tokens of the vocabulary but the special ones.
+
+    Raises:
+        InputRefused: the configuration names no vocabulary.
+    """
+    path = folder / "config.json"
+    config: dict[str, Any] = read_json(path) if path.is_file() else {}
+    text = config.get("text_config")
+    config = {**config, **(text if isinstance(text, dict) else {})}
+    size = config.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise InputRefused(f"`{folder}` has no config.json with a vocab_size", hint="copy the model's config.json")
+    said = [config.get(name) for name in SPECIAL]
+    special = {token for value in said for token in (value if isinstance(value, list) else [value])}
+    return [token for token in range(size) if token not in special] or list(range(size))
+
+
+def _require_distinct(candidates: Sequence[Candidate]) -> None:
+    names = [candidate.name for candidate in candidates]
+    if len(set(names)) < len(names):
+        raise UsageProblem("a candidate is named twice", hint="give each `--against` once, FOLDER itself not again")

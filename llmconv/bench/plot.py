@@ -1,0 +1,60 @@
+"""The curves of a comparison, drawn by matplotlib."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llmconv.bench.result import Cell, Comparison
+from llmconv.errors import InputRefused, UsageProblem
+
+KINDS = (".png", ".svg", ".pdf")
+PANELS = (("prefill", "prompt tokens/s"), ("decode", "new tokens/s"))
+
+
+def require_plotting(path: Path) -> None:
+    """Before anything is measured.
+
+    Raises:
+        InputRefused: matplotlib is not installed.
+        UsageProblem: the name ends in no kind of picture.
+    """
+    if path.suffix.lower() not in KINDS:
+        raise UsageProblem(f"`{path}` is no kind of picture", hint=f"end the name in {', '.join(KINDS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputRefused("`--plot` needs matplotlib", hint="`pip install 'llmconv[plot]'`, or `--csv FILE`")
+
+
+def write_plot(result: Comparison, path: Path) -> None:
+    """Tokens per second over the length, a row of panels per batch size; bars go from the least to the most."""
+    require_plotting(path)
+    figure_module = importlib.import_module("matplotlib.figure")
+    batches = sorted({cell.batch for cell in result.cells})
+    figure = figure_module.Figure(figsize=(11, 4 * len(batches)), layout="constrained")
+    panels = figure.subplots(len(batches), len(PANELS), squeeze=False)
+    for row, batch in zip(panels, batches, strict=True):
+        for axes, (kind, label) in zip(row, PANELS, strict=True):
+            _draw(axes, [cell for cell in result.cells if cell.batch == batch], result.candidates, kind)
+            axes.set(title=f"batch size {batch}", xlabel="tokens of the prompt", ylabel=label)
+    panels[0][0].legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def _draw(axes: Any, cells: Sequence[Cell], candidates: Sequence[str], kind: str) -> None:
+    lengths = sorted({cell.length for cell in cells})
+    for name in candidates:
+        curve = [(cell.length, getattr(cell, kind)) for cell in cells if cell.candidate == name and getattr(cell, kind)]
+        middles = [statistics.median(values) for _, values in curve]
+        spread = [
+            [middle - min(values) for middle, (_, values) in zip(middles, curve, strict=True)],
+            [max(values) - middle for middle, (_, values) in zip(middles, curve, strict=True)],
+        ]
+        axes.errorbar([length for length, _ in curve], middles, yerr=spread, marker="o", capsize=3, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)

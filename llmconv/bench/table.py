@@ -1,0 +1,65 @@
+"""A comparison as a table for the terminal and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmconv.bench.result import Cell, Comparison
+
+HEAD = ("batch", "length", "candidate", "prompt tokens/s", "new tokens/s", "times first's", "peak MB", "tokens")
+
+
+def table(result: Comparison) -> str:
+    """Medians, least and most in brackets; `times first's` is the speed of the steps."""
+    rows = [HEAD, *(_row(result, cell) for cell in result.cells)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    versions = [f"{name}: {', '.join(f'{p} {v}' for p, v in found.items())}" for name, found in result.versions.items()]
+    setting = f"{result.new} new tokens, greedy, {result.threads} threads, {result.repeat} rounds in turn"
+    return "\n".join([*lines, "", f"{setting}; median (least-most)", *versions, *_differences(result)])
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [
+        text.ljust(width) if HEAD[at] in ("candidate", "tokens") else text.rjust(width)
+        for at, (text, width) in enumerate(zip(row, widths, strict=True))
+    ]
+
+
+def _row(result: Comparison, cell: Cell) -> tuple[str, ...]:
+    place = str(cell.batch), str(cell.length), cell.candidate
+    if cell.error:
+        return (*place, "-", "-", "-", "-", f"failed: {cell.error}")
+    first = result.cell(result.candidates[0], cell.batch, cell.length)
+    ratio = f"{statistics.median(cell.decode) / statistics.median(first.decode):.2f}" if first.decode else "-"
+    told = "same" if cell.differs is None else f"differ from {cell.differs[1]} on"
+    return (*place, _figures(cell.prefill), _figures(cell.decode), ratio, f"{cell.peak / 1e6:.0f}", told)
+
+
+def _figures(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})" if values else "-"
+
+
+def _differences(result: Comparison) -> list[str]:
+    """What candidates that gave other tokens did."""
+    return [
+        f"NOT THE SAME TOKENS: {cell.candidate} at batch {cell.batch}, length {cell.length}: "
+        f"row {cell.differs[0]} differs from {result.candidates[0]}'s from new token {cell.differs[1]} on"
+        for cell in result.cells
+        if cell.differs
+    ]
+
+
+def write_csv(result: Comparison, path: Path) -> None:
+    """One line per cell, with the versions of what ran."""
+    rows = [
+        {**cell.as_dict(), "versions": " ".join(f"{p}={v}" for p, v in result.versions[cell.candidate].items())}
+        for cell in result.cells
+    ]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,197 @@
+"""One candidate in a process of its own: batches as JSON lines on stdin, times and tokens as JSON lines on stdout.
+
+Needs nothing but the standard library and what it measures, so that it runs in another environment, too. All kinds are
+asked for the same: greedy search that no end token ends.
+
+    arguments   KIND FOLDER THREADS
+    once        {"ready": {package: version}}
+    asked       {"prompts": [[token, …], …], "new": n, "expected": [[token, …], …]}, prompts of one length; what
+                another candidate gave, for who insists on a token that may not come
+    answered    {"times": [seconds from the start to each token], "tokens": [[token, …], …], "peak": bytes}
+    or          {"error": text}
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+Answer = tuple[list[float], list[list[int]]]
+Run = Callable[[list[list[int]], int], Answer]
+
+
+def open_onnx(folder: str, threads: int, prepack: bool = False) -> Run:
+    """llmconv's own loop over its graphs, with the text of every token where there is a tokenizer."""
+    opened = importlib.import_module("llmconv.bench.own").open_text_model(folder, threads, prepack)
+    greedy = importlib.import_module("llmconv.generation").GenerationSettings
+
+    def run(prompts: list[list[int]], new: int) -> Answer:
+        tokens: list[list[int]] = [[] for _ in prompts]
+        times, started = [], time.perf_counter()
+        for piece in opened.stream(prompts, greedy(max_new_tokens=new)):
+            if piece.token is not None:
+                tokens[piece.index].append(piece.token)
+            if piece.index == len(prompts) - 1:
+                times.append(time.perf_counter() - started)
+        return times, tokens
+
+    return run
+
+
+def open_packed(folder: str, threads: int) -> Run:
+    """As `open_onnx`, with weights that onnxruntime has packed."""
+    return open_onnx(folder, threads, prepack=True)
+
+
+def open_torch(folder: str, threads: int) -> Run:
+    """`generate` of transformers over the eager model."""
+    torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+    torch.set_num_threads(threads)
+    return _hugging_face(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+def open_optimum(folder: str, threads: int) -> Run:
+    """`generate` of optimum's `ORTModelForCausalLM`."""
+    importlib.import_module("torch").set_num_threads(threads)
+    options = importlib.import_module("onnxruntime").SessionOptions()
+    options.intra_op_num_threads = threads
+    model = importlib.import_module("optimum.onnxruntime").ORTModelForCausalLM
+    return _hugging_face(model.from_pretrained(folder, session_options=options))
+
+
+def _hugging_face(model: Any) -> Run:
+    """Greedy search by `generate`; a stopping criterion that stops nothing sees every step."""
+    torch = importlib.import_module("torch")
+    config = importlib.import_module("transformers").GenerationConfig
+
+    def run(prompts: list[list[int]], new: int) -> Answer:
+        ids, times, started = torch.tensor(prompts), [], time.perf_counter()
+
+        def see(*_: Any, **__: Any) -> Any:
+            times.append(time.perf_counter() - started)
+            return torch.zeros(len(prompts), dtype=torch.bool)
+
+        settings = config(max_new_tokens=new, do_sample=False, pad_token_id=0, use_cache=True)
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, stopping_criteria=[see]
+        )
+        return times, found[:, ids.shape[1] :].tolist()
+
+    model.generation_config = config()  # or the model's own end token counts
+    return run
+
+
+class Genai:
+    """The generator of ONNX Runtime GenAI; it insists on an end token, so that is one which nobody gives here."""
+
+    def __init__(self, folder: str, threads: int) -> None:
+        self._library, self._numpy = importlib.import_module("onnxruntime_genai"), importlib.import_module("numpy")
+        self._folder, self._threads = folder, threads
+        self._vocabulary = json.loads((Path(folder) / "genai_config.json").read_text())["model"]["vocab_size"]
+        self._open(self._vocabulary - 1)
+
+    def _open(self, end: int) -> None:
+        self._end, config = end, self._library.Config(self._folder)
+        options = {"session_options": {"intra_op_num_threads": self._threads}}
+        config.overlay(json.dumps({"model": {"eos_token_id": end, "decoder": options}}))  # a list would only add to it
+        self._model = self._library.Model(config)
+
+    def avoid(self, tokens: set[int]) -> None:
+        """The end token is none of these from now on."""
+        if self._end in tokens:
+            self._open(next(token for token in reversed(range(self._vocabulary)) if token not in tokens))
+
+    def __call__(self, prompts: list[list[int]], new: int) -> Answer:
+        started, times = time.perf_counter(), []
+        length = len(prompts[0]) + new
+        params = self._library.GeneratorParams(self._model)
+        params.set_search_options(max_length=length, min_length=length, batch_size=len(prompts), do_sample=False)
+        generator = self._library.Generator(self._model, params)
+        generator.append_tokens(self._numpy.array(prompts if len(prompts) > 1 else prompts[0], dtype="int32"))
+        while not generator.is_done():
+            generator.generate_next_token()
+            times.append(time.perf_counter() - started)
+        rows = [generator.get_sequence(row) for row in range(len(prompts))]
+        return times, [row.tolist()[-new:] for row in rows]
+
+
+KINDS: dict[str, tuple[Callable[[str, int], Run], tuple[str, ...]]] = {
+    "onnx": (open_onnx, ("llmconv", "onnxruntime")),
+    "packed": (open_packed, ("llmconv", "onnxruntime")),
+    "torch": (open_torch, ("transformers", "torch")),
+    "optimum": (open_optimum, ("optimum-onnx", "transformers", "onnxruntime")),
+    "genai": (Genai, ("onnxruntime-genai", "onnxruntime")),
+}
+"""Kind to what opens a folder, and the packages whose versions count."""
+
+
+def serve(kind: str, folder: str, threads: int, answer: Callable[[dict[str, Any]], None]) -> None:
+    """Answers until stdin ends."""
+    opener, packages = KINDS[kind]
+    try:
+        run = opener(folder, threads)
+    except Exception as error:  # of whatever library
+        return answer({"error": _told(error)})
+    answer({"ready": {name: _version(name) for name in packages}})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            if hasattr(run, "avoid"):
+                run.avoid({token for row in asked["expected"] for token in row})
+            _forget_peak()
+            times, tokens = run(asked["prompts"], asked["new"])
+            answer({"times": times, "tokens": tokens, "peak": _peak()})
+        except Exception as error:
+            answer({"error": _told(error)})
+    return None
+
+
+def _told(error: Exception) -> str:
+    """The first line of what another library says, and its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
+
+
+def _forget_peak() -> None:
+    """Sets the largest resident set back to the present one (`proc_pid_clear_refs(5)`; elsewhere nothing)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> int:
+    """Bytes of the largest resident set since `_forget_peak`."""
+    with suppress(OSError, IndexError, ValueError):
+        return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main() -> None:
+    """Keeps stdout for the answers: what libraries print goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(content: dict[str, Any]) -> None:
+        answers.write(json.dumps(content) + "\n")
+        answers.flush()
+
+    kind, folder, threads = sys.argv[1:]
+    serve(kind, folder, int(threads), answer)
+
+
+if __name__ == "__main__":
+    main()
