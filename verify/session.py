@@ -15,7 +15,7 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
 from llmconv.runtime.embeddings import EMBEDDINGS
-from llmconv.runtime.graph_entry import graph_entries
+from llmconv.runtime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import SessionSettings
 from llmconv.verify.bisect import name_node
@@ -34,6 +34,7 @@ from llmconv.verify.truth import Eager
 from llmconv.verify.weights import Source, audit_files, audit_weights
 from llmconv.verify.whole import load_whole
 
+OnChecks = Callable[[list[Check]], None]
 LIBRARIES = ("numpy", "onnx", "onnxruntime", "torch", "transformers")
 
 
@@ -45,7 +46,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     only: Sequence[str] = (),
     repeat: int = 1,
     settings: SessionSettings | None = None,
-    on_checks: Callable[[list[Check]], None] | None = None,
+    on_checks: OnChecks | None = None,
     eager: Eager | None = None,
     trust_remote_code: bool = False,
     bisect: bool = False,
@@ -57,8 +58,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     Args:
         folder: what `llmconv export` left.
         reference: the Hugging Face folder of the model; as the manifest says, or `folder` itself, when left out.
-        suite: `quick` or `full`.
-        only: names of scenarios; these alone are run, of whichever suite.
+        suite, only: `quick` or `full`; or names of scenarios, which alone are run.
         repeat: how often every call is run; all runs have to give the same bits.
         settings: of onnxruntime.
         on_checks: called with the checks as they come.
@@ -72,43 +72,67 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
         UsageProblem: an unknown suite, or a folder for the smallest failing piece that holds something.
     """
-    folder = Path(folder)
+    folder, piece, settings = Path(folder), new_piece(minimize), settings or SessionSettings()
     _require_usable(folder, suite)
+    report = new_report(folder.name, suite, only, repeat, settings)
+    if not (entries := graph_entries(folder)):
+        report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
+        return report
+    truth_folder = Path(reference or recorded_reference(folder))
+    report.reference = truth_folder.name
+    verified = Folder(folder, entries, _models(folder, entries), settings)
+    add = collector(report, on_checks)
+    _audit(verified, truth_folder, report, add)
+    eager = _compare(verified, truth_folder, report, add, eager, trusted=trust_remote_code, low_memory=low_memory)
+    report.where = localise(report.checks)
+    if bisect or piece:
+        name_node(report, verified, eager, piece)
+    return report
+
+
+def new_piece(minimize: str | Path | None) -> Path | None:
+    """The folder for the smallest piece that fails; refused with UsageProblem where it holds something."""
     piece = Path(minimize) if minimize else None
     if piece:
         require_new(piece)
-    report = Report(folder.name, folder.name, suite, versions=library_versions())
-    report.settings = recorded(settings or SessionSettings(), chosen(suite, only), repeat)
-    entries = graph_entries(folder)
-    if not entries:
-        report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
-        return report
+    return piece
+
+
+def new_report(name: str, suite: str, only: Sequence[str], repeat: int, settings: SessionSettings) -> Report:
+    """A report without checks, which says what would have to be the same for the same report."""
+    said = recorded(settings, chosen(suite, only), repeat)
+    return Report(name, name, suite, versions=library_versions(), settings=said)
+
+
+def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.ModelProto]:
+    """The graphs without their weights, by name; the embedding table too, where they take embeddings."""
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     _require_floats(folder, models)
     if takes_embeddings(models.values()):
         models[EMBEDDINGS] = load_guarded(folder / EMBEDDINGS)
-    truth_folder = Path(reference or recorded_reference(folder))
-    report.reference = truth_folder.name
+    return models
 
-    add = collector(report, on_checks)
-    report.notes += changed_graphs(folder, paths_of(folder, entries, models))
-    source = Source.of(folder, truth_folder, [entry.prefix.file for entry in entries if entry.prefix])
-    add(audit_files(folder))
-    report.notes += odd_weights(source.reference)
-    _audit(models, source, report, add)
-    settings = settings or SessionSettings()
-    graphs = open_graphs(folder, entries, settings, add, low_memory=low_memory)
-    if graphs:
-        code = truth_folder if trust_remote_code else None
-        if low_memory:
-            names = tuple(report.settings["seeds"])
-            eager = StreamedEager(truth_folder, graphs[0].dtype.name, code=code, suite=suite, only=names)
-        eager = eager or Eager(truth_folder, graphs[0].dtype.name, code=code)
-        Comparison(eager, folder, models, settings, report, add).run(graphs)
-    report.where = localise(report.checks)
-    if bisect or piece:
-        name_node(report, Folder(folder, entries, models, settings), eager, piece)
-    return report
+
+def _compare(
+    verified: Folder,
+    reference: Path,
+    report: Report,
+    add: OnChecks,
+    eager: Eager | None,
+    *,
+    trusted: bool,
+    low_memory: bool,
+) -> Eager | None:
+    """All scenarios; returns the reference that they were compared with, if any graph could be run."""
+    graphs = open_graphs(verified.path, verified.entries, verified.settings, add, low_memory=low_memory)
+    if not graphs:
+        return eager
+    dtype, code = graphs[0].dtype.name, reference if trusted else None
+    if low_memory:
+        eager = StreamedEager(reference, dtype, code=code, suite=report.suite, only=tuple(report.settings["seeds"]))
+    eager = eager or Eager(reference, dtype, code=code)
+    Comparison(eager, verified.path, verified.models, verified.settings, report, add).run(graphs)
+    return eager
 
 
 def recorded(settings: SessionSettings, rows: Sequence[Scenario], repeat: int) -> dict[str, Any]:
@@ -122,7 +146,7 @@ def recorded(settings: SessionSettings, rows: Sequence[Scenario], repeat: int) -
     }
 
 
-def collector(report: Report, on_checks: Callable[[list[Check]], None] | None) -> Callable[[list[Check]], None]:
+def collector(report: Report, on_checks: OnChecks | None) -> OnChecks:
     """What takes new checks: they join the report, and `on_checks` is told."""
 
     def add(checks: list[Check]) -> None:
@@ -184,11 +208,15 @@ def library_versions() -> dict[str, str]:
     return {"llmconv": __version__, **{name: version(name) for name in LIBRARIES}}
 
 
-def _audit(
-    models: dict[str, onnx.ModelProto], source: Source, report: Report, add: Callable[[list[Check]], None]
-) -> None:
+def _audit(verified: Folder, reference: Path, report: Report, add: OnChecks) -> None:
+    """Files as the manifest has them, every initializer, and what is odd about the weights."""
+    report.notes += changed_graphs(verified.path, paths_of(verified.path, verified.entries, verified.models))
+    prefixes = [entry.prefix.file for entry in verified.entries if entry.prefix]
+    source = Source.of(verified.path, reference, prefixes)
+    add(audit_files(verified.path))
+    report.notes += odd_weights(source.reference)
     used: set[str] = set()
-    for name, model in models.items():
+    for name, model in verified.models.items():
         check, names = audit_weights(name, model, source)
         used |= names
         add([check])

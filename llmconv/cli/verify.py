@@ -13,8 +13,12 @@ from llmconv.errors import UsageProblem
 from llmconv.progress import say
 
 if TYPE_CHECKING:
-    from llmconv.verify import Check
+    from llmconv.runtime import SessionSettings
+    from llmconv.verify import Check, Report
 
+COST = ("text", "max_divergence", "min_agreement")
+OF_GRAPHS, OF_FOLDER = ("input_map", *COST), ("low_memory",)
+"""Options that only graphs of any exporter, and only a folder of llmconv's, take."""
 COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 
 
@@ -59,24 +63,14 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     folder: Path | None,
     graphs: tuple[Path, ...],
-    input_map: str | None,
-    reference: Path | None,
-    suite: str,
-    only: tuple[str, ...],
-    text: Path | None,
-    max_divergence: float | None,
-    min_agreement: float | None,
-    repeat: int,
+    threads: int,
     report_folder: Path | None,
     github: bool,
-    bisect: bool,
-    minimize: Path | None,
-    threads: int,
-    low_memory: bool,
-    trust_remote_code: bool,
     as_json: bool,
+    **asked: Any,
 ) -> None:
     """Compare every output of the graphs in FOLDER with the eager model.
 
@@ -87,37 +81,12 @@ def command(
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
     from llmconv.runtime import SessionSettings
-    from llmconv.verify import verify, verify_graphs
     from llmconv.verify.github import annotation_lines
-    from llmconv.verify.report import lines_of
     from llmconv.verify.report_files import write_report
 
-    def show(checks: list[Check]) -> None:
-        for line in lines_of(checks):
-            click.echo(line)
-
-    _require_fitting(
-        folder, graphs, input_map, searches=bisect or minimize is not None, low_memory=low_memory, repeat=repeat
-    )
-    cost: dict[str, Any] = {"text": text, "max_divergence": max_divergence, "min_agreement": min_agreement}
-    if folder is not None and any(value is not None for value in cost.values()):
-        raise UsageProblem(f"{COST_OPTIONS} are for a `--graph` with quantised weights", hint="leave them out")
+    _require_fitting(folder, graphs, asked)
     started = time.perf_counter()
-    options_of_both: dict[str, Any] = {
-        "reference": reference,
-        "suite": suite,
-        "only": only,
-        "repeat": repeat,
-        "settings": SessionSettings(threads=threads),
-        "on_checks": None if as_json else show,
-        "trust_remote_code": trust_remote_code,
-        "bisect": bisect,
-        "minimize": minimize,
-    }
-    if folder is None:
-        report = verify_graphs(graphs, input_map=input_map or "auto", **cost, **options_of_both)
-    else:
-        report = verify(folder, low_memory=low_memory, **options_of_both)
+    report = _verified(folder, graphs, asked, settings=SessionSettings(threads=threads), show=not as_json)
     if report_folder:
         write_report(report, report_folder)
     if as_json:
@@ -131,22 +100,35 @@ def command(
     ctx.exit(report.exit_code)
 
 
-def _require_fitting(
-    folder: Path | None,
-    graphs: tuple[Path, ...],
-    input_map: str | None,
-    *,
-    searches: bool,
-    low_memory: bool,
-    repeat: int,
-) -> None:
+def _verified(
+    folder: Path | None, graphs: tuple[Path, ...], asked: dict[str, Any], *, settings: SessionSettings, show: bool
+) -> Report:
+    """The report; `asked` are the options that the library takes under the same names."""
+    from llmconv.verify import verify, verify_graphs
+    from llmconv.verify.report import lines_of
+
+    def echo(checks: list[Check]) -> None:
+        for line in lines_of(checks):
+            click.echo(line)
+
+    of_both = {name: value for name, value in asked.items() if name not in {*OF_GRAPHS, *OF_FOLDER}}
+    given = {**of_both, "settings": settings, "on_checks": echo if show else None}
+    if folder is None:
+        return verify_graphs(graphs, **{name: asked[name] for name in OF_GRAPHS if asked[name] is not None}, **given)
+    return verify(folder, **{name: asked[name] for name in OF_FOLDER}, **given)
+
+
+def _require_fitting(folder: Path | None, graphs: tuple[Path, ...], asked: dict[str, Any]) -> None:
     """Raises UsageProblem where options do not fit each other."""
     if (folder is None) is not bool(graphs):
         raise UsageProblem("give either FOLDER or `--graph FILE`", hint="FOLDER is what `llmconv export` left")
-    if input_map and not graphs:
+    if asked["input_map"] and not graphs:
         raise UsageProblem("`--input-map` describes a `--graph`", hint="leave it out: FOLDER says what its graphs are")
-    if low_memory and (graphs or searches or repeat > 1):
+    searches = asked["bisect"] or asked["minimize"] is not None
+    if asked["low_memory"] and (graphs or searches or asked["repeat"] > 1):
         raise UsageProblem(
             "`--low-memory` takes FOLDER, runs every call once, and searches for no node",
             hint="leave out `--low-memory`, or `--graph`, `--repeat`, `--bisect` and `--minimize`",
         )
+    if folder is not None and any(asked[name] is not None for name in COST):
+        raise UsageProblem(f"{COST_OPTIONS} are for a `--graph` with quantised weights", hint="leave them out")

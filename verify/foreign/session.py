@@ -29,11 +29,9 @@ from llmconv.verify.foreign.rounding import rounded_reference
 from llmconv.verify.foreign.structure import check_ports, dead_inputs
 from llmconv.verify.foreign.weights import absent, audit_contents, contents_of
 from llmconv.verify.localise import localise
-from llmconv.verify.minimize import require_new
 from llmconv.verify.quantization import Quantization
 from llmconv.verify.report import Check, Report
-from llmconv.verify.scenarios import chosen
-from llmconv.verify.session import collector, library_versions, recorded, require_suite
+from llmconv.verify.session import collector, new_piece, new_report, require_suite
 from llmconv.verify.truth import Eager
 
 
@@ -71,44 +69,67 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: a graph fits no map, or refers to what it must not.
     """
     require_suite(suite)
-    piece = Path(minimize) if minimize else None
-    if piece:
-        require_new(piece)
+    piece, settings = new_piece(minimize), settings or SessionSettings()
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
-    report = Report(" and ".join(file.name for file in files), folder.name, suite, versions=library_versions())
-    report.settings = recorded(settings or SessionSettings(), chosen(suite, only), repeat)
-    add = collector(report, on_checks)
-    settings, tensors = settings or SessionSettings(), open_weights(folder)
-    _audit(files, tensors, report, add)
-    if report.quantization:  # some kernels for quantised weights take them only in a layout of their own
-        settings = replace(settings, prepack=True)
-        report.quantization.max_divergence, report.quantization.min_agreement = max_divergence, min_agreement
-    code = folder if trust_remote_code else None
-    asked = Asked(Path(text) if text else None, Limits(max_divergence, min_agreement), code)
-    half = next((file.dtype for file in files if file.dtype in HALVES), "")
+    report = new_report(" and ".join(file.name for file in files), suite, only, repeat, settings)
+    report.reference = folder.name
+    limits = Limits(max_divergence, min_agreement)
+    asked = Asked(Path(text) if text else None, limits, folder if trust_remote_code else None)
+    verified, add = Graphs(files, Model({}), settings, open_weights(folder)), collector(report, on_checks)
+    _audit(files, verified.tensors, report, add)
     with ExitStack() as stack:
-        held = stack.enter_context(rounded_reference(folder, tensors, files, half)) if half else folder
-        if eager is None or (half and held.resolve() != eager.folder.resolve()):
-            eager = Eager(held, half or files[0].dtype, code=code)
-        eager = eager.in_dtype(half) if half else eager
-        facts = Model(eager.cache_shapes(), eager.facts().window)
-        ran = [stack.enter_context(emulated(file)) if file.dtype == EMULATED else file for file in files]
-        graphs = _open(ran, facts, settings, add)
-        verified = Graphs(files, facts, settings, tensors)
-        if len(graphs) == len(files):
-            report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
-            by = ForeignComparison(facts, settings, tensors, report, add)
-            if report.quantization:
-                eager, verified = compare_quantized(replace(verified, files=ran), graphs, eager, by, asked, stack)
-            elif half:
-                eager, verified = compare_halves(verified, graphs, eager, by, stack)
-            else:
-                by.run(eager, files)
+        eager, verified = _compare(verified, eager or folder, report, add, asked, stack)
         report.where = localise(sharpest(report.checks))
         if bisect or piece:
             name_node(report, verified, eager, piece)
     return report
+
+
+def _compare(
+    verified: Graphs, reference: Eager | Path, report: Report, add: OnChecks, asked: Asked, stack: ExitStack
+) -> tuple[Eager, Graphs]:
+    """All scenarios, in the way that quantised weights, half precision or neither demand.
+
+    Args:
+        reference: the model, or its folder.
+        stack: keeps temporary copies.
+
+    Returns:
+        What a node is to be looked for in, and the model to compare it with.
+    """
+    files = verified.files
+    half = next((file.dtype for file in files if file.dtype in HALVES), "")
+    eager = _eager(verified, reference, half, asked.code, stack)
+    facts, settings = Model(eager.cache_shapes(), eager.facts().window), verified.settings
+    if report.quantization:  # some kernels for quantised weights take them only in a layout of their own
+        settings = replace(settings, prepack=True)
+    verified = replace(verified, facts=facts, settings=settings)
+    ran = [stack.enter_context(emulated(file)) if file.dtype == EMULATED else file for file in files]
+    graphs = _open(ran, facts, settings, add)
+    if len(graphs) < len(files):
+        return eager, verified
+    report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
+    by = ForeignComparison(facts, settings, verified.tensors, report, add)
+    if report.quantization:
+        return compare_quantized(replace(verified, files=ran), graphs, eager, by, asked, stack)
+    if half:
+        return compare_halves(verified, graphs, eager, by, stack)
+    by.run(eager, files)
+    return eager, verified
+
+
+def _eager(verified: Graphs, reference: Eager | Path, half: str, code: Path | None, stack: ExitStack) -> Eager:
+    """The model, of a graph in half precision with weights as that holds them."""
+    folder = reference if isinstance(reference, Path) else reference.folder
+    held = folder
+    if half:
+        held = stack.enter_context(rounded_reference(folder, verified.tensors, verified.files, half))
+    if isinstance(reference, Eager) and held.resolve() == folder.resolve():
+        eager = reference
+    else:
+        eager = Eager(held, half or verified.files[0].dtype, code=code)
+    return eager.in_dtype(half) if half else eager
 
 
 def _reference(path: Path, reference: str | Path | None) -> Path:

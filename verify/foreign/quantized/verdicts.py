@@ -59,6 +59,7 @@ def compare_quantized(
     """
     section, files = by.report.quantization, verified.files
     assert section is not None
+    section.max_divergence, section.min_agreement = asked.limits.divergence, asked.limits.agreement
     _measure(graphs, eager, by, asked, section)
     unknown = next((one.stored.name for file in files for one in file.found if not one.placements), "")
     if unknown or any(file.unread for file in files):
