@@ -9,8 +9,8 @@ from llmconv.generation.files import ModelFiles
 from llmconv.generation.model import TextModel, load_runner
 from llmconv.generation.positions import positions_of
 from llmconv.generation.settings import GenerationSettings
-from llmconv.generation.tokenizer import TOKENIZER_FILES, load_tokenizer
 from llmconv.runtime.session_settings import SessionSettings
+from llmconv.runtime.tokenizer import TOKENIZER_FILES, load_tokenizer
 
 
 class NoTokenizer:

@@ -17,9 +17,9 @@ from llmconv.generation.positions import positions_of
 from llmconv.generation.row import Piece, Row
 from llmconv.generation.settings import GenerationSettings
 from llmconv.generation.templates import TOKENIZER, encode_chat
-from llmconv.generation.tokenizer import Decoder, encode_prompt, load_tokenizer
 from llmconv.runtime.ort import OrtRunner, SessionSettings
 from llmconv.runtime.runner import Runner, default_positions
+from llmconv.runtime.tokenizer import Decoder, encode_prompt, load_tokenizer
 
 TORCH_PARTS = "llmconv.generation.processors"
 """Imported by name, and only where it is needed: it brings torch."""

@@ -22,6 +22,7 @@ from llmconv.tensors import Array
 
 TENSOR_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
 
+
 @dataclass(frozen=True)
 class OrtCache:
     """Keys, values and states as OrtValues.

@@ -15,8 +15,8 @@ import numpy as np
 
 from llmconv.checkpoint import read_small
 from llmconv.errors import InputRefused
-from llmconv.runtime.generation import load_tokenizer
 from llmconv.runtime.runner import Cache, Runner, default_positions
+from llmconv.runtime.tokenizer import load_tokenizer
 from llmconv.tensors import Array
 from llmconv.verify.calls import Facts
 from llmconv.verify.compare import divergence_of, log_probabilities
