@@ -34,8 +34,8 @@ def main() -> int:
             "| --- | --- | --- | --- |",
             f"| {found.wall:.0f} | {found.peak_mb:.0f} | {found.private_mb:.0f} | {found.mapped_mb:.0f} |",
             "",
-            "The peak counts private memory and mapped pages of files together; private memory is limited to the",
-            "target (`RLIMIT_DATA`).",
+            "The peak counts private memory and mapped pages of files together; with more than the target the run is",
+            "killed.",
         ]
     )
     targets = [Target("peak RSS, private and mapped, GB", found.peak_mb / 1e3, LIMIT / 1e9)]

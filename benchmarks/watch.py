@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import time
@@ -38,21 +37,21 @@ def watch(command: Sequence[str], limit: int) -> Memory:
 
     Args:
         command: of one process.
-        limit: bytes of private memory that it may have; beyond, its allocations fail (`RLIMIT_DATA`).
+        limit: bytes that it may have resident, mapped pages included; with more it is killed.
 
     Raises:
-        SystemExit: the command failed.
+        SystemExit: the command failed, or had too much.
     """
     started = time.perf_counter()
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-    process = subprocess.Popen(command, env=INSTALLED, preexec_fn=limited, stdout=sys.stderr)
+    process = subprocess.Popen(command, env=INSTALLED, stdout=sys.stderr)
     peaks = dict.fromkeys((*FIELDS, "VmHWM"), 0)
     while process.poll() is None:
         for name, size in _status(process.pid).items():
             peaks[name] = max(peaks[name], size)
+        if peaks["VmHWM"] > limit:
+            process.kill()
+            process.wait()
+            sys.exit(f"{' '.join(command)} had {peaks['VmHWM'] / 1e6:.0f} MB resident")
         time.sleep(INTERVAL)
     if process.returncode:
         sys.exit(f"{' '.join(command)} ended with {process.returncode}")
