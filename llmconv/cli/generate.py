@@ -189,8 +189,10 @@ def _as_dict(run: _Run) -> dict[str, object]:
     made: dict[str, object] = {"completions": [asdict(completion) for completion in run.completions]}
     if run.output:
         made = {"output_file": str(run.output), "kept": run.skipped}
-    costs = [cost.as_dict() for cost in run.costs]
-    return {"backend": run.model.backend, **made, "batches": costs, **Cost.sum(run.costs).as_dict()}
+    costs, total = [cost.as_dict() for cost in run.costs], Cost.sum(run.costs).as_dict()
+    if costs:
+        total["time_to_first_token"] = costs[0]["time_to_first_token"]
+    return {"backend": run.model.backend, **made, "batches": costs, **total}
 
 
 def _report(run: _Run) -> None:
@@ -200,10 +202,10 @@ def _report(run: _Run) -> None:
     if run.skipped:
         say(f"{run.skipped} of {len(run.prompts)} prompts were finished before")
     if run.costs:
-        say(_told(Cost.sum(run.costs)))
+        say(_told(Cost.sum(run.costs), len(run.costs)))
 
 
-def _told(cost: Cost) -> str:
+def _told(cost: Cost, batches: int = 1) -> str:
     counts = f"{cost.prompt_tokens} tokens in, {cost.new_tokens} out"
-    first = f"first token after {cost.first_seconds:.3f} s"
+    first = f"{'first token after' if batches == 1 else 'prompts took'} {cost.first_seconds:.3f} s"
     return f"{counts}; {first}, then {cost.rate:.1f} tokens/s; peak memory {cost.peak_bytes / 1e9:.2f} GB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,9 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
             hint="`pip install peft`, or merge it: `llmconv merge-lora BASE ADAPTER -o OUT`",
         ) from error
     try:
-        tuned = peft.PeftModel.from_pretrained(model, adapter).eval()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of peft about its own use of transformers
+            tuned = peft.PeftModel.from_pretrained(model, adapter).eval()
     except Exception as error:  # every kind of tuner has exceptions of its own
         raise InputRefused(
             f"PEFT cannot put `{adapter}` on the model: {first_line(error)}", hint="is it an adapter of this model?"

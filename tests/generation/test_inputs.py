@@ -38,6 +38,9 @@ def test_positions_come_from_the_registered_row(talking: Path, monkeypatch: pyte
     assert found == [int(logits[0, -1].argmax())]
 
 
+quiet = pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft about its own use of transformers
+
+
 @pytest.fixture
 def adapter(talking: Path, tmp_path: Path) -> Path:
     """A random LoRA of PEFT."""
@@ -51,6 +54,8 @@ def adapter(talking: Path, tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
+@quiet
+@pytest.mark.slow
 def test_an_adapter_is_put_on_the_eager_model(talking: Path, adapter: Path) -> None:
     tuned = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(talking), adapter).eval()
     ids = torch.tensor([[20, 30, 40]])
@@ -61,6 +66,8 @@ def test_an_adapter_is_put_on_the_eager_model(talking: Path, adapter: Path) -> N
     assert generate(model, ["abc"]).completions != generate(talking, ["abc"], backend="torch").completions
 
 
+@quiet
+@pytest.mark.slow
 def test_a_folder_that_is_no_adapter_is_refused(talking: Path, adapter: Path, tmp_path: Path) -> None:
     shutil.copytree(adapter, tmp_path / "pickled")
     (tmp_path / "pickled" / "adapter_model.safetensors").rename(tmp_path / "pickled" / "adapter_model.bin")
