@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,11 @@ def bench(
         for candidate in candidates:
             workers.append(Worker(candidate, threads))
             stack.callback(workers[-1].close)
-        for batch in batch_sizes:
-            for length in lengths:
-                prompts = random_prompts(tokens, batch, length)
-                for cell in _measure(workers, prompts, new_tokens, repeat):
-                    cells.append(cell)
-                    if on_cell:
-                        on_cell(cell)
+        for batch, length in product(batch_sizes, lengths):
+            for cell in _measure(workers, random_prompts(tokens, batch, length), new_tokens, repeat):
+                cells.append(cell)
+                if on_cell:
+                    on_cell(cell)
         versions = {worker.candidate.name: worker.versions for worker in workers}
     if all(cell.error for cell in cells):
         raise Inconclusive(f"nothing could be measured: {cells[0].error}", hint="see `llmconv generate` on the folder")

@@ -85,15 +85,13 @@ def command(
     settings = settings_for(opened, wording, given)
     run = _Run(opened, contents, settings, wording, batch_size)
     if output_file:
-        made_with = {"model": str(opened.folder.resolve()), "backend": backend, "adapter": str(adapter or "")}
-        run.to_file(output_file, {**asdict(settings), **asdict(wording), **made_with}, overwrite, _writer(stream, run))
+        run.to_file(output_file, str(adapter or ""), overwrite, _writer(stream, run))
     else:
         run.collect(_writer(stream and not as_json, run))
     if as_json:
         options.print_json(_as_dict(run))
-    elif not stream and not output_file:
-        for completion in run.completions:
-            click.echo(completion.text)
+    elif not stream:
+        click.echo("".join(f"{completion.text}\n" for completion in run.completions), nl=False)
     _report(run)
 
 
@@ -119,12 +117,12 @@ class _Run:
         """Runs all prompts and keeps what they gave."""
         self._run(self.completions.extend, on_piece)
 
-    def to_file(
-        self, path: Path, made_with: dict[str, Any], overwrite: bool, on_piece: Callable[[Piece], None] | None
-    ) -> None:
+    def to_file(self, path: Path, adapter: str, overwrite: bool, on_piece: Callable[[Piece], None] | None) -> None:
         """Runs the prompts that the file does not have yet."""
         from llmconv.generation.output import CompletionFile
 
+        model = {"model": str(self.model.folder.resolve()), "backend": self.model.backend, "adapter": adapter}
+        made_with = {**asdict(self.settings), **asdict(self._wording), **model}
         self.output = path
         with CompletionFile(path, self.prompts, made_with, overwrite=overwrite) as file:
             self.skipped = file.done
