@@ -17,7 +17,12 @@ A graph in float16 or bfloat16 is judged twice: as it is, against the noise of t
 float32 copy with the same weights, against the noise and the gates of float32. `as it is` includes a few scenarios with
 every value rounded; bfloat16 is computed that way altogether. The graphs are float32 exports converted to half
 precision, norms and rotary angles excepted, as transformers computes them ([half.py](../tests/verify/half.py)); weights
-are drawn as above and rounded, and every draw is run at onnxruntime's optimisation all, basic and off, on one thread.
+are as they were made, then drawn as above, and rounded; each draw runs at onnxruntime's optimisation all, basic and off
+(on one thread; so far all three gave the same figures).
+
+The gate of an output is 1.5 times the largest sigma of a clean run. That of a row is 2.4 times its largest, as in
+float32: in a genuine model rows scatter more than in these. onnxruntime's CPU computes most float16 nodes in float32,
+which is why sigma there is near one and below.
 
 ![sigma in half precision](calibration-half.svg)
 """
@@ -58,9 +63,9 @@ def _all(families: list[dict[str, Any]], key: str) -> Runs:
 
 
 def _passes(run: dict[str, Any], dtype: str) -> bool:
-    """Whether a clean run is within the gates as they are now, on both sides."""
+    """Whether a clean run passed, and is within the gates as they are now, on both sides."""
     half, wide = GATES[dtype], GATES["float32"]
-    within = run["sigma"] <= half.aggregate and run["row_sigma"] <= half.row
+    within = run["verdict"] == "pass" and run["sigma"] <= half.aggregate and run["row_sigma"] <= half.row
     return bool(within and run["wide_sigma"] <= wide.aggregate and run["wide_row_sigma"] <= wide.row)
 
 

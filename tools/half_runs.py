@@ -71,7 +71,10 @@ class HalfFamily:
 
 
 def half_runs(model_type: str, dtype: str, draws: int, folder: Path) -> Iterator[HalfFamily]:
-    """Everything of one family in one precision, as far as it has come; every draw is run at every level."""
+    """Everything of one family in one precision, as far as it has come.
+
+    The weights as they were made and every draw of them run at every level of optimisation.
+    """
     family = HalfFamily(model_type)
     model = save_tiny(model_type, folder / model_type)
     export(model, prefill=False, incremental=True)
@@ -81,10 +84,11 @@ def half_runs(model_type: str, dtype: str, draws: int, folder: Path) -> Iterator
         if model_type in mutant.families and mutant.name not in VOID_IN[dtype]:
             family.mutants.append(_mutant_run(mutant, model, folder / "mutant", eager))
             yield family
-    for seed in range(draws):
-        draw_weights(model, seed, SIZES[seed % len(SIZES)])
-        round_weights(model, dtype)
-        eager = Eager(model, dtype, keep=True)
+    for seed in range(-1, draws):
+        if seed >= 0:
+            draw_weights(model, seed, SIZES[seed % len(SIZES)])
+            round_weights(model, dtype)
+            eager = Eager(model, dtype, keep=True)
         for settings in ONE_THREAD:
             family.clean.append(_clean_run(model, folder / "half", eager, settings))
             yield family

@@ -15,6 +15,9 @@ from llmconv.tensors import Array
 GARBAGE = 1e4
 """Written under the zeros of a mask: large, and finite in every dtype."""
 
+GARBAGE_IN_FLOAT16 = 100.0
+"""There 10,000s would overflow in the product of queries and keys, before they are masked, in the eager model too."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -28,6 +31,7 @@ class Facts:
         original: tokens of the context before rotary scaling, where other frequencies begin; None without one.
         keeps_states: some layer keeps a state, of which no tokens can be taken back.
         edits: caches can be changed between two calls.
+        garbage: what lies under the mask of a cache.
         greedy: continues one prompt [1, tokens] by the model's own likeliest tokens, so many.
     """
 
@@ -38,6 +42,7 @@ class Facts:
     original: int | None = None
     keeps_states: bool = False
     edits: bool = True
+    garbage: float = GARBAGE
     greedy: Callable[[Array, int], Array] | None = None
 
 
@@ -48,12 +53,12 @@ class Edit:
     Attributes:
         rows: which sequence each row continues, as a beam search exchanges them; None for their own.
         drop: tokens at the end that are taken back, as a rejected draft is.
-        garbage: what the mask hides is overwritten.
+        garbage: what the mask hides is overwritten by this number; 0 leaves it as it is.
     """
 
     rows: tuple[int, ...] | None = None
     drop: int = 0
-    garbage: bool = False
+    garbage: float = 0.0
 
     def apply(self, cache: Cache, mask: Array) -> Cache:
         """The cache afterwards.
@@ -76,7 +81,7 @@ class Edit:
             return array
         array = array[:, :, : array.shape[2] - self.drop]
         if self.garbage:
-            array.transpose(0, 2, 1, 3)[:, array.shape[2] - mask.shape[1] :][mask == 0] = GARBAGE
+            array.transpose(0, 2, 1, 3)[:, array.shape[2] - mask.shape[1] :][mask == 0] = self.garbage
         return array
 
 

@@ -148,7 +148,7 @@ def _garbage(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     if not facts.edits:
         return []
     calls = chain(ragged_mask((9, 3), 2, "left"), [9, 1, 1], facts, rng)
-    return [[calls[0], *(replace(call, edit=Edit(garbage=True)) for call in calls[1:])]]
+    return [[calls[0], *(replace(call, edit=Edit(garbage=facts.garbage)) for call in calls[1:])]]
 
 
 def _greedy(facts: Facts, rng: np.random.Generator) -> list[Chain]:

@@ -16,7 +16,7 @@ from llmconv.runtime.eager import EagerRunner
 from llmconv.runtime.graph_entry import PrefixEntry
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
-from llmconv.verify.calls import Call, Chain, Edit, Facts
+from llmconv.verify.calls import GARBAGE, GARBAGE_IN_FLOAT16, Call, Chain, Edit, Facts
 from llmconv.verify.compare import NoiseFloor, Truth, cache_rows, state_rows
 from llmconv.verify.prefix import Behind, Start
 from llmconv.verify.scenarios import Scenario
@@ -42,7 +42,7 @@ class Eager:
         self.folder, self.dtype, self._code = folder, dtype, code
         self._kept: dict[str, Truths] | None = {} if keep else None
         self._twins: dict[str, Eager] = {}
-        self._steps: dict[tuple[str, int], list[Step]] = {}
+        self._steps: dict[tuple[str, int, float], list[Step]] = {}
         self._model, self._exact = self._open("float64")
         self._rounded_model, self._rounded = self._open(dtype)
         self._floor = NoiseFloor(dtype)
@@ -99,7 +99,9 @@ class Eager:
             limit = max(limit, 4 * (original or 0)) - self._first_position
         states = any(is_state(name) for name in self.cache_shapes())
         takes = self._model.takes_positions
-        return Facts(self._model.vocab_size, limit, window, takes, original, states, greedy=self._continued)
+        garbage = GARBAGE_IN_FLOAT16 if self.dtype == "float16" else GARBAGE
+        limits = (limit, window, takes, original, states)
+        return Facts(self._model.vocab_size, *limits, garbage=garbage, greedy=self._continued)
 
     def _continued(self, prompt: Array, steps: int) -> Array:
         """A prompt [1, tokens] and its likeliest tokens, [1, tokens + steps]."""
@@ -157,10 +159,11 @@ class Eager:
         return self._kept[scenario.name]
 
     def _exact_steps(self, name: str, at: int, chain: Chain) -> list[Step]:
-        """In float64, which is the same for all dtypes."""
-        if (name, at) not in self._steps:
-            self._steps[name, at] = run_chain(self._exact, chain)
-        return self._steps[name, at]
+        """In float64, which is the same for all dtypes but for the garbage in a cache."""
+        key = (name, at, max(call.edit.garbage for call in chain))
+        if key not in self._steps:
+            self._steps[key] = run_chain(self._exact, chain)
+        return self._steps[key]
 
     def _chain(self, chain: Chain, steps: list[Step]) -> list[dict[str, Truth]]:
         runs = zip(steps, run_chain(self._rounded, chain), strict=True)

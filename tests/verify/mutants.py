@@ -409,6 +409,7 @@ VOID_IN = {
         "logits in half precision",
         "one weight through bfloat16",
         "hidden state through bfloat16",
+        "stale weight",
     },
 }
-"""Mutants that are no fault of a graph in half precision: what they round away is not there."""
+"""Mutants that are no fault of a graph in half precision: rounding makes the same graph of them."""

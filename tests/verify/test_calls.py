@@ -36,12 +36,12 @@ def test_tokens_are_taken_back_from_the_end() -> None:
 
 def test_garbage_lies_where_the_mask_hides_and_nowhere_else() -> None:
     mask = np.array([[0, 1, 1, 1], [1, 1, 0, 1]])
-    edited = keys(Edit(garbage=True), mask)
+    edited = keys(Edit(garbage=GARBAGE), mask)
     assert (edited[0, :, 0] == GARBAGE).all() and (edited[1, :, 2] == GARBAGE).all()
     assert (edited == GARBAGE).sum() == 6
     assert KEYS.max() < GARBAGE
 
 
 def test_a_prefix_in_front_is_not_hidden() -> None:
-    edited = keys(Edit(garbage=True), np.array([[0, 1], [1, 1]]))
+    edited = keys(Edit(garbage=GARBAGE), np.array([[0, 1], [1, 1]]))
     assert (edited[0, :, 2] == GARBAGE).all() and (edited == GARBAGE).sum() == 3

@@ -216,3 +216,12 @@ def test_bisect_names_the_node_in_the_float32_copy(rounded: Callable[[str, str],
     assert report.where is not None
     assert "epsilon" in report.where.finding
     assert "layers.1.input_layernorm" in report.where.scope
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_garbage_under_the_mask_does_not_overflow_in_float16(
+    model_type: str, half: Callable[[str, str], Path], check: Callable[..., Report]
+) -> None:
+    report = check(half(model_type, "float16"), "float16", model_type, ("garbage under the mask",))
+    assert report.verdict == "pass", report.closing_lines()
