@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from llmconv.runtime.eager import EagerRunner
 from llmconv.runtime.graph_entry import PrefixEntry
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
-from llmconv.verify.calls import GARBAGE, GARBAGE_IN_FLOAT16, Call, Chain, Facts
+from llmconv.verify.calls import GARBAGE, GARBAGE_IN_FLOAT16, Call, Chain, Edit, Facts
 from llmconv.verify.compare import NoiseFloor, Truth, cache_rows, state_rows
 from llmconv.verify.prefix import Behind, Start
 from llmconv.verify.scenarios import Scenario
@@ -166,10 +168,25 @@ class Eager:
     def _chain(self, chain: Chain, steps: list[Step]) -> list[dict[str, Truth]]:
         runs = zip(steps, run_chain(self._rounded, chain), strict=True)
         found = []
-        for call, (exact, rounded) in zip(chain, runs, strict=True):
+        for at, (call, (exact, rounded)) in enumerate(zip(chain, runs, strict=True)):
             pairs = zip(rows_of(exact).items(), rows_of(rounded).values(), strict=True)
-            found.append({name: self._floor.truth(name, a, b, self._valid(call, name)) for (name, a), b in pairs})
+            truths = {name: self._floor.truth(name, a, b, self._valid(call, name)) for (name, a), b in pairs}
+            found.append(self._with_others(truths, chain[: at + 1]))
         return found
+
+    def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
+        """The truths of the last of the calls, each able to doubt its noise."""
+        whole = one_call(calls)
+        if whole is None:
+            return truths
+        step = cache(lambda: rows_of(self._rounded.prefill(whole.input_ids, whole.attention_mask, whole.position_ids)))
+        new = calls[-1].input_ids.shape[1]
+
+        def other(name: str) -> Array:
+            rows = step()[name]
+            return rows[:, -new:] if name == "logits" else rows
+
+        return {name: replace(truth, other=partial(other, name)) for name, truth in truths.items()}
 
     def _valid(self, call: Call, output: str) -> Array:
         """The rows that are not padding; those of the prefix come first in the cache."""
@@ -196,6 +213,14 @@ def run_chain(runner: Runner, chain: Chain) -> list[Step]:
         steps.append(run(call.input_ids, call.attention_mask, call.position_ids, past))
         past = steps[-1].present
     return steps
+
+
+def one_call(calls: Sequence[Call]) -> Call | None:
+    """All tokens of calls that continue each other in one call; None of a single call, or where a cache was changed."""
+    if len(calls) < 2 or any(call.edit != Edit() for call in calls):
+        return None
+    ids = np.concatenate([call.input_ids for call in calls], axis=1)
+    return Call(ids, calls[-1].attention_mask, np.concatenate([call.position_ids for call in calls], axis=1))
 
 
 def edited(past: Cache | None, call: Call) -> Cache | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from llmconv.tensors import Array
+from llmconv.verify.candidate import fairly
 from llmconv.verify.compare import GATES, Measure, NoiseFloor, Truth, cache_rows, measure
 
 GATE = GATES["float32"]
@@ -105,3 +108,34 @@ def test_cache_rows_are_tokens() -> None:
 
 def test_a_measure_with_a_problem_never_passes() -> None:
     assert not Measure(problem="missing").passes(GATE)
+
+
+def unlucky(rows: int, other: float) -> tuple[Truth, Array]:
+    """A truth of few rows whose noise may be doubted, and an output with as much noise as the other order has."""
+    truth, output = truth_and_noise(rows)
+    noise = (output - truth.exact) * other
+    return replace(truth, other=lambda: truth.exact + noise[:, ::-1]), truth.exact + noise
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_few_rows_are_judged_by_the_larger_of_two_noises(rows: int) -> None:
+    truth, output = unlucky(rows, 6)
+    assert not measure(truth, output).passes(GATE)
+    assert fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+
+
+def test_the_noise_of_many_rows_is_not_doubted() -> None:
+    truth, output = unlucky(9, 6)
+    assert not fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+
+
+def test_another_order_that_computes_something_else_is_no_noise() -> None:
+    truth, output = unlucky(1, 1000)
+    assert not fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+
+
+def test_a_fault_stays_one_beside_another_order() -> None:
+    truth, output = truth_and_noise(1)
+    doubted = replace(truth, other=lambda: output)
+    wrong = truth.exact + 10 * (output - truth.exact)
+    assert not fairly(doubted, lambda truth: measure(truth, wrong), GATE).passes(GATE)
