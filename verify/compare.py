@@ -30,7 +30,7 @@ class Gates:
 GATES = {
     "float64": Gates(3.5, 8.0),
     "float32": Gates(3.5, 8.0),
-    "float16": Gates(1.9, 5.0),
+    "float16": Gates(1.8, 5.0),
     "bfloat16": Gates(2.5, 5.0),
 }
 """By the graph's dtype: 1.5 times the largest sigma of clean exports, rows 2.4 times, see docs/calibration.md."""
