@@ -48,7 +48,7 @@ PRESENTATION = {"as_json", "stream", "report_folder", "github", "help"}
 
 
 ELSEWHERE = {
-    "verify": {"graphs", "input_map"},
+    "verify": {"graphs", "input_map", "text", "max_divergence", "min_agreement"},
     "generate": {"texts", "prompt_file", "output_file", "overwrite", "chat", "adapter", "session_config"},
 }
 """What reaches another function: `verify_graphs`; `read_prompts`, `CompletionFile`, `TextModel.open`."""

@@ -72,7 +72,7 @@ def command(
     plot_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure prompts and greedy steps of the graphs in FOLDER over lengths and batch sizes.
+    """Measure prompts and steps of graphs over lengths and batch sizes.
 
     Candidates take turns, each in a process of its own, all with as many threads. A table of medians, least and most
     goes to stdout. Exit code 1: candidates gave different tokens.
