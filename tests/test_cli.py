@@ -47,7 +47,7 @@ PRESENTATION = {"as_json", "stream", "report_folder", "github", "help"}
 """What a command does with the result, and no parameter of the function."""
 
 
-ELSEWHERE = {"graphs", "input_map"}
+ELSEWHERE = {"graphs", "input_map", "text", "max_divergence", "min_agreement"}
 """What reaches another function: `verify_graphs`."""
 
 
