@@ -77,7 +77,7 @@ def command(
 
     wording = Wording(prefix, template or ("tokenizer" if chat or system else ""), system)
     given = generation_options.settings(picking)
-    contents = _prompts((*texts, *prompts), prompt_file)
+    contents = _prompts((*texts, *prompts), prompt_file, output_file)
     session = generation_options.session(provider, threads, session_config, prepack)
     opened = TextModel.open(
         model, backend=backend, settings=session, adapter=adapter, trust_remote_code=trust_remote_code
@@ -93,6 +93,10 @@ def command(
     elif not stream:
         click.echo("".join(f"{completion.text}\n" for completion in run.completions), nl=False)
     _report(run)
+
+
+MODEL_FILES = ("*.onnx", "*.safetensors", "tokenizer.json")
+"""Files of which size and time tell that a model is still the one that an output file was begun with."""
 
 
 class _Run:
@@ -121,7 +125,10 @@ class _Run:
         """Runs the prompts that the file does not have yet."""
         from llmconv.generation.output import CompletionFile
 
-        model = {"model": str(self.model.folder.resolve()), "backend": self.model.backend, "adapter": adapter}
+        folder = self.model.folder.resolve()
+        files = sorted(path for kind in MODEL_FILES for path in folder.glob(kind))
+        state = {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+        model = {"model": str(folder), "files": state, "backend": self.model.backend, "adapter": adapter}
         made_with = {**asdict(self.settings), **asdict(self._wording), **model}
         self.output = path
         with CompletionFile(path, self.prompts, made_with, overwrite=overwrite) as file:
@@ -146,7 +153,7 @@ class _Run:
                 say(f"batch {len(self.costs)}: {_told(cost)}")
 
 
-def _prompts(texts: tuple[str, ...], file: str | None) -> list[Content]:
+def _prompts(texts: tuple[str, ...], file: str | None, output: Path | None) -> list[Content]:
     """Those of the command line, else those of a file, else those of standard input."""
     from llmconv.generation.prompts import read_prompts
 
@@ -154,6 +161,8 @@ def _prompts(texts: tuple[str, ...], file: str | None) -> list[Content]:
         raise UsageProblem("prompts are given twice", hint="give them as arguments or in a file")
     if texts:
         return list(texts)
+    if file and output and Path(file).resolve() == output.resolve():
+        raise UsageProblem("`--output-file` is the file of the prompts", hint="give another one")
     if file and file != "-":
         return read_prompts(Path(file))
     if sys.stdin is None or (not file and sys.stdin.isatty()):

@@ -81,7 +81,7 @@ class CompletionFile:
         if not self._side.is_file():
             self._refuse("is there already, and nothing tells how it was made")
         if self._side.read_text(encoding="utf-8") != self._made_with:
-            self._refuse("was begun with other prompts or options")
+            self._refuse("was begun with other prompts or options, or another model")
         for line, prompt in zip(lines, prompts, strict=False):
             if _prompt_of(line) != prompt:
                 self._refuse("holds other prompts")

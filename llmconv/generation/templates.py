@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem, first_line
+from llmconv.runtime.tokenizer import require_text
 
 TOKENIZER = "tokenizer"
 """The name of the tokenizer's own template."""
@@ -155,6 +156,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         UsageProblem: there is no such template.
     """
     text = render_chat(tokenizer, messages, template)
+    require_text(text)
     starts = template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
     ids: list[int] = tokenizer(text, add_special_tokens=not starts)["input_ids"]
     if not ids:

@@ -72,7 +72,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         if not all(isinstance(section, dict) for section in content.values()):
             _malformed(path, "has a section that is no object")
         return content
-    parser = configparser.ConfigParser(interpolation=None, delimiters=("=",))
+    parser = configparser.ConfigParser(interpolation=None, delimiters=("=",), inline_comment_prefixes=(";", "#"))
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     try:
         parser.read_string(text)

@@ -66,8 +66,9 @@ def encode_prompt(tokenizer: Any, prompt: str, start: int | None = None) -> list
         start: the start token where the tokenizer names none.
 
     Raises:
-        InputRefused: no token at all.
+        InputRefused: no token at all, or no text.
     """
+    require_text(prompt)
     ids: list[int] = tokenizer(prompt)["input_ids"]
     if ids:
         return ids
@@ -75,6 +76,18 @@ def encode_prompt(tokenizer: Any, prompt: str, start: int | None = None) -> list
     if first is None:
         raise InputRefused("the prompt has no tokens", hint="give a prompt that is not empty")
     return [int(first)]
+
+
+def require_text(text: str) -> None:
+    """Refuses what arrived as bytes that are no UTF-8: Python keeps those as lone surrogates.
+
+    Raises:
+        InputRefused: there are some.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputRefused("the prompt is no text in UTF-8", hint="convert it, for example with `iconv`") from error
 
 
 class Decoder:

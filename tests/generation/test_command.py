@@ -92,6 +92,27 @@ def test_other_options_are_refused_with_a_way_out(
     assert run(talking, *options, "--max-new-tokens", 2, *other, "--overwrite").exit_code == 0
 
 
+def test_another_model_in_the_same_place_is_refused(talking: Path, prompts: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(talking, model)
+    arguments = (model, "--prompt-file", prompts, "--output-file", tmp_path / "out.jsonl", "--max-new-tokens", 2)
+    assert run(*arguments).exit_code == 0
+    (model / "model.safetensors").touch()
+    changed = run(*arguments)
+    assert changed.exit_code == 3 and "or another model" in changed.output
+
+
+def test_the_prompts_are_not_written_over(talking: Path, prompts: Path) -> None:
+    before = prompts.read_text()
+    refused = run(talking, "--prompt-file", prompts, "--output-file", prompts, "--overwrite")
+    assert refused.exit_code == 2 and prompts.read_text() == before
+
+
+def test_a_prompt_of_other_bytes_than_text_is_refused(talking: Path) -> None:
+    refused = run(talking, "\udcff\udcfe")
+    assert refused.exit_code == 3 and "error: the prompt is no text in UTF-8" in refused.output
+
+
 def test_a_file_of_somebody_else_is_not_touched(talking: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text("my notes\n")
     assert run(talking, "a", "--output-file", tmp_path / "mine.jsonl").exit_code == 3

@@ -16,7 +16,7 @@ INI = """
 [session]
 intra_op_num_threads = 3
 graph_optimization_level = basic
-enable_cpu_mem_arena = false
+enable_cpu_mem_arena = false            ; less memory
 [entries]
 session.intra_op.allow_spinning = 0
 [provider]

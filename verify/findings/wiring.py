@@ -125,10 +125,17 @@ def optimised(suspect: Suspect) -> Finding | None:
 
 
 def constant(suspect: Suspect) -> Finding | None:
-    """The number that the first node works with."""
+    """The numbers that the first node works with, unless other nodes of its kind work with the same."""
     for node in suspect.nodes[:1]:
-        for name in node.input:
-            value = suspect.constant(name)
-            if value is not None and value.size == 1 and value.dtype.kind == "f":
-                return Finding(f"`{node.name}` has the constant {float(value.reshape(())):.8g}", node)
+        numbers = _numbers(suspect, node)
+        others = (one for one in suspect.trail.wiring.nodes if one.op_type == node.op_type and one is not node)
+        if numbers and not any(_numbers(suspect, other) == numbers for other in others):
+            said = " and ".join(f"{number:.8g}" for number in numbers)
+            return Finding(f"`{node.name}` has the constant{'s' * (len(numbers) > 1)} {said}", node)
     return None
+
+
+def _numbers(suspect: Suspect, node: onnx.NodeProto) -> list[float]:
+    """Constants of a node that are single floats."""
+    values = [suspect.constant(name) for name in node.input]
+    return [float(v.reshape(())) for v in values if v is not None and v.size == 1 and v.dtype.kind == "f"]
