@@ -18,7 +18,7 @@ float32 copy with the same weights, against the noise and the gates of float32. 
 every value rounded; bfloat16 is computed that way altogether. The graphs are float32 exports converted to half
 precision, norms and rotary angles excepted, as transformers computes them ([half.py](../tests/verify/half.py)); weights
 are as they were made, then drawn as above, and rounded; each draw runs at onnxruntime's optimisation all, basic and off
-(on one thread; so far all three gave the same figures).
+(on one thread; mostly with the same figures).
 
 The gate of an output is 1.5 times the largest sigma of a clean run, rounded up; that of a row 2.4 times the largest, as
 in float32: in a genuine model rows scatter more than in these. onnxruntime's CPU computes most float16 nodes in
