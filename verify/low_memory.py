@@ -34,6 +34,7 @@ from llmconv.runtime.runner import Runner
 from llmconv.runtime.streamed import StreamedRunner
 from llmconv.verify.calls import Call, Chain, Facts
 from llmconv.verify.candidate import Candidate
+from llmconv.verify.compare import Truth
 from llmconv.verify.scenarios import Scenario, scenarios
 from llmconv.verify.truth import Eager
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
@@ -74,6 +75,10 @@ class StreamedEager(Eager):
     def facts(self) -> Facts:
         """As the model has them; a cache that nobody holds can be neither edited nor continued by its own tokens."""
         return replace(super().facts(), edits=False, greedy=None)
+
+    def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
+        """As they are: a call that was not foreseen would read all weights again, which a twin no longer has."""
+        return truths
 
     def behind(self, entry: PrefixEntry, start: object) -> Eager:
         """Not with a prefix.
