@@ -18,6 +18,8 @@ from llmconv import __version__
 from llmconv.cli.options import VERBOSE
 from llmconv.errors import LlmconvError, UsageProblem
 
+INTERRUPTED = "run the same command again; where it has `--resume`, that keeps what was finished"
+
 COMMANDS = (
     "inspect",
     "to-hf",
@@ -83,7 +85,7 @@ class LazyGroup(click.Group):
             self._fail(ctx, error.message, error.hint, error.exit_code)
         except KeyboardInterrupt as interrupt:
             code = 143 if isinstance(interrupt, Terminated) else 130
-            self._fail(ctx, "interrupted", "run the same command again; `--resume` keeps what was finished", code)
+            self._fail(ctx, "interrupted", INTERRUPTED, code)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at exit
             ctx.exit(141)

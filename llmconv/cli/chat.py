@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -23,15 +22,8 @@ def command(
     model: str,
     system: str,
     template: str,
-    backend: str,
-    adapter: Path | None,
-    provider: str | None,
-    threads: int | None,
-    session_config: Path | None,
-    prepack: bool,
-    trust_remote_code: bool,
     as_json: bool,
-    **picking: Any,
+    **given: Any,
 ) -> None:
     """Talk with the model in FOLDER.
 
@@ -39,12 +31,8 @@ def command(
     model. /reset forgets the chat, /system TEXT sets the system message, /quit or Ctrl-D ends, Ctrl-C stops an answer.
     """
     from llmconv.cli.terminal import talk
-    from llmconv.generation import TextModel
     from llmconv.generation.chat import Chat, answer_settings
 
-    session = generation_options.session(provider, threads, session_config, prepack)
-    opened = TextModel.open(
-        model, backend=backend, settings=session, adapter=adapter, trust_remote_code=trust_remote_code
-    )
-    settings = answer_settings(opened.defaults, template, **generation_options.settings(picking))
+    opened = generation_options.opener(model, given)()
+    settings = answer_settings(opened.defaults, template, **generation_options.settings(given))
     talk(Chat(opened, settings, template=template, system=system), opened.folder.resolve().name, as_json)

@@ -54,15 +54,8 @@ def command(
     template: str,
     system: str,
     prefix: str,
-    backend: str,
-    adapter: Path | None,
-    provider: str | None,
-    threads: int | None,
-    session_config: Path | None,
-    prepack: bool,
-    trust_remote_code: bool,
     as_json: bool,
-    **picking: Any,
+    **given: Any,
 ) -> None:
     """Continue prompts with the graphs in FOLDER, or with its eager model.
 
@@ -72,20 +65,17 @@ def command(
 
     The new text goes to stdout, what it cost to stderr.
     """
-    from llmconv.generation import TextModel, Wording
+    from llmconv.generation import Wording
     from llmconv.generation.generate import settings_for
 
     wording = Wording(prefix, template or ("tokenizer" if chat or system else ""), system)
-    given = generation_options.settings(picking)
+    picked = generation_options.settings(given)
     contents = _prompts((*texts, *prompts), prompt_file, output_file)
-    session = generation_options.session(provider, threads, session_config, prepack)
-    opened = TextModel.open(
-        model, backend=backend, settings=session, adapter=adapter, trust_remote_code=trust_remote_code
-    )
-    settings = settings_for(opened, wording, given)
+    opened = generation_options.opener(model, given)()
+    settings = settings_for(opened, wording, picked)
     run = _Run(opened, contents, settings, wording, batch_size)
     if output_file:
-        run.to_file(output_file, str(adapter or ""), overwrite, _writer(stream, run))
+        run.to_file(output_file, str(given["adapter"] or ""), overwrite, _writer(stream, run))
     else:
         run.collect(_writer(stream and not as_json, run))
     if as_json:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from llmconv.generation import TextModel
     from llmconv.runtime import SessionSettings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -85,7 +86,31 @@ NAMES = (
 )
 
 
-def session(
+def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
+    """What opens a model as `running` and `--trust-remote-code` say; settings of onnxruntime are read at once.
+
+    Args:
+        model: a folder, a graph, or a name in the hub's cache.
+        given: all that these options took; others beside them are left alone.
+    """
+    settings = _session(given["provider"], given["threads"], given["session_config"], given["prepack"])
+
+    def opened() -> TextModel:
+        from llmconv.generation import TextModel
+
+        return TextModel.open(model, settings=settings, **{name: given[name] for name in OPENING})
+
+    return opened
+
+
+OPENING = ("backend", "adapter", "trust_remote_code")
+"""Options that `TextModel.open` takes as they are."""
+
+OF_RUNNING = (*OPENING, "provider", "threads", "session_config", "prepack")
+"""All that `opener` takes."""
+
+
+def _session(
     provider: str | None, threads: int | None, session_config: Path | None, prepack: bool = False
 ) -> SessionSettings:
     """Settings of onnxruntime from what `running` took; options go before the file."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -39,36 +38,24 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 @options.talk
 def command(
     model: str,
-    backend: str,
-    adapter: Path | None,
-    provider: str | None,
-    threads: int | None,
-    session_config: Path | None,
-    prepack: bool,
-    trust_remote_code: bool,
     as_json: bool,
-    **serving: Any,
+    **given: Any,
 ) -> None:
     """Serve FOLDER on localhost: OpenAI's API under /v1, a chat page at /.
 
     Ends on Ctrl-C or SIGTERM; answers under way get three seconds.
     """
-    from llmconv.generation import TextModel
     from llmconv.serve import ServerSettings, serve
 
-    settings = ServerSettings(**serving)
+    others = generation_options.OF_RUNNING
+    settings = ServerSettings(**{name: value for name, value in given.items() if name not in others})
     if settings.host not in LOCAL and not settings.api_key:
         warn(f"whoever reaches {settings.host} may use the model: give a key in {API_KEY}")
-    session = generation_options.session(provider, threads, session_config, prepack)
-
-    def open_model() -> TextModel:
-        return TextModel.open(
-            model, backend=backend, settings=session, adapter=adapter, trust_remote_code=trust_remote_code
-        )
+    opener = generation_options.opener(model, given)
 
     def on_ready(address: str, served: str) -> None:
         say(f"{address} is a chat page, {address}/v1 is OpenAI's API; Ctrl-C ends")
         if as_json:
             options.print_json({"address": address, "model": served})
 
-    serve(open_model, settings, on_ready)
+    serve(opener, settings, on_ready)

@@ -16,7 +16,7 @@ Content = str | list[dict[str, Any]]
 def read_prompts(source: Path | TextIO) -> list[Content]:
     """Prompts of a file: one per line of text, or one JSON object per line, with `prompt` or `messages`.
 
-    A file whose name ends in `.jsonl`, and any text whose every line is an object, is JSON. Empty lines are no prompts.
+    A file whose name ends in `.jsonl`, and any text whose first line is an object, is JSON. Empty lines are no prompts.
 
     Raises:
         InputRefused: the file cannot be read, or holds no prompt.
@@ -25,7 +25,7 @@ def read_prompts(source: Path | TextIO) -> list[Content]:
     text, is_json = _text(source)
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     found: list[Content] = [line for _, line in lines]
-    if is_json or (lines and all(_is_object(line) for _, line in lines)):
+    if is_json or (lines and _is_object(lines[0][1])):
         found = [_of_json(number, line) for number, line in lines]
     if not found:
         raise InputRefused("there is no prompt", hint="write one prompt per line")

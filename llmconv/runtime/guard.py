@@ -28,11 +28,11 @@ def load_guarded(path: Path) -> onnx.ModelProto:
         MalformedInput: not an ONNX file, an operator that runs foreign code, or external data outside the folder.
     """
     if not path.is_file():
-        raise MalformedInput(f"`{path.name}` is missing from `{path.parent}`", hint="run `llmconv export` again")
+        raise MalformedInput(f"`{path.name}` is missing from `{path.parent}`", hint="export the graph again")
     try:
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError) as error:
-        raise MalformedInput(f"`{path.name}` is no ONNX file", hint="run `llmconv export` again") from error
+        raise MalformedInput(f"`{path.name}` is no ONNX file", hint="export the graph again") from error
     own = {function.domain for function in model.functions}
     for node in nodes(model):
         if node.op_type in FORBIDDEN_OPS or node.domain not in DOMAINS | own:
@@ -81,7 +81,7 @@ def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 def _nodes_of(nodes: Iterator[onnx.NodeProto], depth: int) -> Iterator[onnx.NodeProto]:
     if depth == 0:
-        raise MalformedInput("the graph nests subgraphs too deeply", hint="run `llmconv export` again")
+        raise MalformedInput("the graph nests subgraphs too deeply", hint="export the graph again")
     for node in nodes:
         yield node
         for attribute in node.attribute:

@@ -139,7 +139,7 @@ class Answering:
         wanted = request.sampling
         sampled = wanted.temperature is not None or wanted.top_p is not None
         return self.model.defaults.but(
-            max_new_tokens=self._room(prompt_tokens, wanted.max_tokens),
+            max_new_tokens=self._room(prompt_tokens, wanted.max_tokens, "messages" if request.is_chat else "prompt"),
             do_sample=True if sampled else None,
             temperature=wanted.temperature,
             top_p=None if wanted.top_p is None else max(wanted.top_p, 1e-9),
@@ -155,7 +155,7 @@ class Answering:
         stops = (*self.model.defaults.stop_strings, *request.sampling.stop, *(self._stops if request.is_chat else ()))
         return tuple(dict.fromkeys(stops))
 
-    def _room(self, prompt_tokens: int, wanted: int | None) -> int:
+    def _room(self, prompt_tokens: int, wanted: int | None, parameter: str) -> int:
         context = self.model.context_length
         if context is None:
             return self._max_new_tokens if wanted is None else wanted
@@ -164,7 +164,7 @@ class Answering:
             asked = f" and {wanted} new ones" if wanted else ""
             raise ApiError(
                 f"the model's context is {context} tokens, but {prompt_tokens} of the prompt{asked} were requested",
-                parameter="messages",
+                parameter=parameter,
                 code="context_length_exceeded",
             )
         return min(room, self._max_new_tokens) if wanted is None else wanted

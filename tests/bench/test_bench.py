@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -94,8 +93,8 @@ def test_a_plot_of_an_unknown_kind_is_refused_before_anything_runs(talking: Path
     assert ".png" in result.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed")
-def test_without_matplotlib_its_extra_is_named(talking: Path) -> None:
+def test_without_matplotlib_its_extra_is_named(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = CliRunner().invoke(main, ["bench", str(talking), "--plot", "curves.png"])
 
     assert result.exit_code == 3
@@ -103,7 +102,6 @@ def test_without_matplotlib_its_extra_is_named(talking: Path) -> None:
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     result = comparison(cell("a", 128), cell("b", 128), cell("a", 512), Cell("b", 2, 512, error="no room"))
 
     for kind, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):

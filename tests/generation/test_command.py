@@ -189,6 +189,11 @@ def test_prompts_that_cannot_be_read_are_told(talking: Path, tmp_path: Path, con
     assert result.exit_code == 3 and problem in result.stderr
 
 
+def test_a_broken_line_behind_an_object_is_no_text(talking: Path) -> None:
+    result = run(talking, stdin='{"prompt": "ab"}\n{"prompt": "hello"\n')
+    assert result.exit_code == 3 and "line 2 of the prompts is no JSON" in result.stderr
+
+
 def test_the_tokenizer_of_the_graphs_needs_no_torch(talking: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from llmconv.generation import generate;"

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import Array
 from llmconv.verify.foreign.halves import HALVES
-from llmconv.verify.foreign.rounding import NUMPY
+from llmconv.verify.foreign.rounded_reference import NUMPY
 
 IN_FLOAT32 = re.compile(r"norm|rotary_emb")
 MOST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}

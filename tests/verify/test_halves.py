@@ -13,8 +13,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.verify import Report, verify_graphs
-from llmconv.verify.foreign.constants import Known
 from llmconv.verify.foreign.halves import IN_FLOAT32, ROUNDED, widen
+from llmconv.verify.foreign.known import Known
 from llmconv.verify.truth import Eager
 from tests.verify.foreign import changed, export_by_transformers
 from tests.verify.half import round_weights, to_half

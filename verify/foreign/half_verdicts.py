@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from llmconv.checkpoint import read_json
 from llmconv.verify.foreign.comparison import ForeignComparison
-from llmconv.verify.foreign.constants import Known
 from llmconv.verify.foreign.graph import ForeignGraph
 from llmconv.verify.foreign.halves import (
     EMULATED,
@@ -20,6 +19,7 @@ from llmconv.verify.foreign.halves import (
     unknown_tables,
     widened,
 )
+from llmconv.verify.foreign.known import Known
 from llmconv.verify.foreign.replay import Graphs
 from llmconv.verify.report import Check
 from llmconv.verify.truth import Eager

@@ -19,9 +19,9 @@ from onnx import TensorProto, helper, inliner, numpy_helper, shape_inference
 
 from llmconv.runtime.guard import graphs
 from llmconv.tensors import LazyTensor
-from llmconv.verify.foreign.constants import Known
 from llmconv.verify.foreign.contents import Content
 from llmconv.verify.foreign.files import GraphFile
+from llmconv.verify.foreign.known import Known
 from llmconv.verify.report import Check
 
 HALVES = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}

@@ -25,7 +25,7 @@ from llmconv.verify.foreign.quantized.kinds import stored_weights
 from llmconv.verify.foreign.quantized.matching import find_tensors
 from llmconv.verify.foreign.quantized.verdicts import Asked, compare_quantized
 from llmconv.verify.foreign.replay import Graphs
-from llmconv.verify.foreign.rounding import rounded_reference
+from llmconv.verify.foreign.rounded_reference import rounded_reference
 from llmconv.verify.foreign.structure import check_ports, dead_inputs
 from llmconv.verify.foreign.weights import absent, audit_contents, contents_of
 from llmconv.verify.localise import localise

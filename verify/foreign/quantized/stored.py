@@ -85,6 +85,12 @@ def given(node: onnx.NodeProto, index: int) -> str:
     return node.input[index] if index < len(node.input) else ""
 
 
+def rows_of(codes: Array, shape: Sequence[int]) -> Callable[[int, int], Array]:
+    """`Stored.codes` of a matrix that is there, one element per code."""
+    matrix = codes.reshape(shape)
+    return lambda start, stop: matrix[start:stop]
+
+
 def unknown(node: onnx.NodeProto, what: str) -> UnsupportedInput:
     """A matrix that nobody here can read."""
     return UnsupportedInput(f"`{node.op_type}` {what}", hint="verify the graph from before it was quantised")

@@ -10,7 +10,7 @@ import onnx
 
 from llmconv.tensors import Array
 from llmconv.verify.foreign.quantized.constants import Constants
-from llmconv.verify.foreign.quantized.stored import Kind, Stored, attributes, given, grids, unknown
+from llmconv.verify.foreign.quantized.stored import Kind, Stored, attributes, given, grids, rows_of, unknown
 
 LOOKUPS = {"Gather"}
 
@@ -28,17 +28,12 @@ def _stored(node: onnx.NodeProto, constants: Constants) -> Stored | None:
     scales, zeros, repeat = grids(node, constants, scale, zero, shape, fields["axis"], fields["block_size"])
     if lookup and (scales.size > 1 or attributes(maker).get("axis", 0)):  # type: ignore[arg-type]
         raise unknown(node, "dequantises looked-up rows by more than one scale")
-    rest = data.reshape(shape)
-
-    def codes(start: int, stop: int) -> Array:
-        return rest[start:stop]
-
     used = {other.op_type for other in constants.after(node.output[0])}
     return Stored(
         name=home,
         kind=f"DequantizeLinear, {_scales_said(scales, fields['block_size'])}",
         shape=(shape[0], shape[1]),
-        codes=codes,
+        codes=rows_of(data, shape),
         scale=scales,
         zero=zeros,
         repeat=repeat,

@@ -11,9 +11,8 @@ from __future__ import annotations
 import onnx
 from onnx import TensorProto, helper
 
-from llmconv.tensors import Array
 from llmconv.verify.foreign.quantized.constants import Constants
-from llmconv.verify.foreign.quantized.stored import Kind, Stored, given, grids, unknown
+from llmconv.verify.foreign.quantized.stored import Kind, Stored, given, grids, rows_of, unknown
 
 ROUNDING, INTEGER = "DynamicQuantizeLinear", "MatMulInteger"
 TO_FLOAT, DYNAMIC = "MatMulIntegerToFloat", "DynamicQuantizeMatMul"
@@ -31,17 +30,12 @@ def _stored(node: onnx.NodeProto, constants: Constants) -> Stored | None:
     shape = constants.shape(node.input[1])
     zero = given(node, ZERO_AT[node.op_type])
     scales, zeros, repeat = grids(node, constants, scale, zero, shape, 1, 0)
-    rest = data.reshape(shape)
-
-    def codes(start: int, stop: int) -> Array:
-        return rest[start:stop]
-
     said = "one scale" if scales.size == 1 else "a scale per column"
     return Stored(
         name=constants.home(node.input[1]),
         kind=f"{node.op_type}, {said}",
         shape=(shape[0], shape[1]),
-        codes=codes,
+        codes=rows_of(data, shape),
         scale=scales,
         zero=zeros,
         repeat=repeat,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmconv.tensors import Array
-from llmconv.verify.foreign.constants import Known
+from llmconv.verify.foreign.known import Known
 
 FREQUENCIES = (10000.0 ** -(np.arange(8) / 8)).astype(np.float32)
 KNOWN = Known.of({"hidden_size": 96, "num_attention_heads": 4, "rms_norm_eps": 1e-6}, [(FREQUENCIES, 1.0)])

@@ -13,7 +13,7 @@ import torch
 from llmconv.checkpoint import open_weights
 from llmconv.tensors import Array
 from llmconv.verify.foreign.contents import Content
-from llmconv.verify.foreign.rounding import rounded_reference
+from llmconv.verify.foreign.rounded_reference import rounded_reference
 
 SaveTensors = Callable[..., Path]
 
