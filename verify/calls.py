@@ -12,11 +12,11 @@ from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.runner import Cache, default_positions
 from llmconv.tensors import Array
 
-GARBAGE = 1e4
-"""Written under the zeros of a mask: large, and finite in every dtype."""
+GARBAGE = 1e6
+"""Written under the zeros of a mask: more than a timid mask of -10,000 hides, and finite in bfloat16 and float32."""
 
 GARBAGE_IN_FLOAT16 = 100.0
-"""There 10,000s would overflow in the product of queries and keys, before they are masked, in the eager model too."""
+"""There larger ones overflow in the product of queries and keys, before they are masked, in the eager model too."""
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
 from llmconv.verify.compare import GATES
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.plots import depth_curve, heat_map
-from llmconv.verify.report import Check, Report, clean
+from llmconv.verify.report import LINE_LIMIT, NAME_LIMIT, Check, Report, clean
 from llmconv.verify.spread import error_histogram, logit_scatter, position_map
 
 STYLE = """
@@ -50,7 +51,7 @@ def render_html(report: Report) -> str:
     body += ["<h2>All checks</h2>", EXPLAIN, _table(report.highlights()), _about(report)]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(clean(title))}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>\n'
         f"<body>{''.join(body)}</body></html>\n"
@@ -58,8 +59,8 @@ def render_html(report: Report) -> str:
 
 
 def _banner(report: Report) -> str:
-    where = f'<p class="where">{_text(report.where.text)}</p>' if report.where else ""
-    notes = "".join(f'<p class="small">{_text(note)}</p>' for note in report.notes)
+    where = f'<p class="where">{_text(report.where.text, LINE_LIMIT)}</p>' if report.where else ""
+    notes = "".join(f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in report.notes)
     return (
         f'<div class="banner {report.verdict}"><h1>{report.verdict.upper()}</h1>'
         f"<div>{WORDS[report.verdict]}: <code>{_text(report.folder)}</code> against "
@@ -168,5 +169,6 @@ def _about(report: Report) -> str:
     )
 
 
-def _text(text: str) -> str:
-    return escape(clean(text))
+def _text(text: str, limit: int = NAME_LIMIT) -> str:
+    """Escaped; what stands between backticks is set as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(clean(text, limit)))

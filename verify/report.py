@@ -13,6 +13,7 @@ from llmconv.verify.evidence import Evidence
 from llmconv.verify.quantization import Quantization
 
 NAME_LIMIT = 200
+LINE_LIMIT = 1000
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,10 @@ class Report:
 
     def closing_lines(self) -> list[str]:
         """Notes, where to look, and the summary."""
-        lines = [f"NOTE | {clean(note)}" for note in self.notes]
+        lines = [f"NOTE | {clean(note, LINE_LIMIT)}" for note in self.notes]
         lines += [f"QUANTISATION | {clean(line)}" for line in self.quantization.lines()] if self.quantization else []
         if self.where:
-            lines.append(f"WHERE | {clean(self.where.text)}")
+            lines.append(f"WHERE | {clean(self.where.text, LINE_LIMIT)}")
         return [*lines, self.summary()]
 
     def summary(self) -> str:
@@ -214,6 +215,6 @@ def check_line(check: Check, what: str) -> str:
     return " | ".join(clean(part) for part in [*parts, check.detail] if part)
 
 
-def clean(text: str) -> str:
+def clean(text: str, limit: int = NAME_LIMIT) -> str:
     """Text from a file, fit for a terminal: no control characters, not endless."""
-    return re.sub(r"[^\x20-\x7e\u00a0-\ud7ff\ue000-\ufffd]", "?", text)[:NAME_LIMIT]
+    return re.sub(r"[^\x20-\x7e\u00a0-\ud7ff\ue000-\ufffd]", "?", text)[:limit]

@@ -9,13 +9,15 @@ from xml.etree import ElementTree
 
 from llmconv.errors import OutputFailed
 from llmconv.verify.html import render_html
-from llmconv.verify.report import Check, Report, clean
+from llmconv.verify.report import LINE_LIMIT, NAME_LIMIT, Check, Report, clean
 
 XML_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 does not allow, section 2.2."""
 
 MARKDOWN_ROWS = 200
 """A CI step summary holds 1 MiB; a reader holds less."""
+
+COLUMNS = ("verdict", "scenario", "graph", "output", "sigma", "worst row", "max abs", "detail")
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -86,14 +88,14 @@ def _xml(text: str) -> str:
 
 
 def render_markdown(report: Report) -> str:
-    """Verdict, where to look, what differs, and the worst of every scenario."""
+    """Verdict, where to look, and the worst of every scenario, first of those that differ."""
     lines = [f"# {report.verdict.upper()}: {_cell(report.folder)}", "", _cell(report.summary()), ""]
-    lines += [f"**Where:** {_cell(report.where.text)}", ""] if report.where else []
-    lines += [f"* {_cell(note)}" for note in report.notes] + [""]
+    lines += [f"**Where:** {_cell(report.where.text, LINE_LIMIT)}", ""] if report.where else []
+    lines += [f"* {_cell(note, LINE_LIMIT)}" for note in report.notes] + [""]
     if report.quantization:
         lines += ["**Quantisation:**", "", *(f"* {_cell(line)}" for line in report.quantization.lines()), ""]
-    lines += ["| verdict | scenario | graph | output | sigma | worst row | max abs |", "|---|---|---|---|---|---|---|"]
-    shown = report.highlights()
+    lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    shown = sorted(report.highlights(), key=lambda check: check.verdict != "fail")
     lines += [_row(check) for check in shown[:MARKDOWN_ROWS]]
     lines += ["", f"and {len(shown) - MARKDOWN_ROWS} more rows in report.json"] if len(shown) > MARKDOWN_ROWS else []
     return "\n".join(lines) + "\n"
@@ -101,9 +103,9 @@ def render_markdown(report: Report) -> str:
 
 def _row(check: Check) -> str:
     cells = [check.verdict, check.name, check.graph, check.output, f"{check.sigma:.2f}", f"{check.row_sigma:.2f}"]
-    return "| " + " | ".join(_cell(cell) for cell in [*cells, f"{check.max_abs:.1e} {check.detail}"]) + " |"
+    return "| " + " | ".join(_cell(cell) for cell in [*cells, f"{check.max_abs:.1e}", check.detail]) + " |"
 
 
-def _cell(text: str) -> str:
+def _cell(text: str, limit: int = NAME_LIMIT) -> str:
     """Text that Markdown does not interpret."""
-    return re.sub(r"([\\`*_{}\[\]<>#|!~&@])", r"\\\1", clean(text))
+    return re.sub(r"([\\`*_{}\[\]<>#|!~&@])", r"\\\1", clean(text, limit))

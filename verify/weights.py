@@ -8,7 +8,7 @@ is another folder.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,12 +101,15 @@ def audit_weights(graph: str, model: onnx.ModelProto, source: Source) -> tuple[C
         used |= {name} if name else set()
         problems += [problem] if problem else []
     verdict = "fail" if problems else "pass" if used else "skip"
-    detail = (
-        "; ".join(problems[:5]) or f"{len(used)} tensors"
-        if used or problems
-        else "no initializer has the name of a tensor"
-    )
+    detail = _told(problems, len(used)) or "no initializer has the name of a tensor"
     return Check("weights", graph, "", verdict=verdict, detail=detail), used
+
+
+def _told(problems: Sequence[str], used: int) -> str:
+    """The first problems; or what many of them have in common, which is seldom the graph."""
+    if len(problems) > max(5, used // 2):
+        return f"{len(problems)} of {used} tensors are not the reference's: is it another model? First {problems[0]}"
+    return "; ".join(problems[:5]) or (f"{used} tensors" if used else "")
 
 
 def _audit(tensor: onnx.TensorProto, source: Source) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from llmconv.progress import say
 
 if TYPE_CHECKING:
     from llmconv.generation import Completion, Cost, GenerationSettings, Piece, TextModel, Wording
-    from llmconv.generation.prompts import Content
+    from llmconv.generation.prompts import Prompt
 
 
 @click.command("generate")
@@ -70,10 +70,10 @@ def command(
 
     wording = Wording(prefix, template or ("tokenizer" if chat or system else ""), system)
     picked = generation_options.settings(given)
-    contents = _prompts((*texts, *prompts), prompt_file, output_file)
+    asked = _prompts((*texts, *prompts), prompt_file, output_file)
     opened = generation_options.opener(model, given)()
     settings = settings_for(opened, wording, picked)
-    run = _Run(opened, contents, settings, wording, batch_size)
+    run = _Run(opened, asked, settings, wording, batch_size)
     if output_file:
         run.to_file(output_file, str(given["adapter"] or ""), overwrite, _writer(stream, run))
     else:
@@ -95,7 +95,7 @@ class _Run:
     def __init__(
         self,
         model: TextModel,
-        prompts: Sequence[Content],
+        prompts: Sequence[Prompt],
         settings: GenerationSettings,
         wording: Wording,
         batch_size: int,
@@ -130,7 +130,7 @@ class _Run:
 
         for completions, cost in run_batches(
             self.model,
-            self.prompts,
+            [prompt.content for prompt in self.prompts],
             self.settings,
             wording=self._wording,
             batch_size=self._batch_size,
@@ -143,14 +143,14 @@ class _Run:
                 say(f"batch {len(self.costs)}: {_told(cost)}")
 
 
-def _prompts(texts: tuple[str, ...], file: str | None, output: Path | None) -> list[Content]:
+def _prompts(texts: tuple[str, ...], file: str | None, output: Path | None) -> list[Prompt]:
     """Those of the command line, else those of a file, else those of standard input."""
-    from llmconv.generation.prompts import read_prompts
+    from llmconv.generation.prompts import Prompt, read_prompts
 
     if texts and file:
         raise UsageProblem("prompts are given twice", hint="give them as arguments or in a file")
     if texts:
-        return list(texts)
+        return [Prompt(text) for text in texts]
     if file and output and Path(file).resolve() == output.resolve():
         raise UsageProblem("`--output-file` is the file of the prompts", hint="give another one")
     if file and file != "-":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from llmconv.generation.loop import Past, Positions, pad_left
+from llmconv.generation.loop import Past, Positions, goes_on, pad_left
 from llmconv.runtime.array_cache import can_be_cut, cut, moved_right, rows_of
 from llmconv.runtime.runner import Cache, Runner, default_positions
 
@@ -37,7 +37,7 @@ class Conversation:
         if self.cache is None or len(prompts) != 1:
             return None
         same = common_length([self.ids, prompts[0]], most=len(prompts[0]) - 1)
-        if same == 0 or not _takes(runner, 1, same, len(prompts[0]) - same):
+        if same == 0 or not goes_on(runner, 1, same, len(prompts[0]) - same):
             return None
         if same == len(self.ids):
             return Past(self.cache, same)
@@ -64,7 +64,7 @@ class SharedPrefix:
         """Its cache in as many rows as there are prompts, each behind the padding of its row."""
         longest = max(map(len, prompts))
         same = common_length([self._ids, *prompts], most=min(map(len, prompts)) - 1)
-        if same == 0 or not _takes(runner, len(prompts), same, longest - same):
+        if same == 0 or not goes_on(runner, len(prompts), same, longest - same):
             return None
         cache = self._run(runner)
         shifts = [longest - len(prompt) for prompt in prompts]
@@ -99,8 +99,3 @@ def common_length(sequences: Sequence[Sequence[int]], most: int) -> int:
 def virtual_tokens(runner: Any) -> int:
     """Slots of a cache before the first token of a prompt."""
     return int(getattr(runner, "virtual_tokens", 0))
-
-
-def _takes(runner: Any, rows: int, past: int, new: int) -> bool:
-    """Whether the runner goes on from a past at no higher price than from the start."""
-    return bool(runner.goes_on(rows, past, new)) if hasattr(runner, "goes_on") else True

@@ -81,7 +81,12 @@ class GenaiModel(TextModel):
         return limit if self.context_length is None else min(limit, self.context_length - prompt_tokens)
 
     def _grow(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings, cache: Known | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        settings: GenerationSettings,
+        cache: Known | None,
+        most: int,
     ) -> Iterator[Piece]:
         """Greedy search or sampling, by GenAI's own search."""
         _require_known(settings)

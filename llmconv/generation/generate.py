@@ -152,7 +152,7 @@ def _run_batch(
     shared: SharedPrefix | None,
     on_piece: OnPiece | None,
 ) -> tuple[list[Completion], Cost]:
-    meter = Meter([len(one) for one in ids])
+    meter = Meter([len(one) for one in ids], at_once=settings.num_beams > 1)
     growing = [_Growing() for _ in prompts]
     for piece in model.stream(ids, settings, shared):
         one = growing[piece.index]

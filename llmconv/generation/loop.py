@@ -51,15 +51,24 @@ class Batch:
         columns = max((row.length + row.room for row in self.rows), default=0)
         self._mask = np.ones((len(self.rows), columns), dtype=np.int64)
 
-    def start(self, past: Past | None = None) -> Step:
-        """Runs the prompts, but for the columns that are in `past`."""
+    def start(self, past: Past | None = None, most: int = 0) -> Iterator[tuple[Step, bool]]:
+        """Runs the prompts, but for the columns that are in `past`; every step comes with whether it is the last.
+
+        Args:
+            past: what was run already.
+            most: columns of a step; 0 for all of them in one.
+        """
         ids, mask = pad_left([row.prompt for row in self.rows])
         longest, done = ids.shape[1], past.tokens if past else 0
         self._mask = np.concatenate([mask, np.ones_like(self._mask)], axis=1)
-        positions = self._position_ids(mask, longest - done)
-        step = self._runner.prefill(ids[:, done:], mask, positions, past.cache if past else None)
-        self.past = Past(step.present, longest)
-        return step
+        size = most if most and goes_on(self._runner, len(ids), done + most, most) else longest
+        for begin in range(done, longest, size):
+            end = min(begin + size, longest)
+            seen = mask[:, :end]
+            positions = self._position_ids(seen, end - begin)
+            step = self._runner.prefill(ids[:, begin:end], seen, positions, past.cache if past else None)
+            self.past = past = Past(step.present, end)
+            yield step, end == longest
 
     def step(self) -> Step:
         """Runs the latest token of every row."""
@@ -82,9 +91,19 @@ class Batch:
             self.past = Past(rows_of(self.past.cache, kept), self.past.tokens)
 
 
-def grow(batch: Batch, past: Past | None = None) -> Iterator[Piece]:
-    """Pieces of every row, in turn, until all have ended; one `next()` runs at most one step of the model."""
-    step = batch.start(past)
+def goes_on(runner: Runner, rows: int, past: int, new: int) -> bool:
+    """Whether the runner goes on from a past at no higher price than from the start."""
+    return bool(runner.goes_on(rows, past, new)) if hasattr(runner, "goes_on") else True
+
+
+def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[Piece]:
+    """Pieces of every row, in turn, until all have ended; one `next()` runs at most one step of the model.
+
+    A step takes at most so many columns of the prompts, all where `most` is 0; each but the last gives an empty piece.
+    """
+    for step, is_last in batch.start(past, most):  # noqa: B007 - the last step predicts
+        if not is_last:
+            yield Piece(batch.rows[0].index, "", None, "")
     while True:
         for at, row in enumerate(batch.rows):
             if not row.finish:

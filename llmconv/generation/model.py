@@ -124,6 +124,7 @@ class TextModel:
         prompts: Sequence[Sequence[int]],
         settings: GenerationSettings | None = None,
         cache: Known | None = None,
+        most: int = 0,
     ) -> Iterator[Piece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
@@ -132,6 +133,7 @@ class TextModel:
             settings: `defaults` when left out.
             cache: what was run before: a `Conversation` for a single prompt, which holds this turn, too, when the
                 stream ends; or a `SharedPrefix`.
+            most: prompt tokens of a step; 0 for all at once. Each step but the last then gives an empty piece.
 
         Raises:
             InputRefused: a prompt is longer than the context.
@@ -141,10 +143,15 @@ class TextModel:
         limits = self.limits(prompts, settings)
         if settings.num_beams > 1:
             return self._search(prompts, limits, settings)
-        return self._grow(prompts, limits, settings, cache)
+        return self._grow(prompts, limits, settings, cache, most)
 
     def _grow(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings, cache: Known | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        settings: GenerationSettings,
+        cache: Known | None,
+        most: int,
     ) -> Iterator[Piece]:
         """Greedy search or sampling."""
         rows = [self._row(index, *given, settings) for index, given in enumerate(zip(prompts, limits, strict=True))]
@@ -154,7 +161,8 @@ class TextModel:
             return
         is_whole = False
         try:
-            for piece in grow(batch, cache.past([row.prompt for row in batch.rows], self.runner) if cache else None):
+            past = cache.past([row.prompt for row in batch.rows], self.runner) if cache else None
+            for piece in grow(batch, past, most):
                 is_whole = True
                 yield piece
                 is_whole = False
@@ -199,6 +207,11 @@ class TextModel:
         wanted = settings.new_tokens(prompt_tokens)
         if prompt_tokens == 0:
             raise InputRefused(f"prompt {number} has no tokens", hint="give a prompt that is not empty")
+        if wanted == 0:
+            raise InputRefused(
+                f"prompt {number} has {prompt_tokens} tokens, and max_length is {settings.max_length}",
+                hint="give a larger `--max-length`, or `--max-new-tokens`, which does not count the prompt",
+            )
         if self.context_length is None:
             return wanted
         if prompt_tokens > self.context_length:

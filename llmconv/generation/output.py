@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from llmconv.errors import InputRefused, OutputFailed
-from llmconv.generation.prompts import Content
+from llmconv.generation.prompts import Prompt
 from llmconv.generation.report import Completion
 
 SIDE_FILE = ".{}.options.json"
@@ -21,8 +21,9 @@ SIDE_FILE = ".{}.options.json"
 class CompletionFile:
     """Lines of JSON, appended batch by batch.
 
-    Every line has `prompt` or `messages`, `text`, `tokens`, `prompt_tokens` and `finish`. What the file is made with
-    lies hidden beside it, so that a run with other prompts or options is refused.
+    Every line has the fields that came with the prompt, such as an `id`, and `prompt` or `messages`, `text`, `tokens`,
+    `prompt_tokens` and `finish`. What the file is made with lies hidden beside it, so that a run with other prompts or
+    options is refused.
 
     Args:
         path: of the file.
@@ -36,11 +37,12 @@ class CompletionFile:
     """
 
     def __init__(
-        self, path: Path, prompts: Sequence[Content], options: Mapping[str, Any], *, overwrite: bool = False
+        self, path: Path, prompts: Sequence[Prompt], options: Mapping[str, Any], *, overwrite: bool = False
     ) -> None:
         self._path, self._side = path, path.with_name(SIDE_FILE.format(path.name))
         made_with = {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}
         self._made_with = json.dumps(made_with, sort_keys=True, default=_plain)
+        self._fields = [prompt.fields for prompt in prompts]
         if overwrite:
             self._remove()
         self.done, self._size = self._finished(prompts)
@@ -52,7 +54,9 @@ class CompletionFile:
         Raises:
             OutputFailed: it cannot be written.
         """
-        lines = "".join(json.dumps(_as_dict(one), ensure_ascii=False) + "\n" for one in completions)
+        given = self._fields[self.done : self.done + len(completions)]
+        made = [{**fields, **_as_dict(one)} for fields, one in zip(given, completions, strict=True)]
+        lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made)
         try:
             self._file.write(lines.encode("utf-8", errors="surrogatepass"))
             self._file.flush()
@@ -69,7 +73,7 @@ class CompletionFile:
     ) -> None:
         self._file.close()
 
-    def _finished(self, prompts: Sequence[Content]) -> tuple[int, int]:
+    def _finished(self, prompts: Sequence[Prompt]) -> tuple[int, int]:
         """Lines that are whole, and their bytes."""
         if not self._path.exists():
             return 0, 0
@@ -83,7 +87,7 @@ class CompletionFile:
         if self._side.read_text(encoding="utf-8") != self._made_with:
             self._refuse("was begun with other prompts or options, or another model")
         for line, prompt in zip(lines, prompts, strict=False):
-            if _prompt_of(line) != prompt:
+            if _prompt_of(line) != prompt.content:
                 self._refuse("holds other prompts")
         if len(lines) > len(prompts):
             self._refuse("holds more lines than there are prompts")
@@ -108,10 +112,10 @@ class CompletionFile:
         )
 
     def _failed(self, error: OSError) -> OutputFailed:
-        return OutputFailed(
-            f"`{self._path}` cannot be written: {error.strerror or error}",
-            hint="make room or give another `--output-file`; the same command goes on behind the finished lines",
-        )
+        hint = "make room or give another `--output-file`; the same command goes on behind the finished lines"
+        if not self._path.parent.is_dir():
+            hint = f"make the folder `{self._path.parent}` first"
+        return OutputFailed(f"`{self._path}` cannot be written: {error.strerror or error}", hint=hint)
 
 
 def _plain(value: Any) -> Any:
@@ -119,8 +123,9 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, frozenset) else str(value)
 
 
-def _digest(prompts: Sequence[Content]) -> str:
-    return hashlib.sha256(json.dumps(list(prompts), sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+def _digest(prompts: Sequence[Prompt]) -> str:
+    said = [[prompt.content, dict(prompt.fields)] for prompt in prompts]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _as_dict(one: Completion) -> dict[str, Any]:

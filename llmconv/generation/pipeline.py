@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,12 +83,12 @@ class TextGeneration:
 
         Raises:
             InputRefused: an input has no tokens, is too long, or is a chat without a template.
-            UsageProblem: an option that cannot be.
+            UsageProblem: an option that cannot be, or an input that is neither.
         """
         given = {**self._options, **options}
         shape = {name: given.pop(name) for name in SHAPES if name in given}
         many = not (isinstance(inputs, str) or _is_chat(inputs))
-        contents: list[Any] = list(inputs) if many else [inputs]
+        contents = _contents(inputs) if many else [inputs]
         ids = [self._encode(content, shape) for content in contents]
         found = self._continued(ids, self._settings(given), shape)
         records = [
@@ -169,3 +169,11 @@ SHAPES = (
 
 def _is_chat(content: Any) -> bool:
     return isinstance(content, Sequence) and bool(content) and all(isinstance(part, Mapping) for part in content)
+
+
+def _contents(inputs: Any) -> list[Any]:
+    """A list of texts and chats."""
+    contents = list(inputs) if isinstance(inputs, Iterable) else [inputs]
+    if not all(isinstance(content, str) or _is_chat(content) for content in contents):
+        raise UsageProblem("an input is neither a text nor a chat", hint="give a text, messages, or a list of either")
+    return contents

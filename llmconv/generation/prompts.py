@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,8 +13,24 @@ from llmconv.errors import InputRefused, MalformedInput
 Content = str | list[dict[str, Any]]
 """A text, or a chat as a list of messages."""
 
+OWN = ("prompt", "messages", "input")
+"""Fields of a line that say what the prompt is."""
 
-def read_prompts(source: Path | TextIO) -> list[Content]:
+
+@dataclass(frozen=True)
+class Prompt:
+    """A line of a file of prompts.
+
+    Attributes:
+        content: the prompt.
+        fields: what else the line has, such as an `id`; it goes into the line of the completion.
+    """
+
+    content: Content
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_prompts(source: Path | TextIO) -> list[Prompt]:
     """Prompts of a file: one per line of text, or one JSON object per line, with `prompt` or `messages`.
 
     A file whose name ends in `.jsonl`, and any text whose first line is an object, is JSON. Empty lines are no prompts.
@@ -24,7 +41,7 @@ def read_prompts(source: Path | TextIO) -> list[Content]:
     """
     text, is_json = _text(source)
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    found: list[Content] = [line for _, line in lines]
+    found = [Prompt(line) for _, line in lines]
     if is_json or (lines and _is_object(lines[0][1])):
         found = [_of_json(number, line) for number, line in lines]
     if not found:
@@ -50,12 +67,16 @@ def _is_object(line: str) -> bool:
         return False
 
 
-def _of_json(number: int, line: str) -> Content:
+def _of_json(number: int, line: str) -> Prompt:
     try:
         said = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise MalformedInput(f"line {number} of the prompts is no JSON: {error}", hint="one object per line") from error
     given = said if isinstance(said, dict) else {}
+    return Prompt(_content(number, given), {name: value for name, value in given.items() if name not in OWN})
+
+
+def _content(number: int, given: Mapping[str, Any]) -> Content:
     prompt, messages = given.get("prompt"), given.get("messages")
     if isinstance(messages, list) and prompt is None and all(_is_message(message) for message in messages) and messages:
         return messages

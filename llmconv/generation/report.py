@@ -58,7 +58,9 @@ class Cost:
 
     @property
     def rate(self) -> float:
-        """New tokens per second, the first of every prompt left out of both."""
+        """New tokens per second, the first of every prompt left out of both; all of both where they came at once."""
+        if self.first_seconds == self.seconds:
+            return self.new_tokens / self.seconds if self.seconds else 0.0
         later, seconds = self.new_tokens - self.prompts, self.seconds - self.first_seconds
         return later / seconds if later > 0 and seconds > 0 else 0.0
 
@@ -88,10 +90,11 @@ class Meter:
 
     Args:
         prompts: how many tokens each has.
+        at_once: a text comes when all of it is there, as with beams.
     """
 
-    def __init__(self, prompts: Sequence[int]) -> None:
-        self._prompts = prompts
+    def __init__(self, prompts: Sequence[int], at_once: bool = False) -> None:
+        self._prompts, self._at_once = prompts, at_once
         self._started, self._first, self._tokens = time.perf_counter(), 0.0, 0
 
     def count(self) -> None:
@@ -102,6 +105,7 @@ class Meter:
     def stop(self) -> Cost:
         """What it was."""
         ended = time.perf_counter()
+        self._first = 0.0 if self._at_once else self._first
         return Cost(
             len(self._prompts),
             sum(self._prompts),

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.runtime.tokenizer import require_text
 
@@ -141,6 +143,9 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
             add_generation_prompt=not goes_on,
             continue_final_message=goes_on,
         )
+    except TemplateSyntaxError as error:
+        problem = f"the chat template is no Jinja: line {error.lineno}: {first_line(error)}"
+        raise InputRefused(problem, hint="mend the template, or give another one with `--template`") from error
     except Exception as error:  # a template is a program: it fails in every way
         raise InputRefused(
             f"the chat template refuses the messages: {first_line(error)}", hint="look at their roles and their order"

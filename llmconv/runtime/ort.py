@@ -71,6 +71,7 @@ class OrtGraph:
         settings = settings or SessionSettings()
         self.entry = entry or GraphEntry("", (path.name,))
         self.name = self.entry.name
+        self._fixed = settings.free_dimensions
         self._session = self._connect(self.entry.paths(path.parent), settings)
         declared, results = self._session.get_inputs(), self._session.get_outputs()
         self.inputs: dict[str, list[int | str]] = {arg.name: arg.shape for arg in declared}
@@ -113,9 +114,9 @@ class OrtGraph:
         except LlmconvError:
             raise
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            raise MalformedInput(
-                f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint="run `llmconv verify` on the folder"
-            ) from error
+            fixed = ", ".join(f"{name} = {size}" for name, size in self._fixed.items())
+            hint = f"free dimensions are fixed to {fixed}" if fixed else "run `llmconv verify` on the folder"
+            raise MalformedInput(f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint=hint) from error
         return self._step(results, present)
 
     def _grow(self, given: dict[str, Array], past: Cache | None) -> tuple[list[Array], Cache]:

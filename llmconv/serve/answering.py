@@ -17,6 +17,9 @@ from llmconv.serve.openai_schema import Request, Sampling
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 """Our words for why a text ends to OpenAI's."""
 
+PROMPT_STEP = 256
+"""Tokens of a prompt that are run before the next answer has its turn."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -107,7 +110,7 @@ class Answering:
             conversation = self._conversations.take(choice.ids)
             past = conversation.past([choice.ids], self.model.runner)
             cached = past.tokens if past else 0
-            pieces = self.model.stream([choice.ids], choice.settings, conversation)
+            pieces = self.model.stream([choice.ids], choice.settings, conversation, PROMPT_STEP)
             try:
                 if choice.echo:
                     yield Delta(index, choice.echo, 0, "")

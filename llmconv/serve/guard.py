@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -17,10 +18,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from llmconv.errors import UsageProblem
 from llmconv.serve.api_errors import ApiError
 
 PUBLIC = frozenset({"/", "/health"})
 """Paths that need no key: the page asks for it, and a monitor has none."""
+
+ORIGIN = re.compile(r"https?://[^/\s]+", re.IGNORECASE)
 
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -39,11 +43,21 @@ class Access:
         hosts: names under which it is known beside `localhost` and addresses.
         origins: of other sites whose pages may ask, such as `https://chat.example`.
         api_key: that every request must bear; empty for none.
+
+    Raises:
+        UsageProblem: an origin that no browser sends.
     """
 
     hosts: Sequence[str] = ()
     origins: Sequence[str] = ()
     api_key: str = ""
+
+    def __post_init__(self) -> None:
+        for origin in self.origins:
+            if not ORIGIN.fullmatch(origin):
+                raise UsageProblem(
+                    f"`{origin}` is no origin", hint="scheme and host alone, such as https://chat.example"
+                )
 
     def check(self, path: str, headers: Headers) -> None:
         """Lets a request pass.
@@ -60,7 +74,7 @@ class Access:
             )
         origin = headers.get("origin")
         own = (f"http://{host}", f"https://{host}")
-        if origin is not None and origin.lower() not in (*map(str.lower, own), *self.origins):
+        if origin is not None and origin.lower() not in map(str.lower, (*own, *self.origins)):
             raise ApiError(
                 f"pages of `{origin[:80]}` may not ask this server: start it with `--allow-origin` for them",
                 status=403,

@@ -15,6 +15,8 @@ import uvicorn
 
 from llmconv.errors import OutputFailed
 from llmconv.generation import TextModel
+from llmconv.generation.templates import TOKENIZER
+from llmconv.progress import warn
 from llmconv.serve.answering import Answering
 from llmconv.serve.app import make_app
 from llmconv.serve.guard import Access
@@ -49,7 +51,7 @@ class ServerSettings:
     parallel: int = 4
     queue: int = 32
     max_new_tokens: int | None = None
-    template: str = "tokenizer"
+    template: str = TOKENIZER
     system: str = ""
     grace: float = 3.0
     allow_hosts: Sequence[str] = ()
@@ -74,8 +76,11 @@ def serve(
         InputRefused: the folder cannot be run.
     """
     settings = settings or ServerSettings()
+    access = Access((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
     with listen(settings.host, settings.port) as listener:
         model = open_model()
+        if settings.template == TOKENIZER and not model.tokenizer.chat_template:
+            warn("the tokenizer has no chat template: chats are refused unless `--template` names one")
         answering = Answering(
             model,
             settings.name or model.folder.resolve().name,
@@ -85,7 +90,6 @@ def serve(
             kept=settings.parallel,
         )
         scheduler = Scheduler(settings.parallel, settings.queue)
-        access = Access((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
         server = _Server(make_app(answering, scheduler, access), scheduler, settings.grace)
         server.ready = lambda: on_ready(_address(listener), answering.name) if on_ready else None
         with suppress(KeyboardInterrupt):  # what uvicorn raises again once it has ended in order

@@ -70,6 +70,19 @@ def test_a_run_that_was_killed_goes_on_and_gives_the_same_file(talking: Path, pr
     assert cut.read_bytes() == whole.read_bytes()
 
 
+def test_fields_that_come_with_a_prompt_go_with_its_completion(talking: Path, tmp_path: Path) -> None:
+    out, given = tmp_path / "o.jsonl", '{"id": 7, "prompt": "ab", "text": "kept out"}\n{"prompt": "c"}\n'
+    assert run(talking, "--output-file", out, "--max-new-tokens", 2, stdin=given).exit_code == 0
+    first, second = lines(out)
+    assert list(first)[0] == "id" and first["id"] == 7 and first["text"] != "kept out" and "id" not in second
+    assert run(talking, "--output-file", out, "--max-new-tokens", 2, stdin=given.replace("7", "8")).exit_code == 3
+
+
+def test_a_file_in_no_folder_is_told(talking: Path, tmp_path: Path) -> None:
+    result = run(talking, "ab", "--output-file", tmp_path / "none" / "o.jsonl")
+    assert result.exit_code == 4 and f"make the folder `{tmp_path / 'none'}`" in result.stderr
+
+
 def test_a_finished_file_is_left_alone(talking: Path, prompts: Path, tmp_path: Path) -> None:
     out, options = tmp_path / "out.jsonl", ("--prompt-file", prompts, "--max-new-tokens", 2)
     assert run(talking, *options, "--output-file", out).exit_code == 0
@@ -153,12 +166,29 @@ def test_the_cost_is_told_per_batch_and_in_all(talking: Path) -> None:
     assert result.stderr.count("first token after") == 2 and "prompts took" in result.stderr
 
 
+def test_with_beams_all_tokens_share_all_of_the_time(talking: Path) -> None:
+    cost = generate(talking, ["ab"], max_new_tokens=5, num_beams=2).total
+    assert cost.first_seconds == cost.seconds and cost.rate == cost.new_tokens / cost.seconds
+
+
+def test_fixed_sizes_of_the_session_are_named_when_a_batch_has_others(talking: Path, tmp_path: Path) -> None:
+    (tmp_path / "s.ini").write_text("[free_dimensions]\nbatch_size = 1\n")
+    result = run(talking, "ab", "cd", "--session-config", tmp_path / "s.ini")
+    assert result.exit_code == 3 and "free dimensions are fixed to batch_size = 1" in result.stderr
+
+
 @pytest.mark.parametrize(("length", "code"), [(129, 3), (128, 0)])
 def test_a_prompt_beyond_the_context_is_refused(talking: Path, length: int, code: int) -> None:
     result = run(talking, "a" * length, "--max-new-tokens", 5)
     assert result.exit_code == code
     if code:
         assert "prompt 1 has 129 tokens, and the model's context is 128" in result.stderr
+
+
+def test_a_length_that_leaves_no_room_is_refused(talking: Path) -> None:
+    result = run(talking, "abcd", "--max-length", 4)
+    assert result.exit_code == 3 and "prompt 1 has 4 tokens, and max_length is 4" in result.stderr
+    assert "--max-new-tokens" in result.stderr
 
 
 def test_a_text_ends_where_the_context_does(talking: Path) -> None:

@@ -40,19 +40,40 @@ def counting(folder: Path, backend: str) -> TextModel:
     return TextModel(model.tokenizer, Counting(model.runner), model.defaults, model.context_length, backend)
 
 
-def tokens_of(model: TextModel, prompts: list[list[int]], cache: Any = None) -> list[list[int | None]]:
+def tokens_of(model: TextModel, prompts: list[list[int]], cache: Any = None, most: int = 0) -> list[list[int]]:
     """Seven new tokens per prompt."""
-    found: list[list[int | None]] = [[] for _ in prompts]
-    for piece in model.stream(prompts, model.defaults.but(max_new_tokens=7, eos_token_id=()), cache):
-        found[piece.index].append(piece.token)
+    found: list[list[int]] = [[] for _ in prompts]
+    for piece in model.stream(prompts, model.defaults.but(max_new_tokens=7, eos_token_id=()), cache, most):
+        found[piece.index] += [piece.token] if piece.token is not None else []
     return found
+
+
+@BACKENDS
+def test_a_prompt_that_runs_in_pieces_gives_the_same_tokens(talking: Path, backend: str) -> None:
+    model = counting(talking, backend)
+    prompts = [[20, 30, 40, 50, 60, 21, 31], [41, 51], [22, 32, 42, 52]]
+    whole = tokens_of(model, prompts)
+    assert tokens_of(model, prompts, most=3) == whole
+    assert model.runner.columns == [7, 3, 3, 1]  # type: ignore[attr-defined]
+
+
+@BACKENDS
+def test_a_prompt_that_is_left_half_way_is_gone_on_with(talking: Path, backend: str) -> None:
+    model, conversation = counting(talking, backend), Conversation()
+    prompt = [20, 30, 40, 50, 60, 21, 31]
+    pieces = model.stream([prompt], None, conversation, 3)
+    assert next(pieces).token is None
+    pieces.close()  # type: ignore[attr-defined]
+    assert conversation.ids == prompt[:3]
+    assert tokens_of(model, [prompt], conversation) == tokens_of(model, [prompt])
+    assert model.runner.columns == [3, 4, 7]  # type: ignore[attr-defined]
 
 
 @BACKENDS
 def test_a_next_turn_runs_only_what_is_new(talking: Path, backend: str) -> None:
     model, conversation = counting(talking, backend), Conversation()
     first = [20, 30, 40, 50, 60]
-    turn = [*first, *(token or 0 for token in tokens_of(model, [first], conversation)[0]), 33, 44]
+    turn = [*first, *tokens_of(model, [first], conversation)[0], 33, 44]
     assert tokens_of(model, [turn], conversation) == tokens_of(model, [turn])
     assert model.runner.columns == [5, 3, len(turn)]  # type: ignore[attr-defined]
 
@@ -105,7 +126,7 @@ def test_a_model_with_states_shares_and_goes_on(tmp_path: Path) -> None:
     for backend in ("onnx", "torch"):
         model, conversation = TextModel.open(folder, backend=backend), Conversation()
         first = [20, 30, 40]
-        turn = [*first, *(token or 0 for token in tokens_of(model, [first], conversation)[0]), 33, 44]
+        turn = [*first, *tokens_of(model, [first], conversation)[0], 33, 44]
         assert tokens_of(model, [turn], conversation) == tokens_of(model, [turn])
         prompts = [[*first, 5, 6], [*first, 7, 8]]
         assert tokens_of(model, prompts, SharedPrefix(first)) == tokens_of(model, prompts)

@@ -83,6 +83,12 @@ def test_a_model_that_is_not_there_is_refused(model: Any, monkeypatch: pytest.Mo
         llmconv.pipeline(model=model)
 
 
+@pytest.mark.parametrize("inputs", [3, [3], ["a", None]], ids=str)
+def test_what_is_no_text_is_a_usage_problem(both: tuple[Any, Any], inputs: Any) -> None:
+    with pytest.raises(UsageProblem, match="neither a text nor a chat"):
+        both[0](inputs)
+
+
 def test_another_task_is_a_usage_problem() -> None:
     with pytest.raises(UsageProblem, match="summarization"):
         llmconv.pipeline("summarization", model="x")

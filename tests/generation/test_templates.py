@@ -79,6 +79,12 @@ def test_a_template_that_fails_or_breaks_out_is_refused(tokenizer: PreTrainedTok
         render_chat(tokenizer, HI)
 
 
+def test_a_template_that_is_no_jinja_is_told_by_its_line(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("a\n{% if %}")
+    with pytest.raises(InputRefused, match="is no Jinja: line 2"):
+        render_chat(tokenizer, HI, str(tmp_path / "own.jinja"))
+
+
 def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(InputRefused, match="no chat template"):
         render_chat(tokenizer, HI)

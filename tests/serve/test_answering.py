@@ -48,3 +48,14 @@ def test_in_turns_every_answer_is_what_it_is_alone(chatting: Path, tmp_path: Pat
     again = Answering(model, "tiny")
     assert texts(again, in_turns=True) == texts(again, in_turns=True) == alone  # with the caches of the first round
     assert len(set(alone)) == 3
+
+
+def test_a_long_prompt_gives_others_their_turns(chatting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering = Answering(TextModel.open(chatting), "tiny")
+    choices = answering.choices(completion_request({"prompt": "Once there was a clever dragon", "max_tokens": 2}))
+    whole = list(answering.steps(choices))
+    monkeypatch.setattr("llmconv.serve.answering.PROMPT_STEP", 2)
+    found = list(Answering(answering.model, "tiny").steps(choices))
+    turns = (len(choices[0].ids) - 1) // 2
+    assert turns > 1 and [(delta.tokens, delta.text) for delta in found[:turns]] == [(0, "")] * turns
+    assert found[turns:] == whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from starlette.testclient import TestClient
 
+from llmconv.errors import UsageProblem
 from llmconv.serve.guard import Access
 from tests.serve.conftest import Clients
 
@@ -35,6 +36,12 @@ def test_a_page_of_another_site_may_not_post(client: TestClient, origin: str) ->
 def test_the_own_page_may_post(client: TestClient) -> None:
     headers = {"Origin": "http://127.0.0.1:8000", "Host": "127.0.0.1:8000"}
     assert client.post(CHAT, json=BODY, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["foo", "https://a.example/page", "*"])
+def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
+    with pytest.raises(UsageProblem, match="is no origin"):
+        Access(origins=[origin])
 
 
 def test_hosts_and_origins_can_be_let_in(clients: Clients) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -128,6 +129,19 @@ def test_markdown_cells_hold_no_markup(tmp_path: Path) -> None:
     row = next(line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("| fail"))
     assert "<script>" not in row
     assert "\\|" in row
+
+
+def test_what_differs_stands_first_in_the_summary(tmp_path: Path) -> None:
+    write_report(report_of(PASSED, replace(FAILED, detail="holds another matrix")), tmp_path)
+    rows = [line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("|")]
+    assert rows[2].startswith("| fail |") and rows[2].endswith("| holds another matrix |")
+
+
+def test_code_in_a_note_is_set_as_code(tmp_path: Path) -> None:
+    report = report_of(PASSED)
+    report.notes.append("changed since `<b>`")
+    write_report(report, tmp_path)
+    assert "changed since <code>&lt;b&gt;</code>" in (tmp_path / "report.html").read_text()
 
 
 def test_a_report_that_cannot_be_written_is_an_output_failure(tmp_path: Path) -> None:

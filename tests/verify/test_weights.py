@@ -43,6 +43,11 @@ def test_a_wrong_weight_is_named(
     assert text in check.detail
 
 
+def test_another_model_as_reference_is_suspected(exported: Callable[[str], Path]) -> None:
+    check = audit(exported("llama"), exported("gemma2"))
+    assert check.verdict == "fail" and "are not the reference's: is it another model? First `" in check.detail
+
+
 def test_bytes_that_are_no_tensor_are_named(exported: Callable[[str], Path], tmp_path: Path) -> None:
     folder = decode_only(exported("llama"), tmp_path / "shifted")
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
