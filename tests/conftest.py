@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.tracing import trace_once
+
 DECODER = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -84,6 +86,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with graphs and a tokenizer of characters with a chat template; do not write into it."""
     from tests.chatting import save_chatting  # noqa: PLC0415 - only the tests that ask for it pay for it
 
+    trace_once()
     return save_chatting(tmp_path_factory.mktemp("chatting") / "tiny-chat")
 
 
@@ -114,6 +117,7 @@ def talking_as(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
     from llmconv.export.exporter import export  # noqa: PLC0415 - only the tests that ask for graphs pay for it
     from tests.talking import save_letters  # noqa: PLC0415
 
+    trace_once()
     folders: dict[str, Path] = {}
 
     def folder(model_type: str) -> Path:

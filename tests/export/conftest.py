@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from llmconv.export import export
 from tests.conftest import CONFIGS, save_tiny
+from tests.tracing import trace_once
+
+trace_once()
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -48,7 +51,10 @@ def llama(deep: Callable[[str], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(deep("llama"), tmp_path / "llama", ignore=ignored))
 
 
-FAMILIES = sorted(CONFIGS)
+FAMILIES = [
+    pytest.param(name, marks=pytest.mark.slow if name in ("mistral", "qwen3") else ()) for name in sorted(CONFIGS)
+]
+"""The quick ones differ more from a Llama."""
 
 
 def tokens(batch: int, length: int, left_padding: int = 0) -> Arrays:

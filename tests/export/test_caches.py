@@ -23,8 +23,9 @@ from llmconv.verify import verify
 from tests.conftest import save_tiny
 from tools.state_configs import STATE_CONFIGS
 
-QUICK = ("lfm2", "mamba")
+QUICK = ("mamba",)
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in STATE_CONFIGS]
+SHOWN = [pytest.param("lfm2", marks=pytest.mark.slow), "mamba"]
 STATES = {"lfm2": "past_conv.2", "mamba": "past_recurrent.2"}
 
 
@@ -57,7 +58,7 @@ def test_layers_beyond_the_traced_ones_are_replicated(stateful: Callable[[str], 
     assert traced < load_config({"model_type": model_type, **STATE_CONFIGS[model_type]}).num_hidden_layers
 
 
-@pytest.mark.parametrize("model_type", QUICK)
+@pytest.mark.parametrize("model_type", SHOWN)
 @pytest.mark.parametrize("side", ["read", "written"])
 def test_a_state_that_is_lost_is_seen(
     stateful: Callable[[str], Path], tmp_path: Path, model_type: str, side: str
@@ -75,7 +76,7 @@ def test_a_state_that_is_lost_is_seen(
     assert report.where and report.where.layer in {0, 1}
 
 
-@pytest.mark.parametrize("model_type", QUICK)
+@pytest.mark.parametrize("model_type", SHOWN)
 def test_a_padded_batch_says_what_its_rows_say_alone(stateful: Callable[[str], Path], model_type: str) -> None:
     runner = OrtRunner.from_folder(stateful(model_type))
     ids = np.random.default_rng(0).integers(3, 96, (2, 7))
@@ -87,7 +88,7 @@ def test_a_padded_batch_says_what_its_rows_say_alone(stateful: Callable[[str], P
     np.testing.assert_allclose(together.present.arrays()[name][0], alone.present.arrays()[name][0], atol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", QUICK)
+@pytest.mark.parametrize("model_type", SHOWN)
 def test_a_cache_of_states_goes_from_one_runner_to_the_other(stateful: Callable[[str], Path], model_type: str) -> None:
     eager, graphs = EagerRunner(stateful(model_type)), OrtRunner.from_folder(stateful(model_type))
     ids, mask = np.random.default_rng(0).integers(3, 96, (2, 6)), np.ones((2, 6), dtype=np.int64)
@@ -115,6 +116,7 @@ def test_a_scan_is_defined_once_and_called_by_every_layer(stateful: Callable[[st
     onnx.checker.check_model(str(path))
 
 
+@pytest.mark.slow
 def test_a_limited_time_step_is_limited_in_prompts_and_not_in_steps(tmp_path: Path) -> None:
     """As transformers does it; these limits bind in every token."""
     fields = {**STATE_CONFIGS["mamba2"], "time_step_limit": [0.02, 0.03]}

@@ -56,6 +56,7 @@ def test_every_row_of_the_registry_has_passed() -> None:
     assert set(INPUT_MAPS) <= listed
 
 
+@pytest.mark.slow
 def test_a_changed_score_of_the_router_is_in_the_graph(tmp_path: Path) -> None:
     """The correction of a router is a buffer, but trained: it must not become a constant."""
     save_tiny("deepseek_v3", tmp_path / "model", 4)
@@ -64,17 +65,20 @@ def test_a_changed_score_of_the_router_is_in_the_graph(tmp_path: Path) -> None:
     assert any(tensor.name.endswith("e_score_correction_bias") for tensor in graph.initializer if tensor.external_data)
 
 
+@pytest.mark.slow
 def test_layers_with_latent_attention_are_replicated(tmp_path: Path) -> None:
     save_tiny("youtu", tmp_path / "model", 5)
     assert export(tmp_path / "model", incremental=True).traced_layers == 3
 
 
+@pytest.mark.slow
 def test_layers_before_those_with_experts_are_traced_too(tmp_path: Path) -> None:
     config = save_tiny("deepseek_v3", tmp_path / "model", 7)
     assert config.first_k_dense_replace == 3
     assert export(tmp_path / "model", incremental=True).traced_layers == 6
 
 
+@pytest.mark.slow
 def test_a_model_whose_factors_follow_from_its_depth_is_traced_whole(tmp_path: Path) -> None:
     save_tiny("minicpm3", tmp_path / "model", 5)
     assert export(tmp_path / "model", incremental=True).traced_layers == 5
@@ -87,6 +91,7 @@ def test_an_epsilon_as_small_as_a_rounding_error_is_kept() -> None:
     assert any(constant.size == 1 and np.isclose(constant.item(), 1e-8, rtol=1e-3, atol=0) for constant in constants)
 
 
+@pytest.mark.slow
 def test_what_sees_images_is_left_in_the_folder_and_out_of_the_graph(tmp_path: Path) -> None:
     save_tiny("llama4", tmp_path / "model", 2)
     export(tmp_path / "model", incremental=True)

@@ -82,6 +82,7 @@ def test_a_wrong_embedding_table_is_caught(llava: Path, tmp_path: Path) -> None:
     assert any(check.graph == "embeddings.onnx" and check.verdict == "fail" for check in report.checks)
 
 
+@pytest.mark.slow
 def test_static_graphs_take_embeddings_too(llava: Path, tmp_path: Path) -> None:
     made = export(llava, tmp_path / "static", shapes="static", max_seq_len=32, batch_size=2)
     mask = np.ones((2, 9), dtype=np.int64)

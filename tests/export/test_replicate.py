@@ -41,6 +41,7 @@ def test_replicated_layers_are_the_traced_ones_node_for_node(model_type: str) ->
     assert [v.name for v in replicated.model.graph.outputs] == [v.name for v in complete.model.graph.outputs]
 
 
+@pytest.mark.slow
 def test_layers_with_different_constants_are_all_traced(tmp_path: Path) -> None:
     folder = save_tiny("gpt2", tmp_path / "gpt2", n_layer=6, scale_attn_by_inverse_layer_idx=True)
     result = export(folder)
@@ -50,6 +51,7 @@ def test_layers_with_different_constants_are_all_traced(tmp_path: Path) -> None:
     np.testing.assert_allclose(outputs["logits"], eager_logits(folder, inputs), atol=3e-6)
 
 
+@pytest.mark.slow
 def test_an_irregular_layer_pattern_is_all_traced(tmp_path: Path) -> None:
     kinds = ["full_attention"] * 2 + ["sliding_attention"] * 4
     folder = save_tiny(

@@ -18,7 +18,7 @@ from tests.conftest import CONFIGS
 from tests.verify.surgery import add_constant, maker, users
 
 Tiny = Callable[[str], Path]
-QUICK = ("llama", "bloom")
+QUICK = ("llama",)
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
 
 

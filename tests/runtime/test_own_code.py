@@ -93,6 +93,7 @@ def test_code_is_not_executed_unasked(with_code: Callable[..., Path], command: s
     assert not executed(folder)
 
 
+@pytest.mark.slow
 def test_a_type_that_transformers_knows_is_built_by_transformers(with_code: Callable[..., Path]) -> None:
     folder = with_code("llama", NATIVE, tokenizer={"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}})
     export(folder, overwrite=True)
@@ -121,6 +122,7 @@ def test_trusted_code_is_exported_verified_and_run(
     assert not (folder / "custom_generate" / "ran").exists()
 
 
+@pytest.mark.slow
 def test_trust_ends_with_the_call(with_code: Callable[..., Path], own_row: None) -> None:
     folder = with_code("own", OWN)
     export(folder, dry_run=True, trust_remote_code=True)
@@ -143,6 +145,7 @@ def test_changed_code_is_read_again(with_code: Callable[..., Path]) -> None:
     assert first is same is not own_classes(folder, fields)[1]
 
 
+@pytest.mark.slow
 def test_a_new_folder_takes_the_code_along(with_code: Callable[..., Path], tmp_path: Path) -> None:
     folder = with_code("llama", NATIVE)
     export(folder, tmp_path / "new", trust_remote_code=True)

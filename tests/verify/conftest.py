@@ -16,8 +16,11 @@ from llmconv.verify import Report, verify
 from llmconv.verify.truth import Eager
 from tests.conftest import save_tiny
 from tests.export.prefix_models import save_adapter
+from tests.tracing import trace_once
 from tests.verify.mutants import Mutant
 from tests.verify.quantizers import QUANTIZERS, quantizable, save_tokenizer
+
+trace_once()
 
 Tiny = Callable[[str], Path]
 
