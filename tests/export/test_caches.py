@@ -100,6 +100,7 @@ def test_a_cache_of_states_goes_from_one_runner_to_the_other(stateful: Callable[
         np.testing.assert_allclose(here.logits, there.logits, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_state_has_fixed_axes_and_its_own_name(stateful: Callable[[str], Path]) -> None:
     graph = OrtGraph(stateful("lfm2") / "decode.onnx")
     assert graph.past_names[:3] == ["past_conv.0", "past_key_values.1.key", "past_key_values.1.value"]

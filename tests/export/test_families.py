@@ -43,6 +43,7 @@ def test_a_family_of_each_kind_equals_the_eager_model(tmp_path: Path, model_type
     assert report, report.summary()
 
 
+@pytest.mark.slow
 def test_every_expert_is_mapped_where_it_lies(tmp_path: Path) -> None:
     save_tiny("qwen3_moe", tmp_path / "model", 4)
     export(tmp_path / "model", incremental=True)

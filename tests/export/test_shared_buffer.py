@@ -57,6 +57,7 @@ def test_past_and_present_are_one_buffer_and_no_node_copies_it(shared: Tiny) -> 
     assert not users(model, "Attention") + users(model, "TensorScatter")
 
 
+@pytest.mark.slow
 def test_attention_that_is_no_attention_node_scatters_with_standard_operators(shared: Tiny) -> None:
     model = graph_of(shared("bloom"))
     assert users(model, "TensorScatter") and not users(model, "GroupQueryAttention")

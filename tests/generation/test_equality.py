@@ -60,9 +60,10 @@ def test_other_fields_of_the_generation_config_are_as_in_transformers(
 
 
 def test_max_length_counts_the_prompt(talking: Path, expected: Expected) -> None:
-    model, prompts = TextModel.open(talking), [[5, 6, 7], [8] * 12]
+    model, prompts = TextModel.open(talking), [[5, 6, 7], [8] * 11]
     found = continued(model, prompts, max_length=12)
-    assert found == [expected(talking, prompts[0], max_length=12, do_sample=False), []]
+    assert found == [expected(talking, prompt, max_length=12, do_sample=False) for prompt in prompts]
+    assert [len(tokens) for tokens in found] == [9, 1]
 
 
 def test_twenty_tokens_follow_where_nothing_says_how_many(talking: Path, expected: Expected) -> None:

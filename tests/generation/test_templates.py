@@ -71,7 +71,7 @@ def test_a_file_is_a_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "text", ["{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{% for %}", "{{ messages.append(1) }}"]
+    "text", ["{{ ''.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{{ messages.append(1) }}"]
 )
 def test_a_template_that_fails_or_breaks_out_is_refused(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     tokenizer.chat_template = text
