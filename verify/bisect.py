@@ -184,7 +184,7 @@ class Search:
             return layer is not None and layer < first
 
         before = [node for node in self.wiring.nodes if is_before(self.layers[id(node)], window.first)]
-        trusted = [name for node in before for name in node.output]
+        trusted = [name for node in before for name in node.output if name]
         nodes = [node for node in self.wiring.before(window.output, trusted) if not self.wiring.is_shape(node)]
         read = {name for node in nodes for name in node.input if name in self.wiring.maker}
         names = list(dict.fromkeys([*(name for node in nodes for name in node.output if name), *sorted(read)]))

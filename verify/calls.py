@@ -18,6 +18,9 @@ GARBAGE = 1e6
 GARBAGE_IN_FLOAT16 = 100.0
 """There larger ones overflow in the product of queries and keys, before they are masked, in the eager model too."""
 
+GARBAGE_AFTER_FLOAT16 = 1e4
+"""In a float32 copy of a float16 graph, whose mask is the lowest number of float16, -65,504."""
+
 
 @dataclass(frozen=True)
 class Facts:

@@ -46,6 +46,7 @@ class Tapped:
             MalformedInput: onnxruntime cannot run the graph.
         """
         found: dict[str, Array] = {}
+        names = [name for name in names if name]  # a node may leave an output out
         for start in range(0, len(names), AT_ONCE):
             some = names[start : start + AT_ONCE]
             found |= _run(self._with_outputs(some), self.folder, self.settings, feeds)

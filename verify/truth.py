@@ -16,7 +16,7 @@ from llmconv.runtime.eager import EagerRunner
 from llmconv.runtime.graph_entry import PrefixEntry
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
-from llmconv.verify.calls import GARBAGE, GARBAGE_IN_FLOAT16, Call, Chain, Edit, Facts
+from llmconv.verify.calls import GARBAGE, GARBAGE_AFTER_FLOAT16, GARBAGE_IN_FLOAT16, Call, Chain, Edit, Facts
 from llmconv.verify.compare import NoiseFloor, Truth, cache_rows, state_rows
 from llmconv.verify.prefix import Behind, Start
 from llmconv.verify.scenarios import Scenario
@@ -46,6 +46,7 @@ class Eager:
         self._model, self._exact = self._open("float64")
         self._rounded_model, self._rounded = self._open(dtype)
         self._floor = NoiseFloor(dtype)
+        self._garbage = GARBAGE_IN_FLOAT16 if dtype == "float16" else GARBAGE
         self._virtual = self._first_position = 0
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
@@ -61,6 +62,8 @@ class Eager:
         other.dtype, other._twins, other._kept = dtype, {}, ({} if self._kept is not None else None)
         other._rounded_model, other._rounded = other._open(dtype)
         other._floor = NoiseFloor(dtype)
+        others = GARBAGE_AFTER_FLOAT16 if self.dtype == "float16" else GARBAGE
+        other._garbage = GARBAGE_IN_FLOAT16 if dtype == "float16" else others
         if self._kept is not None:
             self._twins[dtype] = other
         return other
@@ -99,9 +102,8 @@ class Eager:
             limit = max(limit, 4 * (original or 0)) - self._first_position
         states = any(is_state(name) for name in self.cache_shapes())
         takes = self._model.takes_positions
-        garbage = GARBAGE_IN_FLOAT16 if self.dtype == "float16" else GARBAGE
         limits = (limit, window, takes, original, states)
-        return Facts(self._model.vocab_size, *limits, garbage=garbage, greedy=self._continued)
+        return Facts(self._model.vocab_size, *limits, garbage=self._garbage, greedy=self._continued)
 
     def _continued(self, prompt: Array, steps: int) -> Array:
         """A prompt [1, tokens] and its likeliest tokens, [1, tokens + steps]."""

@@ -49,6 +49,7 @@ from tests.verify.wiring_mutants import (
     last_layer_skipped,
     last_token_unknown,
     logits_in_half_precision,
+    mask_of_ten_thousand,
     mask_of_the_first_row,
     mask_too_weak,
     norm_skipped,
@@ -63,6 +64,8 @@ from tests.verify.wiring_mutants import (
 
 ROTARY = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
 ALL = (*ROTARY, "gpt2", "bloom")
+CAPLESS = tuple(family for family in ALL if family != "gemma2")
+"""Where no softcap keeps the scores so small that any mask hides them."""
 
 
 @dataclass(frozen=True)
@@ -379,6 +382,7 @@ MUTANTS = (
     Mutant("key cached before it is rotated", cached_key_not_rotated, ROTARY),
     Mutant("mask of the first row for all", mask_of_the_first_row, ROTARY, layer=0),
     Mutant("mask too weak", mask_too_weak, layer=0),
+    Mutant("mask of -10,000", mask_of_ten_thousand, CAPLESS, layer=0),
     Mutant("positions end at 31", positions_end, (*ROTARY, "gpt2"), layer=0),
     Mutant("rotary angles 0.1 % too large", positions_stretched, ROTARY, layer=0),
     Mutant("rotated backwards", rotated_backwards, ROTARY, layer=0),
@@ -401,6 +405,7 @@ VOID_IN = {
         "low bit of one weight flipped",
         "query in half precision in one layer",
         "logits in half precision",
+        "mask of -10,000",
     },
     "bfloat16": {
         "activation constant rounded",

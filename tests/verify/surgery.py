@@ -32,7 +32,10 @@ def constants(model: onnx.ModelProto) -> Iterator[tuple[onnx.TensorProto, Array]
 
 
 def constant_value(model: onnx.ModelProto, name: str) -> Array | None:
-    """The value of an inline initializer."""
+    """The value of an inline initializer or of a Constant node."""
+    node = maker(model, name)
+    if node is not None and node.op_type == "Constant":
+        return numpy_helper.to_array(node.attribute[0].t)
     tensor = initializer(model, name)
     return None if tensor is None or tensor.external_data else numpy_helper.to_array(tensor)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import onnx
 import pytest
 from click.testing import CliRunner
-from onnx import numpy_helper
 
 from benchmarks.exporters import GENAI, MOBIUS, OPTIMUM, TRANSFORMERS
 from llmconv.cli import main
@@ -17,6 +16,7 @@ from llmconv.verify import Report, verify_graphs
 from llmconv.verify.truth import Eager
 from tests.verify.foreign import changed, renamed, transposed_cache
 from tests.verify.mutants import Mutant
+from tests.verify.surgery import add_constant, constant_value, users
 from tests.verify.test_bisect import mutant_named
 from tools.other_exporters import FOLDER
 from tools.other_exporters import exported as exported_by
@@ -86,11 +86,10 @@ def epsilon_times_ten(model: onnx.ModelProto) -> None:
             if attribute.name == "epsilon" and "Norm" in node.op_type and "Skip" in node.op_type + node.name:
                 attribute.f *= 10
                 return
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    added = [node for node in model.graph.node if node.op_type == "Add" and _is_epsilon(constants.get(node.input[1]))]
-    wrong = numpy_helper.from_array(constants[added[1].input[1]] * 10, "wrong_epsilon")
-    model.graph.initializer.append(wrong)
-    added[1].input[1] = wrong.name
+    added = [node for node in users(model, "Add") if _is_epsilon(constant_value(model, node.input[1]))]
+    epsilon = constant_value(model, added[1].input[1])
+    assert epsilon is not None
+    added[1].input[1] = add_constant(model, epsilon * 10)
 
 
 def _is_epsilon(value: object) -> bool:
@@ -102,7 +101,7 @@ def _is_epsilon(value: object) -> bool:
     ("change", "said"),
     [
         (matrix_of_the_next_layer, "layers.1.mlp.up_proj: reads `model.layers.2.mlp.up_proj.weight`"),
-        (epsilon_times_ten, ": epsilon 1"),
+        (epsilon_times_ten, "layers.0.post_attention_layernorm: epsilon 0.0001 in the graph, 1e-05 in the model"),
     ],
 )
 @pytest.mark.parametrize("exporter", [TRANSFORMERS, OPTIMUM, GENAI, MOBIUS])

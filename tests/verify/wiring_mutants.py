@@ -118,9 +118,18 @@ def mask_of_the_first_row(model: onnx.ModelProto, folder: Path) -> bool:
 
 def mask_too_weak(model: onnx.ModelProto, folder: Path) -> bool:
     """What is masked loses ten instead of everything."""
+    return _masked_by(model, -10.0)
+
+
+def mask_of_ten_thousand(model: onnx.ModelProto, folder: Path) -> bool:
+    """What is masked loses 10,000, as in the code of older models."""
+    return _masked_by(model, -1e4)
+
+
+def _masked_by(model: onnx.ModelProto, number: float) -> bool:
     for tensor, value in list(constants(model)):
         if value.dtype == np.float32 and value.size == 1 and float(value.ravel()[0]) < -1e30:
-            tensor.CopyFrom(numpy_helper.from_array(np.full_like(value, -10.0), tensor.name))
+            tensor.CopyFrom(numpy_helper.from_array(np.full_like(value, number), tensor.name))
             return True
     return False
 
