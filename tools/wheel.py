@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
 from pathlib import Path
+from typing import Any
 
 BUILD = Path("build/wheel")
+ALONE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+"""Without the tree on the path, where pip would find llmconv installed."""
 ROOMS = ("convert", "export", "verify")
 CHECKPOINT = Path("examples/tiny-llama")
 
@@ -60,7 +64,8 @@ def run(*command: str | Path) -> None:
     Raises:
         SystemExit: it failed.
     """
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, env=ALONE, check=False, **pipes)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))} ended with {done.returncode}\n{done.stdout}")
 
