@@ -76,6 +76,12 @@ def test_what_a_model_lacks_is_not_run(kind: str) -> None:
     assert left_out[kind] not in [scenario.name for scenario, _ in scenarios("full", lacking[kind])]
 
 
+def test_the_one_token_of_a_step_is_no_padding_where_layers_keep_states() -> None:
+    facts = Facts(50, 300, window=8, original=40, keeps_states=True)
+    steps = [call for _, chains in scenarios("full", facts) for chain in chains for call in chain[1:]]
+    assert all(call.attention_mask[:, -1].all() for call in steps if call.input_ids.shape[1] == 1)
+
+
 def test_rows_that_are_exchanged_take_their_masks_along() -> None:
     (chain,) = dict((scenario.name, chains) for scenario, chains in scenarios("quick", FACTS))["rows exchanged"]
     before, after = chain[0].attention_mask, chain[1].attention_mask[:, :7]
