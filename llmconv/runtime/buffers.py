@@ -188,7 +188,8 @@ class BufferedSession:
             pieces.append(self._run(buffers, input_ids[:, piece], mask, position_ids[:, piece]))
             buffers.filled = filled + piece.stop
         last_only = pieces[-1][0].shape[1] < min(width, new - (len(pieces) - 1) * width)
-        results = pieces[-1] if last_only else [np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)]
+        is_whole = last_only or len(pieces) == 1  # the logits of a long prompt are not copied once more
+        results = pieces[-1] if is_whole else [np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)]
         return results, BufferCache(self._present, buffers, rows, filled + new)
 
     def _buffers(self, past: Cache | None, rows: int, needed: int) -> Buffers:
