@@ -27,7 +27,7 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; wh
 td.verdict { font-weight: 600; } tr.fail td.verdict { color: #c0392b; } tr.pass td.verdict { color: #2e8b57; }
 tr.skip td.verdict { color: #8a6d00; } svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
 .pair { display: flex; gap: 1rem; } .pair > div { flex: 1; }
-code { background: #f2f4f7; padding: .1rem .3rem; border-radius: 4px; }
+code { background: #f2f4f7; padding: .1rem .3rem; border-radius: 4px; overflow-wrap: anywhere; }
 """
 WORDS = {
     "pass": "The graphs equal the eager model",

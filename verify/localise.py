@@ -18,7 +18,7 @@ def localise(checks: Sequence[Check]) -> Where | None:
     failed = [check for check in checks if check.verdict == "fail"]
     if not failed:
         return None
-    told = "; ".join(f"{check.name}, {check.graph}: {check.detail}" for check in failed if not check.output)
+    told = _told([check for check in failed if not check.output])
     audited = [check for check in failed if check.name == "weights"]
     failed = [check for check in failed if check.output]
     if not failed:
@@ -36,6 +36,14 @@ def localise(checks: Sequence[Check]) -> Where | None:
     text = "; ".join(part for part in (said, first.detail, told) if part)
     text = f"{first.name}, {first.graph}, step {step}: {text}"
     return Where(first.name, first.graph, step, layer, first.output, text)
+
+
+def _told(checks: Sequence[Check]) -> str:
+    """What the checks say that run nothing, once for all graphs of which it is true."""
+    graphs: dict[tuple[str, str], list[str]] = {}
+    for check in checks:
+        graphs.setdefault((check.name, check.detail), []).append(check.graph)
+    return "; ".join(f"{name}, {' and '.join(files)}: {detail}" for (name, detail), files in graphs.items())
 
 
 def _of_weights(check: Check, told: str) -> Where:
