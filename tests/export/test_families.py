@@ -85,6 +85,7 @@ def test_a_model_whose_factors_follow_from_its_depth_is_traced_whole(tmp_path: P
     assert export(tmp_path / "model", incremental=True).traced_layers == 5
 
 
+@pytest.mark.slow
 def test_an_epsilon_as_small_as_a_rounding_error_is_kept() -> None:
     """The optimizer's own patterns take 1e-8 for zero."""
     traced = trace(tiny_config("helium", 3), INPUT_MAPS["helium"])

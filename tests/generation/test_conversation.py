@@ -98,7 +98,7 @@ def test_a_stream_that_is_left_leaves_a_conversation_that_goes_on(talking: Path,
 
 
 @BACKENDS
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_a_shared_prefix_is_run_once_and_changes_nothing(
     talking_as: Callable[[str], Path], family: str, backend: str
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_piece_takes_only_what_comes_before_it(exported: Tiny) -> None:
         known |= set(piece.outputs)
 
 
+@pytest.mark.slow
 def test_a_graph_with_a_shared_buffer_is_refused(optioned: Callable[..., Path]) -> None:
     with pytest.raises(UnsupportedInput, match="in pieces"):
         verify(optioned("llama", cache="shared-buffer"), low_memory=True)
