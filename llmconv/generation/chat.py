@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Any, cast
+from typing import Any
 
 from llmconv.generation.conversation import Conversation
 from llmconv.generation.model import TextModel
@@ -62,7 +62,7 @@ class Chat:
         begun = False
         stream = self._model.stream([ids], self._settings, self._conversation)
         try:
-            with closing(cast("Generator[Piece]", stream)) as pieces:  # closing it keeps what was run
+            with closing(stream) as pieces:  # closing it keeps what was run
                 for piece in pieces:
                     begun = True
                     if piece.token is not None and piece.finish != "eos":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import numpy as np
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
-from llmconv.generation.conversation import Known
 from llmconv.generation.model import TextModel
 from llmconv.generation.row import Piece, Row
 from llmconv.generation.settings import BEAMS_ONLY, GenerationSettings
@@ -81,14 +80,9 @@ class GenaiModel(TextModel):
         return limit if self.context_length is None else min(limit, self.context_length - prompt_tokens)
 
     def _grow(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        settings: GenerationSettings,
-        cache: Known | None,
-        most: int,
-    ) -> Iterator[Piece]:
-        """Greedy search or sampling, by GenAI's own search."""
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings, *_: Any, **__: Any
+    ) -> Generator[Piece]:
+        """Greedy search or sampling, by GenAI's own search, which keeps its cache itself and takes a prompt at once."""
         _require_known(settings)
         settings = settings.but(eos_token_id=settings.eos_token_id | self.ends)
         rows = [Row(at, *given, settings, self.decode) for at, given in enumerate(zip(prompts, limits, strict=True))]
@@ -103,7 +97,7 @@ class GenaiModel(TextModel):
 
     def _search(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         raise UsageProblem("beams are not searched with GenAI", hint=OTHER)
 
     def _fit_together(self, rows: Sequence[Row], settings: GenerationSettings) -> bool:

@@ -50,25 +50,31 @@ class Batch:
         self.past: Past | None = None
         columns = max((row.length + row.room for row in self.rows), default=0)
         self._mask = np.ones((len(self.rows), columns), dtype=np.int64)
+        self._ids, self._most = self._mask[:, :0], 0
 
-    def start(self, past: Past | None = None, most: int = 0) -> Iterator[tuple[Step, bool]]:
-        """Runs the prompts, but for the columns that are in `past`; every step comes with whether it is the last.
+    def start(self, past: Past | None = None, most: int = 0) -> None:
+        """Takes up the prompts, which `read` then runs.
 
         Args:
             past: what was run already.
             most: columns of a step; 0 for all of them in one.
         """
-        ids, mask = pad_left([row.prompt for row in self.rows])
-        longest, done = ids.shape[1], past.tokens if past else 0
+        self._ids, mask = pad_left([row.prompt for row in self.rows])
         self._mask = np.concatenate([mask, np.ones_like(self._mask)], axis=1)
-        size = most if most and goes_on(self._runner, len(ids), done + most, most) else longest
-        for begin in range(done, longest, size):
-            end = min(begin + size, longest)
-            seen = mask[:, :end]
-            positions = self._position_ids(seen, end - begin)
-            step = self._runner.prefill(ids[:, begin:end], seen, positions, past.cache if past else None)
-            self.past = past = Past(step.present, end)
-            yield step, end == longest
+        self.past = past
+        done = past.tokens if past else 0
+        self._most = most if most and goes_on(self._runner, len(mask), done + most, most) else self._ids.shape[1]
+
+    def read(self) -> Step | None:
+        """Runs the next columns of the prompts; None while there are more of them."""
+        past, longest = self.past, self._ids.shape[1]
+        done = past.tokens if past else 0
+        end = min(done + self._most, longest)
+        mask = self._mask[:, :end]
+        positions = self._position_ids(mask, end - done)
+        step = self._runner.prefill(self._ids[:, done:end], mask, positions, past.cache if past else None)
+        self.past = Past(step.present, end)
+        return step if end == longest else None
 
     def step(self) -> Step:
         """Runs the latest token of every row."""
@@ -101,9 +107,9 @@ def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[Piec
 
     A step takes at most so many columns of the prompts, all where `most` is 0; each but the last gives an empty piece.
     """
-    for step, is_last in batch.start(past, most):  # noqa: B007 - the last step predicts
-        if not is_last:
-            yield Piece(batch.rows[0].index, "", None, "")
+    batch.start(past, most)
+    while (step := batch.read()) is None:
+        yield Piece(batch.rows[0].index, "", None, "")
     while True:
         for at, row in enumerate(batch.rows):
             if not row.finish:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ class TextModel:
         settings: GenerationSettings | None = None,
         cache: Known | None = None,
         most: int = 0,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
         Args:
@@ -152,7 +152,7 @@ class TextModel:
         settings: GenerationSettings,
         cache: Known | None,
         most: int,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         """Greedy search or sampling."""
         rows = [self._row(index, *given, settings) for index, given in enumerate(zip(prompts, limits, strict=True))]
         yield from (Piece(row.index, "", None, row.finish) for row in rows if row.finish)
@@ -173,7 +173,7 @@ class TextModel:
 
     def _search(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece]:
         """With beams: a text is there when all of it is."""
         parts = importlib.import_module(TORCH_PARTS)
         model = parts.GraphModel(self.runner, self.positions, self._vocabulary())

@@ -119,7 +119,7 @@ class Answering:
                     yield Delta(index, piece.text, int(piece.token is not None), finish, cached)
                     cached = 0
             finally:
-                pieces.close()  # type: ignore[attr-defined] # it is a generator: its cache is kept on closing
+                pieces.close()  # which keeps its cache
                 self._conversations.give_back(conversation)
 
     def _chat(self, request: Request) -> list[int]:

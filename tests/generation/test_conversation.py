@@ -22,7 +22,7 @@ class Counting:
     """A runner that notes how many columns each prefill ran."""
 
     def __init__(self, runner: Any) -> None:
-        self._runner, self.columns = runner, []  # type: ignore[var-annotated]
+        self._runner, self.columns = runner, list[int]()
 
     def prefill(self, input_ids: Any, *rest: Any) -> Step:
         """As the runner's own."""
@@ -40,6 +40,12 @@ def counting(folder: Path, backend: str) -> TextModel:
     return TextModel(model.tokenizer, Counting(model.runner), model.defaults, model.context_length, backend)
 
 
+def columns(model: TextModel) -> list[int]:
+    """What its runner has counted."""
+    assert isinstance(model.runner, Counting)
+    return model.runner.columns
+
+
 def tokens_of(model: TextModel, prompts: list[list[int]], cache: Any = None, most: int = 0) -> list[list[int]]:
     """Seven new tokens per prompt."""
     found: list[list[int]] = [[] for _ in prompts]
@@ -54,7 +60,7 @@ def test_a_prompt_that_runs_in_pieces_gives_the_same_tokens(talking: Path, backe
     prompts = [[20, 30, 40, 50, 60, 21, 31], [41, 51], [22, 32, 42, 52]]
     whole = tokens_of(model, prompts)
     assert tokens_of(model, prompts, most=3) == whole
-    assert model.runner.columns == [7, 3, 3, 1]  # type: ignore[attr-defined]
+    assert columns(model) == [7, 3, 3, 1]
 
 
 @BACKENDS
@@ -63,10 +69,10 @@ def test_a_prompt_that_is_left_half_way_is_gone_on_with(talking: Path, backend: 
     prompt = [20, 30, 40, 50, 60, 21, 31]
     pieces = model.stream([prompt], None, conversation, 3)
     assert next(pieces).token is None
-    pieces.close()  # type: ignore[attr-defined]
+    pieces.close()
     assert conversation.ids == prompt[:3]
     assert tokens_of(model, [prompt], conversation) == tokens_of(model, [prompt])
-    assert model.runner.columns == [3, 4, 7]  # type: ignore[attr-defined]
+    assert columns(model) == [3, 4, 7]
 
 
 @BACKENDS
@@ -75,7 +81,7 @@ def test_a_next_turn_runs_only_what_is_new(talking: Path, backend: str) -> None:
     first = [20, 30, 40, 50, 60]
     turn = [*first, *tokens_of(model, [first], conversation)[0], 33, 44]
     assert tokens_of(model, [turn], conversation) == tokens_of(model, [turn])
-    assert model.runner.columns == [5, 3, len(turn)]  # type: ignore[attr-defined]
+    assert columns(model) == [5, 3, len(turn)]
 
 
 @BACKENDS
@@ -84,7 +90,7 @@ def test_another_end_of_the_conversation_is_run_from_where_it_differs(talking: P
     tokens_of(model, [[20, 30, 40, 50, 60]], conversation)
     other = [20, 30, 40, 51, 61, 71]
     assert tokens_of(model, [other], conversation) == tokens_of(model, [other])
-    assert model.runner.columns == [5, 3, 6]  # type: ignore[attr-defined]
+    assert columns(model) == [5, 3, 6]
 
 
 @BACKENDS
@@ -92,7 +98,7 @@ def test_a_stream_that_is_left_leaves_a_conversation_that_goes_on(talking: Path,
     model, conversation = counting(talking, backend), Conversation()
     stream = model.stream([[20, 30, 40]], model.defaults.but(max_new_tokens=9, eos_token_id=()), conversation)
     tokens = [next(stream).token, next(stream).token]
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     turn = [20, 30, 40, *[token for token in tokens if token is not None], 77]
     assert tokens_of(model, [turn], conversation) == tokens_of(model, [turn])
 
@@ -109,7 +115,7 @@ def test_a_shared_prefix_is_run_once_and_changes_nothing(
     shared = SharedPrefix(start)
     assert tokens_of(model, prompts, shared) == tokens_of(model, prompts)
     assert tokens_of(model, prompts[:1], shared) == tokens_of(model, prompts[:1])
-    assert model.runner.columns == [9, 15, 24, 1, 10]  # type: ignore[attr-defined]
+    assert columns(model) == [9, 15, 24, 1, 10]
 
 
 def test_a_prefix_of_generate_is_part_of_the_prompts(talking: Path) -> None:
