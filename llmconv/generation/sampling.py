@@ -8,6 +8,7 @@ seed gives one text.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,8 +56,8 @@ def pick_token(logits: Array, settings: GenerationSettings, generator: np.random
     """
     if seen is not None:
         logits = penalized(logits, seen, settings.repetition_penalty)
-    likeliest = int(np.argmax(logits))
-    if np.isnan(logits[likeliest]):
+    likeliest = int(logits.argmax())
+    if math.isnan(logits[likeliest]):
         raise MalformedInput("the model gives NaN for logits", hint="run `llmconv verify` on the folder")
     if settings.is_greedy:
         return likeliest

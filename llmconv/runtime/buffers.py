@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -32,36 +33,76 @@ graph for steps counts one token too many where nothing is cached."""
 Shapes = Mapping[str, Sequence[int | str]]
 
 
+class Bound:
+    """A session whose inputs and cache are bound to memory that later runs take again."""
+
+    def __init__(self, session: ort.InferenceSession, results: Sequence[str]) -> None:
+        self._session, self._results, self._binding = session, results, session.io_binding()
+        self._inputs: dict[str, Array] = {}
+        self._sizes: dict[tuple[int, ...], list[tuple[tuple[int, ...], Any]]] = {}
+        self._bind_results()  # before the cache: values come out in the order in which they were bound
+
+    def bind_cache(self, past: Sequence[str], present: Sequence[str], values: Sequence[ort.OrtValue]) -> None:
+        """Past and present of each name are one value."""
+        for past_name, present_name, value in zip(past, present, values, strict=True):
+            self._binding.bind_ortvalue_input(past_name, value)
+            self._binding.bind_ortvalue_output(present_name, value)
+
+    def feed(self, name: str, array: Array) -> None:
+        """Gives an input, in the memory of the last one if that had the same shape."""
+        held = self._inputs.get(name)
+        if held is not None and held.shape == array.shape:
+            held[...] = array
+        else:
+            self._inputs[name] = np.array(array, dtype=_dtype(array), order="C")
+            self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(self._inputs[name]))
+
+    def run(self, tokens: tuple[int, ...]) -> list[Array]:
+        """The results, in memory that is theirs alone.
+
+        Args:
+            tokens: rows and new tokens, on which the sizes of the results depend.
+        """
+        results = [np.empty(shape, dtype) for shape, dtype in self._sizes.get(tokens, ())]
+        self._bind_results(results)
+        self._session.run_with_iobinding(self._binding)
+        if not results:  # the first of its size
+            values = self._binding.get_outputs_as_ortvaluevector()
+            results = [values[at].numpy() for at in range(len(self._results))]
+            self._sizes[tokens] = [(result.shape, result.dtype) for result in results]
+        return results
+
+    def _bind_results(self, memory: Sequence[Array] = ()) -> None:
+        """Lets onnxruntime write the results to `memory`, or where it likes."""
+        for name in self._results[len(memory) :]:
+            self._binding.bind_output(name)
+        for name, array in zip(self._results, memory, strict=False):
+            self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+
+
 class Buffers:
     """The memory of one growing sequence.
 
     Attributes:
         values: key and value of layer 0, of layer 1, …, each [rows, kv_heads, slots, head_dim].
         filled: slots that the latest call left filled.
+        slots: tokens that there is room for.
     """
 
     def __init__(self, arrays: Sequence[Array], filled: int = 0) -> None:
         self.values = [ort.OrtValue.ortvalue_from_numpy(np.array(array, order="C")) for array in arrays]
         self.filled = filled
-        self._bindings: dict[ort.InferenceSession, ort.IOBinding] = {}
+        self.slots = int(self.values[0].shape()[2])
+        self._bound: dict[ort.InferenceSession, Bound] = {}
 
-    def binding(
+    def bound(
         self, session: ort.InferenceSession, past: Sequence[str], results: Sequence[str], present: Sequence[str]
-    ) -> ort.IOBinding:
-        """What binds a session's cache to them, made once: to name every key and value takes longer than the rest."""
-        if session not in self._bindings:
-            binding = self._bindings[session] = session.io_binding()
-            for name in results:  # before the others: values come out in the order in which they were bound
-                binding.bind_output(name)
-            for past_name, present_name, value in zip(past, present, self.values, strict=True):
-                binding.bind_ortvalue_input(past_name, value)
-                binding.bind_ortvalue_output(present_name, value)
-        return self._bindings[session]
-
-    @property
-    def slots(self) -> int:
-        """Tokens that there is room for."""
-        return int(self.values[0].shape()[2])
+    ) -> Bound:
+        """A session whose cache they are, bound once: to name every key and value takes longer than the rest."""
+        if session not in self._bound:
+            self._bound[session] = Bound(session, results)
+            self._bound[session].bind_cache(past, present, self.values)
+        return self._bound[session]
 
     def arrays(self) -> list[Array]:
         """As numpy arrays, every slot."""
@@ -226,21 +267,20 @@ class BufferedSession:
             **self._embed(filled_up(input_ids, batch, width)),
             "attention_mask": filled_up(attention_mask, batch, total),
             "position_ids": filled_up(position_ids, batch, width),
-            WRITE_INDICES: np.full(batch, buffers.filled),
         }
-        binding = buffers.binding(self._session, self._past, self._results, self._present)
+        if self.sizes.indexed:
+            feeds[WRITE_INDICES] = np.full(batch, buffers.filled)
+        bound = buffers.bound(self._session, self._past, self._results, self._present)
         for name, array in feeds.items():
             if name in self._ports:
-                binding.bind_ortvalue_input(name, as_input(array))
-        for name in self._results:
-            binding.bind_output(name)  # anew: the latest values may have another shape
-        self._session.run_with_iobinding(binding)
-        values = binding.get_outputs_as_ortvaluevector()
-        return [values[at].numpy()[:rows, :new] for at in range(len(self._results))]
+                bound.feed(name, array)
+        return [result[:rows, :new] for result in bound.run((batch, width))]
 
 
 def filled_up(array: Array, rows: int, columns: int) -> Array:
     """`array` in the corner of one of [rows, columns]: more columns are 0, more rows are like the first."""
+    if array.shape == (rows, columns):
+        return array
     result = np.zeros((rows, columns), dtype=np.int64)
     result[: array.shape[0], : array.shape[1]] = array
     result[array.shape[0] :] = result[:1]
@@ -249,5 +289,8 @@ def filled_up(array: Array, rows: int, columns: int) -> Array:
 
 def as_input(array: Array) -> ort.OrtValue:
     """An input of a graph: tokens, mask and positions as int64, embeddings as they are."""
-    dtype = array.dtype if array.dtype.kind == "f" else np.int64
-    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=dtype))
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=_dtype(array)))
+
+
+def _dtype(array: Array) -> Any:
+    return array.dtype if array.dtype.kind == "f" else np.int64

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime as ort
 
 from llmconv.errors import MalformedInput, first_line
 from llmconv.runtime.guard import load_guarded, nodes
+from llmconv.runtime.packed import open_packed
 from llmconv.runtime.session_settings import CPU
 
 
@@ -23,15 +25,25 @@ class SessionChain:
         paths: the files.
         options: of every session.
         providers: what runs their operators, best first.
+        packed: they pack their weights.
 
     Raises:
         MalformedInput: the guard or onnxruntime refuses a file.
     """
 
-    def __init__(self, paths: Sequence[Path], options: ort.SessionOptions, providers: Sequence[Any] = (CPU,)) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        options: ort.SessionOptions,
+        providers: Sequence[Any] = (CPU,),
+        packed: bool = False,
+    ) -> None:
         models = [load_guarded(path) for path in paths]
         self.op_types = {node.op_type for model in models for node in nodes(model)}
-        self._sessions = [_open(path, options, providers) for path in paths]
+        self._sessions = [
+            _open(path, model if packed else None, options, providers)
+            for path, model in zip(paths, models, strict=True)
+        ]
         self._ports = [  # onnxruntime makes these lists anew for whoever asks
             ([arg.name for arg in session.get_inputs()], [arg.name for arg in session.get_outputs()])
             for session in self._sessions
@@ -71,8 +83,12 @@ class SessionChain:
         return [values[name] for name in names]
 
 
-def _open(path: Path, options: ort.SessionOptions, providers: Sequence[Any]) -> ort.InferenceSession:
+def _open(
+    path: Path, packed: onnx.ModelProto | None, options: ort.SessionOptions, providers: Sequence[Any]
+) -> ort.InferenceSession:
     try:
+        if packed:
+            return open_packed(path, packed, options, providers)
         return ort.InferenceSession(path, options, list(providers))
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
         raise MalformedInput(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,9 @@ class OrtGraph:
     """
 
     def __init__(self, path: Path, settings: SessionSettings | None = None, *, entry: GraphEntry | None = None) -> None:
-        settings = settings or SessionSettings()
         self.entry = entry or GraphEntry("", (path.name,))
+        settings = settings or SessionSettings()
+        settings = replace(settings, yields=settings.yields or len(self.entry.files) > 1)
         self.name = self.entry.name
         self._fixed = settings.free_dimensions
         self._session = self._connect(self.entry.paths(path.parent), settings)
@@ -87,7 +88,8 @@ class OrtGraph:
         self.sizes = FixedSizes.of(self.inputs, self.outputs, single, steps=self.entry.role == "decode")
         self._table = None  # what turns tokens into the input of a graph that takes none itself
         if INPUTS_EMBEDS in self.inputs:
-            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), settings.options(), settings.providers())
+            beside = beside_another(settings)
+            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), beside.options(), beside.providers())
         self._buffered = None
         if self.sizes:
             self._buffered = BufferedSession(
@@ -96,7 +98,7 @@ class OrtGraph:
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
         """What declares inputs and outputs, and runs."""
-        return SessionChain(paths, settings.options(), settings.providers())
+        return SessionChain(paths, settings.options(), settings.providers(), settings.prepack)
 
     def embed(self, input_ids: Array) -> dict[str, Array]:
         """`input_ids`, or `inputs_embeds` where the graph takes those."""
@@ -174,9 +176,8 @@ class OrtRunner:
         """
         entries = {entry.role: entry for entry in graph_entries(folder)}
         if {"prefill", "decode"} <= entries.keys():
-            return cls(
-                open_graph(folder, entries["prefill"], settings), open_graph(folder, entries["decode"], settings)
-            )
+            prefill = open_graph(folder, entries["prefill"], beside_another(settings))
+            return cls(prefill, open_graph(folder, entries["decode"], settings))
         if not entries:
             raise InputRefused(
                 f"`{folder}` holds no graphs", hint=f"make them: `llmconv export {folder}`, or give `--backend torch`"
@@ -193,8 +194,10 @@ class OrtRunner:
         Raises:
             MalformedInput: one cannot be used.
         """
-        first = _open_file(prefill, settings)
-        return cls(first, first if decode is None else _open_file(decode, settings))
+        if decode is not None:
+            return cls(_open_file(prefill, beside_another(settings)), _open_file(decode, settings))
+        graph = _open_file(prefill, settings)
+        return cls(graph, graph)
 
     @property
     def virtual_tokens(self) -> int:
@@ -238,6 +241,11 @@ class OrtRunner:
         if self._prefix is None or past is None:
             return attention_mask, position_ids
         return behind_prefix(attention_mask, position_ids, self._prefix)
+
+
+def beside_another(settings: SessionSettings | None) -> SessionSettings:
+    """For a graph whose threads must leave the cores to those of another as soon as it is done."""
+    return replace(settings or SessionSettings(), yields=True)
 
 
 def behind_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry) -> tuple[Array, Array]:

@@ -35,6 +35,8 @@ class SessionSettings:
         reuse: writes values where others lay that are no longer read; onnxruntime 1.31 takes the past and the present
             of GroupQueryAttention for values of one size there.
         float_activations: dequantised weights meet activations as they are; onnxruntime else rounds those to int8.
+        yields: threads stop spinning when a run is over, so that those of another session find a core; for all sessions
+            but the one that runs step after step.
         provider: what runs the operators, such as `cpu` or `CUDAExecutionProvider`; the CPU takes what it cannot run.
         provider_options: of that provider, all text.
         entries: onnxruntime's session configuration, such as `session.intra_op.allow_spinning`, all text.
@@ -49,6 +51,7 @@ class SessionSettings:
     arena: bool = True
     reuse: bool = True
     float_activations: bool = False
+    yields: bool = False
     provider: str = CPU
     provider_options: Mapping[str, str] = field(default_factory=dict)
     entries: Mapping[str, str] = field(default_factory=dict)
@@ -69,6 +72,7 @@ class SessionSettings:
         options.log_severity_level = 4  # failures are raised, so that they are told once
         options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, LEVELS[self.optimization])
         options.add_session_config_entry("session.disable_prepacking", "0" if self.prepack else "1")
+        options.add_session_config_entry("session.force_spinning_stop", str(int(self.yields)))
         if self.float_activations:
             options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         try:

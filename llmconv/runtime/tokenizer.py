@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +96,20 @@ class Decoder:
     """Tokens to text without special tokens, as the pieces of a text need it: spaces stay as they are."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        fast = _backend(tokenizer)
+        self._decode = fast.decode if fast else partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._decode(list(tokens), skip_special_tokens=True)
         return text
+
+
+def _backend(tokenizer: Any) -> Any:
+    """What a fast tokenizer asks in the end, where its class adds nothing to that: once per token the way counts."""
+    if "transformers" not in sys.modules:
+        return None
+    plain = sys.modules["transformers"].PreTrainedTokenizerFast
+    if not isinstance(tokenizer, plain):
+        return None
+    own = type(tokenizer)
+    return tokenizer.backend_tokenizer if (own.decode, own._decode) == (plain.decode, plain._decode) else None

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from llmconv.errors import InputRefused, MalformedInput
+from llmconv.export.exporter import export
 from llmconv.runtime import OrtGraph, OrtRunner, Runner, SessionSettings, default_positions
 from llmconv.runtime.eager import EagerRunner, KeepDouble
 from llmconv.tensors import Array
 
 IDS = np.random.default_rng(0).integers(0, 96, (2, 7))
 MASK = np.array([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+STOP = "session.force_spinning_stop"
+
+
+def exported(model: Path, folder: Path, **options: Any) -> Path:
+    """The model with graphs of another kind."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.onnx", "llmconv.json"))
+    export(folder, **options)
+    return folder
+
+
+def spins(graph: OrtGraph) -> bool:
+    """Whether its threads wait for the next run by spinning."""
+    return bool(graph._session.whole.get_session_options().get_session_config_entry(STOP) == "0")
 
 
 def continue_by_one(runner: Runner) -> tuple[Array, dict[str, Array]]:
@@ -87,6 +103,30 @@ def test_float64_is_more_exact_than_doubling_the_model_alone(talking: Path) -> N
     inputs = (IDS[1:], MASK[1:], default_positions(MASK[1:], 7))
     difference = np.abs(exact.prefill(*inputs).logits - naive.prefill(*inputs).logits).max()
     assert 1e-9 < difference < 1e-4
+
+
+def test_logits_of_a_step_stay_when_the_next_is_run(tmp_path: Path, talking: Path) -> None:
+    runner = OrtRunner.from_folder(exported(talking, tmp_path / "model", cache="shared-buffer"))
+    step = runner.prefill(IDS, MASK, default_positions(MASK, 7))
+    logits, copies = [], []
+    for columns in range(8, 12):
+        mask = np.concatenate([MASK, np.ones((2, columns - 7), dtype=np.int64)], axis=1)
+        step = runner.decode(IDS[:, :1], mask, default_positions(mask, 1), step.present)
+        logits.append(step.logits)
+        copies.append(step.logits.copy())
+    assert all(np.array_equal(one, copy) for one, copy in zip(logits, copies, strict=True))
+    assert not np.array_equal(copies[-1], copies[-2])
+
+
+def test_threads_of_prompts_leave_the_cores_to_those_of_steps(talking: Path) -> None:
+    runner = OrtRunner.from_folder(talking)
+    assert [spins(graph) for graph in (runner._prefill, runner._decode)] == [False, True]
+    assert spins(OrtRunner.from_files(talking / "decode.onnx")._decode)
+
+
+def test_threads_of_a_stage_leave_the_cores_to_those_of_the_next(talking: Path, tmp_path: Path) -> None:
+    runner = OrtRunner.from_folder(exported(talking, tmp_path / "model", stages=2))
+    assert not any(spins(graph) for graph in (runner._prefill, runner._decode))
 
 
 def test_torch_is_not_imported_for_the_graphs() -> None:

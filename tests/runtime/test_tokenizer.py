@@ -1,0 +1,39 @@
+"""Tokens to text: by the shortest way, and the same text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from llmconv.runtime.tokenizer import Decoder, load_tokenizer
+
+
+class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """Has its own way from tokens to text."""
+
+    def _decode(self, *given: Any, **named: Any) -> str:
+        return str(super()._decode(*given, **named)).upper()
+
+
+@pytest.fixture(scope="module")
+def ids(chatting: Path) -> list[int]:
+    """Of a text, special tokens between its words."""
+    tokenizer = load_tokenizer(chatting)
+    found: list[int] = (
+        tokenizer("the sea")["input_ids"] + tokenizer.all_special_ids + tokenizer(" is  deep .")["input_ids"]
+    )
+    return found
+
+
+def test_text_is_what_transformers_makes_of_the_tokens(chatting: Path, ids: list[int]) -> None:
+    tokenizer = load_tokenizer(chatting)
+    expected = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert "sea" in expected
+    assert Decoder(tokenizer)(ids) == expected
+
+
+def test_a_tokenizer_with_its_own_way_is_asked(chatting: Path, ids: list[int]) -> None:
+    assert "SEA" in Decoder(Shouting.from_pretrained(chatting))(ids)
