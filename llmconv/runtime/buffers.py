@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused
+from llmconv.runtime.bound import Bound
 from llmconv.runtime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array
@@ -31,53 +31,6 @@ ROUNDING = 64
 graph for steps counts one token too many where nothing is cached."""
 
 Shapes = Mapping[str, Sequence[int | str]]
-
-
-class Bound:
-    """A session whose inputs and cache are bound to memory that later runs take again."""
-
-    def __init__(self, session: ort.InferenceSession, results: Sequence[str]) -> None:
-        self._session, self._results, self._binding = session, results, session.io_binding()
-        self._inputs: dict[str, Array] = {}
-        self._sizes: dict[tuple[int, ...], list[tuple[tuple[int, ...], Any]]] = {}
-        self._bind_results()  # before the cache: values come out in the order in which they were bound
-
-    def bind_cache(self, past: Sequence[str], present: Sequence[str], values: Sequence[ort.OrtValue]) -> None:
-        """Past and present of each name are one value."""
-        for past_name, present_name, value in zip(past, present, values, strict=True):
-            self._binding.bind_ortvalue_input(past_name, value)
-            self._binding.bind_ortvalue_output(present_name, value)
-
-    def feed(self, name: str, array: Array) -> None:
-        """Gives an input, in the memory of the last one if that had the same shape."""
-        held = self._inputs.get(name)
-        if held is not None and held.shape == array.shape:
-            held[...] = array
-        else:
-            self._inputs[name] = np.array(array, dtype=_dtype(array), order="C")
-            self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(self._inputs[name]))
-
-    def run(self, tokens: tuple[int, ...]) -> list[Array]:
-        """The results, in memory that is theirs alone.
-
-        Args:
-            tokens: rows and new tokens, on which the sizes of the results depend.
-        """
-        results = [np.empty(shape, dtype) for shape, dtype in self._sizes.get(tokens, ())]
-        self._bind_results(results)
-        self._session.run_with_iobinding(self._binding)
-        if not results:  # the first of its size
-            values = self._binding.get_outputs_as_ortvaluevector()
-            results = [values[at].numpy() for at in range(len(self._results))]
-            self._sizes[tokens] = [(result.shape, result.dtype) for result in results]
-        return results
-
-    def _bind_results(self, memory: Sequence[Array] = ()) -> None:
-        """Lets onnxruntime write the results to `memory`, or where it likes."""
-        for name in self._results[len(memory) :]:
-            self._binding.bind_output(name)
-        for name, array in zip(self._results, memory, strict=False):
-            self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
 
 
 class Buffers:
@@ -274,7 +227,7 @@ class BufferedSession:
         for name, array in feeds.items():
             if name in self._ports:
                 bound.feed(name, array)
-        return [result[:rows, :new] for result in bound.run((batch, width))]
+        return [result[:rows, :new] for result in bound.run()]
 
 
 def filled_up(array: Array, rows: int, columns: int) -> Array:
@@ -285,12 +238,3 @@ def filled_up(array: Array, rows: int, columns: int) -> Array:
     result[: array.shape[0], : array.shape[1]] = array
     result[array.shape[0] :] = result[:1]
     return result
-
-
-def as_input(array: Array) -> ort.OrtValue:
-    """An input of a graph: tokens, mask and positions as int64, embeddings as they are."""
-    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, dtype=_dtype(array)))
-
-
-def _dtype(array: Array) -> Any:
-    return array.dtype if array.dtype.kind == "f" else np.int64

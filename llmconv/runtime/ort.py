@@ -11,7 +11,8 @@ import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
-from llmconv.runtime.buffers import BufferedSession, FixedSizes, as_input
+from llmconv.runtime.bound import as_input
+from llmconv.runtime.buffers import BufferedSession, FixedSizes
 from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.chain import SessionChain
 from llmconv.runtime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph

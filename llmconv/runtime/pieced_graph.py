@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
-from llmconv.runtime.buffers import as_input
+from llmconv.runtime.bound import as_input
 from llmconv.runtime.cache_names import is_state, past_of
 from llmconv.runtime.foreseen import Drawer, Foreseen
 from llmconv.runtime.graph_entry import GraphEntry
