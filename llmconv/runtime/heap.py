@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Parameters of `mallopt(3)`: bytes at the heap's end that are kept, and of blocks that lie outside of the heap."""
 
-LARGEST = 2**31 - 1
+LARGEST, NEVER, BLOCK = 2**31 - 1, -1, 1 << 30
+"""Bytes: the most that `mallopt` takes, no bound of trimming, and what is asked for at once."""
+
 USUAL_MMAP, USUAL_TRIM = 32 << 20, 64 << 20
 """Where glibc itself arrives at once a block of 32 MiB has been freed."""
 
@@ -37,7 +39,7 @@ def large_pages(size: int) -> Iterator[None]:
         return
     libc = ctypes.CDLL(None)
     libc.mallopt(MMAP_THRESHOLD, LARGEST)
-    libc.mallopt(TRIM_THRESHOLD, LARGEST)
+    libc.mallopt(TRIM_THRESHOLD, NEVER)
     try:
         _ask(libc, size)
         yield
@@ -53,9 +55,9 @@ def _ask(libc: ctypes.CDLL, size: int) -> None:
     allocate.argtypes, allocate.restype = [ctypes.c_size_t], ctypes.c_void_p
     free.argtypes = [ctypes.c_void_p]
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    block = allocate(size)
-    if block:
-        start, end = -(-block // PAGE) * PAGE, (block + size) // PAGE * PAGE
-        if end > start:
-            advise(start, end - start, mmap.MADV_HUGEPAGE)
+    blocks = [allocate(min(BLOCK, size - done)) for done in range(0, size, BLOCK)]
+    for block in filter(None, blocks):
+        start = block // PAGE * PAGE
+        advise(start, min(BLOCK, size) + PAGE, mmap.MADV_HUGEPAGE)  # what lies about it may be in one, too
+    for block in filter(None, blocks):
         free(block)

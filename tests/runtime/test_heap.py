@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmconv.runtime import heap
 from llmconv.runtime.heap import PAGE, large_pages
 
 SIZES = Path("/proc/self/smaps_rollup")
@@ -31,7 +32,10 @@ def blocks() -> list[np.ndarray]:
     return [np.full(PAGE * 3 // 16, value, dtype=np.float32) for value in range(40)]
 
 
-def test_blocks_lie_side_by_side_in_large_pages() -> None:
+@pytest.mark.parametrize("block", [heap.BLOCK, 8 << 20])
+def test_blocks_lie_side_by_side_in_large_pages(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "BLOCK", block)
+    heap.trim()
     before = megabytes("AnonHugePages")
 
     with large_pages(60 << 20):
@@ -41,6 +45,19 @@ def test_blocks_lie_side_by_side_in_large_pages() -> None:
         pytest.skip("the system has no large page free")
     assert megabytes("AnonHugePages") >= before + 40
     assert [int(block[-1]) for block in kept] == list(range(40))
+
+
+def test_more_than_two_gigabytes_can_be_asked_for() -> None:
+    heap.trim()
+    before = megabytes("AnonHugePages")
+
+    with large_pages(3 << 30):
+        kept = blocks()
+
+    if megabytes("AnonHugePages") == before:
+        pytest.skip("the system has no large page free")
+    assert megabytes("AnonHugePages") >= before + 40
+    assert len(kept) == 40
 
 
 def test_what_was_asked_for_and_not_used_is_not_held() -> None:
