@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from llmconv.export.exporter import export
 from tests.conftest import save_tiny
 
-CONTEXT = 512
+CONTEXT = 2048
 """Its tokens."""
 
 LETTERS = [chr(code) for code in range(0x20, 0x7F)]

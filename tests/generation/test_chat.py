@@ -109,7 +109,7 @@ def test_a_message_without_room_changes_nothing(model: TextModel) -> None:
     chat = Chat(model, settings(model))
     said(chat, "Hello")
     before = list(chat.messages)
-    with pytest.raises(InputRefused, match="context is 512"):
+    with pytest.raises(InputRefused, match=f"context is {CONTEXT}"):
         said(chat, "a" * CONTEXT)
     assert chat.messages == before
     assert said(chat, "And?") == afresh(model, chat.messages[:-1], settings(model))
@@ -167,7 +167,7 @@ def test_the_system_message_of_the_option_is_that_of_the_command(chatting: Path)
 
 
 def test_a_message_that_fails_ends_a_pipe(chatting: Path) -> None:
-    found = run(chatting, "a" * 600 + "\nHello\n")
+    found = run(chatting, "a" * (CONTEXT + 88) + "\nHello\n")
     assert (found.exit_code, found.stdout) == (3, "")
     assert "error: prompt 1 has" in found.stderr
 
@@ -227,6 +227,8 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(chatting: Path) -
         time.sleep(0.5)  # a signal between Python's last look and its wait for a key shows with the key
         process.send_signal(signal.SIGINT)
         read_until("Ctrl-D or /quit ends")
+        read_until("> ")
+        time.sleep(0.5)  # Ctrl-D is no key before the terminal waits for one
         type_in("\x04")
         assert process.wait(60) == 0
 
@@ -235,7 +237,7 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(chatting: Path) -
 def test_on_a_terminal_an_error_does_not_end_the_chat(chatting: Path) -> None:
     with terminal(chatting, "--max-new-tokens", "5") as (process, type_in, read_until):
         read_until("> ")
-        type_in("a" * 600 + "\r")
+        type_in("a" * (CONTEXT + 88) + "\r")
         read_until("hint: ")
         read_until("> ")
         type_in("Hello\r")

@@ -16,6 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
+from tests.chatting import CONTEXT
 from tests.serve.process import Served, serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -130,7 +131,7 @@ def test_a_message_is_answered_by_keyboard_alone(page: Page) -> None:
 
 
 def test_an_answer_streams_and_escape_stops_it(page: Page) -> None:
-    page.limit(400)
+    page.limit(1900)
     page.send("Hello")
     page.until(lambda: len(page.texts()) == 2 and page.texts()[1])
     early = page.texts()[1]
@@ -145,7 +146,7 @@ def test_an_answer_streams_and_escape_stops_it(page: Page) -> None:
 
 
 def test_the_stop_button_stops_and_the_place_is_free(page: Page) -> None:
-    page.limit(400)
+    page.limit(1900)
     page.send("Hello")
     page.until(lambda: len(page.texts()) == 2 and page.texts()[1])
     page["stop"].click()
@@ -155,7 +156,7 @@ def test_the_stop_button_stops_and_the_place_is_free(page: Page) -> None:
 
 
 def test_new_chat_forgets_even_while_an_answer_grows(page: Page) -> None:
-    page.limit(400)
+    page.limit(1900)
     page.send("Hello")
     page.until(lambda: len(page.texts()) == 2 and page.texts()[1])
     page["reset"].click()
@@ -193,7 +194,7 @@ def test_an_error_is_shown_and_the_message_comes_back(page: Page) -> None:
     page.limit(4000)
     page.send("Hello")
     page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "#log > .error"))
-    assert "context is 512 tokens" in page["log"].text
+    assert f"context is {CONTEXT} tokens" in page["log"].text
     assert page["text"].get_property("value") == "Hello"
     page.limit(4)
     page["text"].send_keys(Keys.ENTER)

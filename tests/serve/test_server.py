@@ -17,12 +17,13 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from tests.chatting import CONTEXT
 from tests.serve.process import Served, serving, start
 
 pytestmark = pytest.mark.slow
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
-ENDLESS: dict[str, Any] = {"messages": HELLO, "max_tokens": 480, "temperature": 0}
+ENDLESS: dict[str, Any] = {"messages": HELLO, "max_tokens": 1900, "temperature": 0}
 """Greedy, the tiny model never ends by itself."""
 
 
@@ -103,7 +104,7 @@ def test_openais_client_knows_the_errors(api: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         api.chat.completions.create(model="gpt-4o", messages=HELLO)
     with pytest.raises(openai.BadRequestError) as caught:
-        api.chat.completions.create(model="tiny-chat", messages=[{"role": "user", "content": "a" * 600}])
+        api.chat.completions.create(model="tiny-chat", messages=[{"role": "user", "content": "a" * (CONTEXT + 88)}])
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="log probabilities"):
         api.chat.completions.create(model="tiny-chat", messages=HELLO, logprobs=True)
