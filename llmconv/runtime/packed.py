@@ -43,7 +43,7 @@ def join_projections(graph: onnx.GraphProto) -> None:
     when it opens the graph (constant folding), before it packs them.
     """
     makers = {output: node for node in graph.node for output in node.output}
-    uses = Counter(name for node in graph.node for name in node.input)
+    uses = Counter([name for node in graph.node for name in node.input] + [value.name for value in graph.output])
     shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     nodes: list[onnx.NodeProto] = []
     joined: set[str] = set()

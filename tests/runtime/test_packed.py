@@ -103,11 +103,15 @@ def test_what_lies_between_product_and_attention_keeps_them_apart(
     assert graph.SerializeToString() == before
 
 
-def test_a_product_that_somebody_else_reads_stays(folder: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("reader", ["a node", "the caller"])
+def test_a_product_that_somebody_else_reads_stays(folder: Callable[[str], Path], reader: str) -> None:
     graph = load_guarded(folder("llama") / "decode.onnx").graph
     before = products(graph)
     attention = next(node for node in graph.node if node.op_type == "GroupQueryAttention")
-    graph.node.append(onnx.helper.make_node("Identity", [attention.input[1]], ["seen"]))
+    if reader == "a node":
+        graph.node.append(onnx.helper.make_node("Identity", [attention.input[1]], ["seen"]))
+    else:
+        graph.output.append(onnx.helper.make_tensor_value_info(attention.input[1], onnx.TensorProto.FLOAT, None))
 
     join_projections(graph)
 
