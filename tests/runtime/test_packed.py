@@ -20,6 +20,9 @@ from tests.tracing import trace_once
 IDS = np.random.default_rng(0).integers(3, 96, (2, 7))
 MASK = np.array([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
 
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3")]
+"""With something between product and attention: a bias, a norm."""
+
 
 @pytest.fixture(scope="module")
 def folder(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
@@ -64,7 +67,7 @@ def test_query_key_and_value_of_a_step_are_one_product(folder: Callable[[str], P
     assert [list(node.input[1:3]) for node in graph.node if node.op_type == "GroupQueryAttention"] == [["", ""]] * 4
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", *OTHERS])
 def test_joined_products_say_the_same_to_the_last_bit(
     folder: Callable[[str], Path], model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +94,7 @@ def test_packing_works_from_another_directory(folder: Callable[[str], Path], mon
     assert len(said(Path(home.name), SessionSettings(prepack=True))) == 3
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", OTHERS)
 def test_what_lies_between_product_and_attention_keeps_them_apart(
     folder: Callable[[str], Path], model_type: str
 ) -> None:

@@ -105,6 +105,7 @@ def test_float64_is_more_exact_than_doubling_the_model_alone(talking: Path) -> N
     assert 1e-9 < difference < 1e-4
 
 
+@pytest.mark.slow
 def test_logits_of_a_step_stay_when_the_next_is_run(tmp_path: Path, talking: Path) -> None:
     runner = OrtRunner.from_folder(exported(talking, tmp_path / "model", cache="shared-buffer"))
     step = runner.prefill(IDS, MASK, default_positions(MASK, 7))
@@ -124,6 +125,7 @@ def test_threads_of_prompts_leave_the_cores_to_those_of_steps(talking: Path) -> 
     assert spins(OrtRunner.from_files(talking / "decode.onnx")._decode)
 
 
+@pytest.mark.slow
 def test_threads_of_a_stage_leave_the_cores_to_those_of_the_next(talking: Path, tmp_path: Path) -> None:
     runner = OrtRunner.from_folder(exported(talking, tmp_path / "model", stages=2))
     assert not any(spins(graph) for graph in (runner._prefill, runner._decode))
