@@ -102,6 +102,7 @@ class InPlace:
             for name, content in drawn.files.items():
                 manifest.files[name] = self._place(name, content)
             replaced = _forget_replaced(manifest, drawn)
+            _forget_missing(manifest, self.folder)
             manifest.graphs.update(drawn.entries)
             manifest.steps = [*(old for old in manifest.steps if old != step), step]
             write_durably(self.folder / MANIFEST, manifest.encode())
@@ -190,6 +191,16 @@ def _bind_all(graphs: Mapping[str, TracedGraph], tensors: Mapping[str, FileTenso
 def _files(tensors: Mapping[str, FileTensor]) -> tuple[str, ...]:
     """The files that hold the weights."""
     return tuple(sorted({tensor.path.name for tensor in tensors.values()}))
+
+
+def _forget_missing(manifest: Manifest, folder: Path) -> None:
+    """Graphs of which somebody has removed a file."""
+    for role, entry in list(manifest.graphs.items()):
+        gone = [name for name in files_of(entry) if not (folder / name).exists()]
+        if gone:
+            del manifest.graphs[role]
+        for name in gone:
+            manifest.files.pop(name, None)
 
 
 def _forget_replaced(manifest: Manifest, drawn: Drawn) -> list[str]:

@@ -42,7 +42,8 @@ def bench(
     Args:
         model: a folder with graphs, or another candidate; what the others are compared with.
         against: other candidates, see `Candidate.parse`.
-        lengths: tokens of a prompt; 128, 512, 2048 and 8192 as far as the context reaches when left out.
+        lengths: tokens of a prompt; 128, 512, 2048 and 8192 as far as the context reaches when left out, or all of a
+            shorter one.
         batch_sizes: prompts side by side, all of one length.
         new_tokens: after each prompt.
         repeat: rounds that count, after one that warms up.
@@ -99,17 +100,19 @@ def _measure(workers: Sequence[Worker], prompts: list[list[int]], new: int, repe
 
 
 def lengths_within(folder: Path, lengths: Sequence[int], new: int) -> list[int]:
-    """The lengths that were asked for, or the usual ones that leave room for the new tokens.
+    """The lengths that were asked for, or the usual ones that leave room for the new tokens, or the longest that does.
 
     Raises:
         UsageProblem: one was asked for that leaves none.
     """
     context = context_length(folder)
     fitting = [length for length in lengths or LENGTHS if context is None or length + new <= context]
-    if (lengths and len(fitting) < len(lengths)) or not fitting:
+    if not lengths and not fitting and context is not None:
+        fitting = [context - new] if context > new else []
+    if len(fitting) < len(lengths) or not fitting:
+        asked = f"{new} tokens after {max(lengths)}" if lengths else f"{new} tokens and a prompt"
         raise UsageProblem(
-            f"{new} tokens after {max(lengths or LENGTHS)} are more than the model's context of {context}",
-            hint="give smaller `--lengths` or `--new-tokens`",
+            f"{asked} are more than the model's context of {context}", hint="give smaller `--lengths` or `--new-tokens`"
         )
     return fitting
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import options
+from llmconv.errors import OutputFailed
 from llmconv.progress import say
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ def command(
     from llmconv.bench.plot import require_plotting, write_plot
     from llmconv.bench.table import table, write_csv
 
+    for file in filter(None, (csv_file, plot_file)):
+        if not file.parent.is_dir():
+            raise OutputFailed(f"`{file}` lies in no folder", hint=f"make the folder `{file.parent}` first")
     if plot_file:
         require_plotting(plot_file)
     interpreters = _interpreters(pythons)
@@ -95,14 +99,14 @@ def command(
         threads=threads,
         on_cell=_say_cell,
     )
-    if csv_file:
-        write_csv(result, csv_file)
-    if plot_file:
-        write_plot(result, plot_file)
     if as_json:
         options.print_json(result.as_dict())
     else:
         click.echo(table(result))
+    if csv_file:
+        write_csv(result, csv_file)
+    if plot_file:
+        write_plot(result, plot_file)
     ctx.exit(0 if result.agrees else 1)
 
 

@@ -62,6 +62,8 @@ def talk(chat: Chat, name: str, as_json: bool = False) -> None:
             end.note("the system message is set" if chat.system else "there is no system message any more")
         elif word in ("/help", "/?"):
             end.note(COMMANDS)
+        elif word.startswith("/") and word[1:].isalpha():
+            end.note(f"there is no {word}; {COMMANDS}")
         elif word:
             _answer(chat, line.rstrip("\r\n"), end)
 

@@ -95,9 +95,9 @@ class GenaiModel(TextModel):
                 yield from self._step(*search)
             searches = [(generator, group) for generator, group in searches if not all(row.finish for row in group)]
 
-    def _search(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings
-    ) -> Generator[Piece]:
+    def _beams(
+        self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int
+    ) -> Sequence[list[int]]:
         raise UsageProblem("beams are not searched with GenAI", hint=OTHER)
 
     def _fit_together(self, rows: Sequence[Row], settings: GenerationSettings) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,19 +175,31 @@ class TextModel:
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings
     ) -> Generator[Piece]:
         """With beams: a text is there when all of it is."""
-        parts = importlib.import_module(TORCH_PARTS)
-        model = parts.GraphModel(self.runner, self.positions, self._vocabulary())
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             row = Row(index, prompt, limit, settings, self.decode)
-            tokens = parts.search(model, prompt, limit, settings) if limit else []
-            for token in tokens:
-                piece = row.push(token)
-                yield piece
-                if piece.finish:
-                    break
-            if not row.finish or not tokens:
-                row.finish = "length"
-                yield Piece(index, row.rest(), None, row.finish)
+            yield from _grown(row, self._beams(prompt, limit, settings, 1)[0])
+
+    def search(self, prompt: Sequence[int], settings: GenerationSettings, count: int) -> list[list[int]]:
+        """The new tokens of the `count` best continuations that a search with beams finds, best first.
+
+        Raises:
+            InputRefused: the prompt is longer than the context.
+            UsageProblem: there are fewer beams, or transformers refuses the settings.
+        """
+        limit = self.limits([prompt], settings)[0]
+        rows = (Row(0, prompt, limit, settings, self.decode) for _ in range(count))
+        found = zip(rows, self._beams(prompt, limit, settings, count), strict=True)
+        return [[piece.token for piece in _grown(*one) if piece.token is not None] for one in found]
+
+    def _beams(
+        self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int
+    ) -> Sequence[list[int]]:
+        if not limit:
+            return [[]] * count
+        parts = importlib.import_module(TORCH_PARTS)
+        model = parts.GraphModel(self.runner, self.positions, self._vocabulary())
+        found: list[list[int]] = parts.search(model, prompt, limit, settings, count)
+        return found
 
     def _row(self, index: int, prompt: Sequence[int], limit: int, settings: GenerationSettings) -> Row:
         processor = None
@@ -225,6 +237,18 @@ class TextModel:
         """Size of the logits."""
         config = importlib.import_module("transformers").AutoConfig.from_pretrained(self.folder, local_files_only=True)
         return int(config.get_text_config(decoder=True).vocab_size)
+
+
+def _grown(row: Row, tokens: Sequence[int]) -> Iterator[Piece]:
+    """The pieces of a row whose tokens are all known, up to a stop string."""
+    for token in tokens:
+        piece = row.push(token)
+        yield piece
+        if piece.finish:
+            break
+    if not row.finish or not tokens:
+        row.finish = "length"
+        yield Piece(row.index, row.rest(), None, row.finish)
 
 
 def _open_genai(

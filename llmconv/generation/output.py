@@ -43,6 +43,10 @@ class CompletionFile:
         made_with = {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}
         self._made_with = json.dumps(made_with, sort_keys=True, default=_plain)
         self._fields = [prompt.fields for prompt in prompts]
+        if path.exists() and not path.is_file():
+            raise InputRefused(
+                f"`{path}` is no file", hint="give another `--output-file`; text goes to stdout without it"
+            )
         if overwrite:
             self._remove()
         self.done, self._size = self._finished(prompts)

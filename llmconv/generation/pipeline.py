@@ -10,7 +10,7 @@ from typing import Any
 from llmconv.errors import UsageProblem
 from llmconv.generation.generate import BATCH_SIZE
 from llmconv.generation.model import TextModel
-from llmconv.generation.settings import GenerationSettings
+from llmconv.generation.settings import GenerationSettings, require_known
 from llmconv.generation.templates import TOKENIZER
 from llmconv.runtime.session_settings import SessionSettings
 
@@ -86,6 +86,7 @@ class TextGeneration:
             UsageProblem: an option that cannot be, or an input that is neither.
         """
         given = {**self._options, **options}
+        require_known(given.keys() - set(SHAPES) - {"stop_sequence"})
         shape = {name: given.pop(name) for name in SHAPES if name in given}
         many = not (isinstance(inputs, str) or _is_chat(inputs))
         contents = _contents(inputs) if many else [inputs]
@@ -119,11 +120,13 @@ class TextGeneration:
     def _continued(
         self, ids: Sequence[list[int]], settings: GenerationSettings, shape: Mapping[str, Any]
     ) -> list[list[list[int]]]:
-        """For every prompt, the new tokens of as many sequences as are wanted; each draws from a seed of its own."""
+        """For every prompt, the new tokens of as many sequences as are wanted; drawn ones have a seed of their own."""
         count = int(shape.get("num_return_sequences", 1))
-        if count > 1 and (settings.is_greedy or settings.num_beams > 1):
+        if count > 1 and settings.num_beams > 1:
+            return [self.model.search(prompt, settings, count) for prompt in ids]
+        if count > 1 and settings.is_greedy:
             raise UsageProblem(
-                f"{count} sequences of one prompt would be the same", hint="give `do_sample=True`, without beams"
+                f"{count} sequences of one prompt would be the same", hint="give `do_sample=True`, or `num_beams`"
             )
         several = [self._batches(ids, replace(settings, seed=settings.seed + n), shape) for n in range(count)]
         return [list(tokens) for tokens in zip(*several, strict=True)]

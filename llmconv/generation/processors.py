@@ -5,7 +5,7 @@ Only this module of the room imports torch, and only where such a field is asked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,14 +93,17 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
         return self._past if is_same else Past(rows_of(self._past.cache, rows), self._past.tokens)
 
 
-def search(model: GraphModel, prompt: Sequence[int], limit: int, settings: GenerationSettings) -> list[int]:
-    """New tokens of a prompt as transformers' search with beams finds them, the end token among them.
+def search(
+    model: GraphModel, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int = 1
+) -> list[list[int]]:
+    """New tokens of a prompt as transformers' search with beams finds them, up to an end token; the best ones first.
 
     Args:
         model: what gives logits.
         prompt: its tokens.
         limit: how many may follow.
         settings: with the number of beams.
+        count: of the sequences, at most as many as there are beams.
 
     Raises:
         UsageProblem: transformers refuses the settings.
@@ -109,10 +112,17 @@ def search(model: GraphModel, prompt: Sequence[int], limit: int, settings: Gener
     torch.manual_seed(settings.seed)
     try:
         config = generation_config(settings, limit)
+        config.num_return_sequences = count
         found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     except (ValueError, NotImplementedError) as error:
         raise UsageProblem(f"transformers refuses: {first_line(error)}", hint="see docs/generation.md") from error
-    return [int(token) for token in found[0, len(prompt) :]]
+    return [_up_to_end(sequence, settings.eos_token_id) for sequence in found[:, len(prompt) :].tolist()]
+
+
+def _up_to_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """Without the padding behind an end token."""
+    length = next((at for at, token in enumerate(tokens, start=1) if token in ends), len(tokens))
+    return tokens[:length]
 
 
 def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> Processor:

@@ -71,7 +71,10 @@ def _of_json(number: int, line: str) -> Prompt:
     try:
         said = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise MalformedInput(f"line {number} of the prompts is no JSON: {error}", hint="one object per line") from error
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise MalformedInput(
+            f"line {number} of the prompts is no JSON: {reason}", hint="one object per line"
+        ) from error
     given = said if isinstance(said, dict) else {}
     return Prompt(_content(number, given), {name: value for name, value in given.items() if name not in OWN})
 
@@ -82,7 +85,7 @@ def _content(number: int, given: Mapping[str, Any]) -> Content:
         return messages
     if not isinstance(prompt, str) or messages is not None:
         raise MalformedInput(
-            f"line {number} of the prompts has no prompt",
+            f"line {number} of the prompts has no `prompt` that is a text, and no `messages` that are a chat",
             hint='write {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}',
         )
     if isinstance(given.get("input"), str):  # of Alpaca

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,22 @@ class GenerationSettings:
             raise UsageProblem(f"a setting is no value of its kind: {error}", hint="give numbers") from error
         said = self.said | {name for name, value in given.items() if value is not None}
         return replace(self, **values, extra={**self.extra, **changes_text(given)}, said=said)
+
+
+def require_known(names: Iterable[str]) -> None:
+    """Refuses what is no field of transformers' `GenerationConfig`: a slip of the pen would change nothing, silently.
+
+    Raises:
+        UsageProblem: there is one, and which is meant.
+    """
+    known = {*KINDS, *NEUTRAL, *NO_NEUTRAL}
+    if unknown := sorted(set(names) - known):  # the rest is known to transformers, which takes seconds to load
+        known |= importlib.import_module("transformers").GenerationConfig().to_dict().keys()
+    for name in unknown:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"is `{near[0]}` meant?" if near else "see transformers' `GenerationConfig`"
+            raise UsageProblem(f"`{name}` is no setting of generation", hint=hint)
 
 
 RANGES = (

@@ -164,9 +164,9 @@ class Answering:
             return self._max_new_tokens if wanted is None else wanted
         room = context - prompt_tokens
         if room < (wanted or 1):
-            asked = f" and {wanted} new ones" if wanted else ""
+            asked = f" and {wanted} more were asked for" if wanted else ""
             raise ApiError(
-                f"the model's context is {context} tokens, but {prompt_tokens} of the prompt{asked} were requested",
+                f"the prompt has {prompt_tokens} tokens{asked}, and the model's context is {context} tokens",
                 parameter=parameter,
                 code="context_length_exceeded",
             )

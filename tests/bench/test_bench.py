@@ -82,6 +82,12 @@ def test_lengths_leave_room_for_the_new_tokens(talking: Path) -> None:
         lengths_within(talking, (97,), 32)
 
 
+def test_without_lengths_a_short_context_is_filled(talking: Path) -> None:
+    assert lengths_within(talking, (), 32) == [96]
+    with pytest.raises(UsageProblem, match="128 tokens and a prompt are more than the model's context of 128"):
+        lengths_within(talking, (), 128)
+
+
 def test_prompts_are_the_same_every_time() -> None:
     assert random_prompts(range(9), 2, 5) == random_prompts(range(9), 2, 5)
 
@@ -91,6 +97,13 @@ def test_a_plot_of_an_unknown_kind_is_refused_before_anything_runs(talking: Path
 
     assert result.exit_code == 2
     assert ".png" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--csv", "--plot"])
+def test_a_file_in_no_folder_is_refused_before_anything_runs(talking: Path, tmp_path: Path, option: str) -> None:
+    result = CliRunner().invoke(main, ["bench", str(talking), option, str(tmp_path / "none" / "curves.svg")])
+    assert result.exit_code == 4
+    assert "lies in no folder" in result.stderr
 
 
 def test_without_matplotlib_its_extra_is_named(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,14 @@ def test_another_graph_can_be_added_later(llama: Path) -> None:
     assert set(read_manifest(llama).graphs) == {"decode", "unified"}
 
 
+def test_graphs_that_somebody_removed_are_forgotten(exported: Path) -> None:
+    for name in ("prefill.onnx", "decode.onnx"):
+        (exported / name).unlink()
+    export(exported, unified=True, overwrite=True)
+    assert set(read_manifest(exported).graphs) == {"unified"}
+    assert not {"prefill.onnx", "decode.onnx"} & read_manifest(exported).files.keys()
+
+
 def test_an_export_that_was_killed_is_simply_run_again(exported: Path) -> None:
     (exported / "llmconv.json").unlink()  # what kill -9 before the last step leaves
     export(exported)

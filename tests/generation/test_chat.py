@@ -176,6 +176,12 @@ def test_an_unknown_template_is_told_before_the_first_message(chatting: Path) ->
     assert run(chatting, "Hello\n", "--template", "nobody's").exit_code == 2
 
 
+def test_a_slip_in_a_command_is_no_message(chatting: Path) -> None:
+    found = run(chatting, "/rest\n/2 is half of 4\n", "--max-new-tokens", "3")
+    assert "there is no /rest" in found.stderr
+    assert len(found.stdout.splitlines()) == 1
+
+
 Typing = Callable[[str], None]
 Reading = Callable[[str], None]
 

@@ -83,6 +83,15 @@ def test_a_file_in_no_folder_is_told(talking: Path, tmp_path: Path) -> None:
     assert result.exit_code == 4 and f"make the folder `{tmp_path / 'none'}`" in result.stderr
 
 
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/full"])
+@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+def test_a_device_is_no_file_to_write_to(talking: Path, device: str, more: tuple[str, ...]) -> None:
+    result = run(talking, "ab", "--output-file", device, *more)
+    assert result.exit_code == 3 and f"`{device}` is no file" in result.stderr
+    assert Path(device).exists()
+    assert not Path(device).with_name(f".{Path(device).name}.options.json").exists()
+
+
 def test_a_finished_file_is_left_alone(talking: Path, prompts: Path, tmp_path: Path) -> None:
     out, options = tmp_path / "out.jsonl", ("--prompt-file", prompts, "--max-new-tokens", 2)
     assert run(talking, *options, "--output-file", out).exit_code == 0

@@ -48,6 +48,20 @@ def test_sampling_is_the_default_as_in_transformers_and_sequences_differ(both: t
     assert len({record["generated_text"] for record in found}) > 1
 
 
+def test_beams_give_their_best_sequences_as_in_transformers(both: tuple[Any, Any]) -> None:
+    fields = {"max_new_tokens": 8, "do_sample": False, "num_beams": 4, "num_return_sequences": 3}
+    found = both[0]("Once", **fields)
+    assert found == both[1]("Once", **fields)
+    assert len({record["generated_text"] for record in found}) == 3
+
+
+def test_a_setting_that_is_none_is_refused_and_the_near_one_named(both: tuple[Any, Any]) -> None:
+    with pytest.raises(UsageProblem, match="`max_new_token` is no setting") as caught:
+        both[0]("Once", max_new_token=5)
+    assert "`max_new_tokens`" in caught.value.hint
+    assert both[0]("Once", max_new_tokens=3, do_sample=False, use_cache=True)
+
+
 @pytest.mark.parametrize("way", ["folder", "pair", "config", "hub name"])
 def test_a_model_is_given_in_four_ways(
     talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, both: tuple[Any, Any], way: str
