@@ -55,7 +55,9 @@ class Numbers(click.ParamType):  # type: ignore[type-arg] # generic for the type
     help="An interpreter that has the runtime, such as optimum=PATH.",
 )
 @click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Write the figures there.")
-@click.option("--plot", "plot_file", type=click.Path(path_type=Path), help="Draw the curves there, as .png or .svg.")
+@click.option(
+    "--plot", "plot_file", type=click.Path(path_type=Path), help="Draw the curves there, as .png, .svg or .pdf."
+)
 @options.as_json
 @options.talk
 @click.pass_context

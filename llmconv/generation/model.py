@@ -213,22 +213,23 @@ class TextModel:
         Raises:
             InputRefused: a prompt alone is too long for the context, or empty.
         """
-        return [self._limit(number, len(prompt), settings) for number, prompt in enumerate(prompts, start=1)]
+        names = ["the prompt"] if len(prompts) == 1 else [f"prompt {at}" for at in range(1, len(prompts) + 1)]
+        return [self._limit(name, len(prompt), settings) for name, prompt in zip(names, prompts, strict=True)]
 
-    def _limit(self, number: int, prompt_tokens: int, settings: GenerationSettings) -> int:
+    def _limit(self, name: str, prompt_tokens: int, settings: GenerationSettings) -> int:
         wanted = settings.new_tokens(prompt_tokens)
         if prompt_tokens == 0:
-            raise InputRefused(f"prompt {number} has no tokens", hint="give a prompt that is not empty")
+            raise InputRefused(f"{name} has no tokens", hint="give a prompt that is not empty")
         if wanted == 0:
             raise InputRefused(
-                f"prompt {number} has {prompt_tokens} tokens, and max_length is {settings.max_length}",
+                f"{name} has {prompt_tokens} tokens, and max_length is {settings.max_length}",
                 hint="give a larger `--max-length`, or `--max-new-tokens`, which does not count the prompt",
             )
         if self.context_length is None:
             return wanted
         if prompt_tokens > self.context_length:
             raise InputRefused(
-                f"prompt {number} has {prompt_tokens} tokens, and the model's context is {self.context_length}",
+                f"{name} has {prompt_tokens} tokens, and the model's context is {self.context_length}",
                 hint="shorten the prompt, or export with a larger --max-seq-len where the graphs are what is short",
             )
         return min(wanted, self.context_length - prompt_tokens + 1)  # the last token is never run

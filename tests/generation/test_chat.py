@@ -169,7 +169,7 @@ def test_the_system_message_of_the_option_is_that_of_the_command(chatting: Path)
 def test_a_message_that_fails_ends_a_pipe(chatting: Path) -> None:
     found = run(chatting, "a" * (CONTEXT + 88) + "\nHello\n")
     assert (found.exit_code, found.stdout) == (3, "")
-    assert "error: prompt 1 has" in found.stderr
+    assert "error: the prompt has" in found.stderr
 
 
 def test_an_unknown_template_is_told_before_the_first_message(chatting: Path) -> None:

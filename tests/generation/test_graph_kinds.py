@@ -73,6 +73,6 @@ def test_a_tuned_prefix_is_before_every_prompt_and_what_is_shared(talking: Path,
 def test_fixed_buffers_refuse_and_end_what_they_have_no_room_for(talking: Path, tmp_path: Path) -> None:
     model = exported(talking, tmp_path / "model", **KINDS["static"])
     assert (model.context_length, model.sequences) == (96, 4)
-    with pytest.raises(InputRefused, match="prompt 1 has 97 tokens"):
+    with pytest.raises(InputRefused, match="the prompt has 97 tokens"):
         tokens_of(model, [[5] * 97])
     assert len(tokens_of(model, [[5] * 90], eos_token_id=(), max_new_tokens=50)[0]) == 7
