@@ -74,9 +74,9 @@ class GenaiModel(TextModel):
             **parts,
         )
 
-    def _limit(self, number: int, prompt_tokens: int, settings: GenerationSettings) -> int:
+    def _limit(self, name: str, prompt_tokens: int, settings: GenerationSettings) -> int:
         """As for graphs, but the last token needs room, too."""
-        limit = super()._limit(number, prompt_tokens, settings)
+        limit = super()._limit(name, prompt_tokens, settings)
         return limit if self.context_length is None else min(limit, self.context_length - prompt_tokens)
 
     def _grow(
