@@ -83,8 +83,7 @@ def test_a_file_in_no_folder_is_told(talking: Path, tmp_path: Path) -> None:
     assert result.exit_code == 4 and f"make the folder `{tmp_path / 'none'}`" in result.stderr
 
 
-@pytest.mark.parametrize("device", ["/dev/null", "/dev/full"])
-@pytest.mark.parametrize("more", [(), ("--overwrite",)])
+@pytest.mark.parametrize(("device", "more"), [("/dev/null", ("--overwrite",)), ("/dev/full", ())])
 def test_a_device_is_no_file_to_write_to(talking: Path, device: str, more: tuple[str, ...]) -> None:
     result = run(talking, "ab", "--output-file", device, *more)
     assert result.exit_code == 3 and f"`{device}` is no file" in result.stderr

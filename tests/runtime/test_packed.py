@@ -20,7 +20,9 @@ from tests.tracing import trace_once
 IDS = np.random.default_rng(0).integers(3, 96, (2, 7))
 MASK = np.array([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
 
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "qwen3")]
+pytestmark = pytest.mark.slow
+
+OTHERS = ["qwen2", "qwen3"]
 """With something between product and attention: a bias, a norm."""
 
 
