@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,22 +12,18 @@ from llmconv.checkpoint import Checkpoint, open_weights
 from llmconv.errors import InputRefused
 from llmconv.export.bind import bind
 from llmconv.export.drawing import Drawing, Drawn, files_of
-from llmconv.export.layouts import Content, Link
 from llmconv.export.trace import TracedGraph
-from llmconv.manifest import MANIFEST, Manifest, file_entry, read_manifest, steps_of_weights
+from llmconv.folder import Content, Folder, Link
+from llmconv.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.plan import json_bytes, plan_checkpoint
 from llmconv.safetensors_io import FileTensor
-from llmconv.staging import (
-    StagedFolder,
-    failing_safely,
-    link_durably,
-    link_entry,
-    require_free,
-    sync_folder,
-    write_durably,
-)
+from llmconv.staging import StagedFolder, failing_safely, require_free
 from llmconv.tensors import BY_NAME, LazyTensor, cast
-from llmconv.writer import write_checkpoint
+from llmconv.writer import require_space, write_checkpoint
+
+
+BLOCK = 4096
+"""Bytes that a file is rounded up to on most disks."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class InPlace:
     overwrite: bool
 
     def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
-        """Refuses links, weights of another dtype, and existing graphs without `overwrite`."""
+        """Refuses linked weights, what no file can replace, weights of another dtype, and existing graphs without `overwrite`."""
         tensors = file_tensors(checkpoint)
         links = sorted({tensor.path.name for tensor in tensors.values() if tensor.path.is_symlink()})
         if links:
@@ -85,6 +81,8 @@ class InPlace:
                 f"the weights are {', '.join(sorted(stored))}, so `--dtype {self.dtype}` cannot map them in place",
                 hint="give `-o OUT`: the weights are cast there once",
             )
+        _require_replaceable(self.folder, [name for role in drawing.forms for name in drawing.names(role)])
+        _require_replaceable(self.folder, [*drawing.dressing.names, MANIFEST])
         names = drawing.replaced(read_manifest(self.folder).graphs)
         existing = [name for name in names if os.path.lexists(self.folder / name)]
         if existing and not self.overwrite:
@@ -93,34 +91,25 @@ class InPlace:
     def write(
         self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]
     ) -> Sizes:
-        """Each file by temporary file and rename; the manifest last, so that only complete sets are announced."""
+        """All files are complete on the disk before the first of them appears; the manifest appears last."""
         tensors = file_tensors(checkpoint)
         mapped = _bind_all(graphs, tensors)
         drawn = drawing.draw(graphs, self.folder, _files(tensors))
         manifest = read_manifest(self.folder)
-        with failing_safely():
-            for name, content in drawn.files.items():
-                manifest.files[name] = self._place(name, content)
-            replaced = _forget_replaced(manifest, drawn)
-            _forget_missing(manifest, self.folder)
-            manifest.graphs.update(drawn.entries)
-            manifest.steps = [*(old for old in manifest.steps if old != step), step]
-            write_durably(self.folder / MANIFEST, manifest.encode())
+        manifest.files |= {name: _entry(content) for name, content in drawn.files.items()}
+        replaced = _forget_replaced(manifest, drawn)
+        _forget_missing(manifest, self.folder, drawn)
+        manifest.graphs.update(drawn.entries)
+        manifest.steps = [*(old for old in manifest.steps if old != step), step]
+        files: dict[str, Content] = {**drawn.files, MANIFEST: manifest.encode()}
+        sizes = [len(content) if isinstance(content, bytes) else 0 for content in files.values()]
+        require_space(self.folder, sum(BLOCK * -(-size // BLOCK) for size in sizes), home=self.folder)
+        with failing_safely(), Folder.open(self.folder) as folder:
+            folder.sweep()
+            folder.write_together(files)
             for name in replaced:
-                (self.folder / name).unlink(missing_ok=True)
-            for folder in {(self.folder / name).parent for name in drawn.files}:
-                sync_folder(folder)
+                folder.remove_inner(name)
         return Sizes(drawn.nbytes, mapped, 0)
-
-    def _place(self, name: str, content: Content) -> dict[str, Any]:
-        """Writes one file or link and returns its entry in the manifest."""
-        path = self.folder / name
-        path.parent.mkdir(exist_ok=True)
-        if isinstance(content, Link):
-            link_durably(path, content.target)
-            return link_entry(content.target)
-        write_durably(path, content)
-        return file_entry(content)
 
 
 @dataclass(frozen=True)
@@ -151,10 +140,7 @@ class NewFolder:
             if drawn.config:
                 contents["config.json"] = json_bytes({**plan.checkpoint.config, **drawn.config})
             for name, content in contents.items():
-                if isinstance(content, Link):
-                    staged.link(name, content.target)
-                else:
-                    staged.write_file(name, content)
+                staged.write_file(name, content)
             manifest.graphs = drawn.entries
             sizes.append(Sizes(drawn.nbytes, mapped, plan.nbytes))
 
@@ -177,6 +163,15 @@ class NewFolder:
         return replace(checkpoint, tensors=tensors, config={**checkpoint.config, "dtype": self.dtype})
 
 
+def _require_replaceable(folder: Path, names: Sequence[str]) -> None:
+    """Refuses before the trace what writing would refuse: pipes, devices and folders in the way, linked folders."""
+    with Folder.open(folder) as home:
+        for name in names:
+            if not (outer := name.rpartition("/")[0]) or home.find(outer):
+                with home.holding(name) as (inner, last):
+                    inner.require_replaceable(last)
+
+
 def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:
     """Those tensors that lie in files as they are."""
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
@@ -193,10 +188,18 @@ def _files(tensors: Mapping[str, FileTensor]) -> tuple[str, ...]:
     return tuple(sorted({tensor.path.name for tensor in tensors.values()}))
 
 
-def _forget_missing(manifest: Manifest, folder: Path) -> None:
-    """Graphs of which somebody has removed a file."""
+def _entry(content: Content) -> dict[str, Any]:
+    """Of one file, for the manifest."""
+    if isinstance(content, Link):
+        return link_entry(content.target)
+    assert isinstance(content, bytes)
+    return file_entry(content)
+
+
+def _forget_missing(manifest: Manifest, folder: Path, drawn: Drawn) -> None:
+    """Graphs of which somebody has removed a file, and which are not written now."""
     for role, entry in list(manifest.graphs.items()):
-        gone = [name for name in files_of(entry) if not (folder / name).exists()]
+        gone = [name for name in files_of(entry) if name not in drawn.files and not (folder / name).exists()]
         if gone:
             del manifest.graphs[role]
         for name in gone:

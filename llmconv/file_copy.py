@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 FICLONE = 0x40049409
 """`ioctl_ficlone(2)`: both files share all blocks until one of them is written to (btrfs, XFS, bcachefs, ZFS, …)."""
@@ -33,7 +33,7 @@ def can_clone(source: Path, folder: Path) -> bool:
         return False
 
 
-def copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> dict[str, Any]:
+def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> dict[str, Any]:
     """Copies a file durably and returns its manifest entry.
 
     A clone is a matter of its metadata, so it gets no sha256: to read it all would take as long as copying it.
@@ -41,13 +41,13 @@ def copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> dic
 
     Args:
         source: the file.
-        target: replaced if it is there.
+        made: the new file, open for writing and reading.
         advance: called with the number of bytes done since its last call.
 
     Raises:
         OSError: reading or writing failed.
     """
-    with open(source, "rb", buffering=0) as given, open(target, "w+b", buffering=0) as made:
+    with open(source, "rb", buffering=0) as given:
         size = os.fstat(given.fileno()).st_size
         if _clone(given.fileno(), made.fileno()):
             os.fsync(made.fileno())

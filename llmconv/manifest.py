@@ -70,3 +70,8 @@ def step(command: str, source: Path, **options: Any) -> dict[str, Any]:
 def file_entry(content: bytes) -> dict[str, Any]:
     """The entry of `files` for a file of this content."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def link_entry(target: str) -> dict[str, Any]:
+    """The entry of `files` for a symbolic link."""
+    return {"link": target}

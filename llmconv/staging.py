@@ -16,18 +16,21 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed
-from llmconv.manifest import MANIFEST, Manifest, read_manifest
+from llmconv.folder import FULL, NOFOLLOW, Folder, Link, NewFile, is_inner
+from llmconv.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest
 from llmconv.progress import say
 from llmconv.storage import PARTIAL
 
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
+LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | NOFOLLOW
+JOURNAL_BYTES = 256 << 20
 RENAME_NOREPLACE, RENAME_EXCHANGE, AT_FDCWD = 1, 2, -100
 
 
@@ -52,41 +55,46 @@ class StagedFolder:
         self.finished: dict[str, dict[str, Any]] = {}
         self._key, self._overwrite = key, overwrite
         self._resume = resume
-        self._lock: IO[str] | None = None
+        self._lock = -1
 
     def __enter__(self) -> StagedFolder:
-        with failing_safely():
-            self.path.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack, failing_safely():
+            if not self.path.parent.is_dir():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._folder = stack.enter_context(_open_partial(self.path))
+            stack.callback(self._close_lock)
             self._take_lock()
-            try:
-                self._open_journal()
-            except BaseException:
-                self._close_lock()
-                raise
+            self._open_journal()
+            self._disposable, self._open = self._folder, stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Keeps the folder after an I/O error or an interrupt, removes it after anything else."""
-        resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
-        if not (resumable and self.finished):
-            shutil.rmtree(self.path, ignore_errors=True)
-        for part in self.path.rglob("*.part"):
-            part.unlink(missing_ok=True)
-        self._close_lock()
+        with self._open:
+            resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
+            if not (resumable and self.finished) and self._disposable.is_at(self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
 
     def _close_lock(self) -> None:
-        if self._lock:
-            self._lock.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _take_lock(self) -> None:
-        self._lock = open(self.path / LOCK, "w")  # noqa: SIM115 - held until the folder is closed
+        """Of the file, and of the folder where the disk can: an ending run removes the file a moment before it ends."""
+        self._lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_folder(self._folder.descriptor)
         except BlockingIOError as error:
-            self._lock.close()
-            raise OutputFailed(f"another run is writing `{self.output}`", hint="wait until it has ended") from error
+            raise self._taken() from error
+        if not self._folder.is_at(self.path):
+            raise self._taken()
+
+    def _taken(self) -> OutputFailed:
+        return OutputFailed(f"another run is writing `{self.output}`", hint="wait until it has ended")
 
     def _open_journal(self) -> None:
         if self._resume:
@@ -100,13 +108,14 @@ class StagedFolder:
                     item.rmdir()
             elif item not in kept:
                 item.unlink()
-        write_durably(self.path / JOURNAL, self._encode_journal())
+        self._folder.write(JOURNAL, self._encode_journal())
 
     def _read_journal(self) -> dict[str, dict[str, Any]]:
         """Finished files whose bytes still have the recorded sha256; nothing when the key differs."""
         try:
-            lines = [json.loads(line) for line in (self.path / JOURNAL).read_text().splitlines()]
-        except (OSError, ValueError):
+            text = (self._folder.read(JOURNAL, JOURNAL_BYTES) or b"").decode()
+            lines = [json.loads(line) for line in text.splitlines()]
+        except (ValueError, RecursionError):
             return {}
         if not lines or lines[0] != {"key": self._key}:
             return {}
@@ -115,11 +124,12 @@ class StagedFolder:
     def _intact(self, line: Any) -> bool:
         if not isinstance(line, dict) or not isinstance(name := line.get("file"), str) or not is_inner(name):
             return False
-        path = self.path / name
-        if "sha256" not in line or not path.is_file() or path.stat().st_size != line.get("bytes"):
+        try:
+            with self._folder.holding(name) as (folder, last), folder.open_file(last) as file:
+                same = os.fstat(file.fileno()).st_size == line.get("bytes") and "sha256" in line
+                return same and bool(hashlib.file_digest(file, "sha256").hexdigest() == line["sha256"])
+        except (OSError, InputRefused):
             return False
-        with open(path, "rb") as file:
-            return bool(hashlib.file_digest(file, "sha256").hexdigest() == line.get("sha256"))
 
     def _encode_journal(self) -> bytes:
         lines = [{"key": self._key}] + [{"file": name, **entry} for name, entry in self.finished.items()]
@@ -129,30 +139,21 @@ class StagedFolder:
         """Notes that the file `name` is complete and on disk."""
         self.finished[name] = entry
         with failing_safely():
-            write_durably(self.path / JOURNAL, self._encode_journal())
+            self._folder.write(JOURNAL, self._encode_journal())
 
-    def place(self, name: str) -> Path:
-        """Where the file `name` is to be written; it may lie one folder down, as `rank_0/model.ckpt` does."""
+    @contextmanager
+    def new_file(self, name: str) -> Iterator[NewFile]:
+        """The file `name` to write, which the caller places; it may lie one folder down, as `rank_0/model.ckpt` does."""
         assert is_inner(name), name
-        path = self.path / name
-        if not path.parent.is_dir():
-            with failing_safely():
-                path.parent.mkdir()
-        return path
+        with self._folder.holding(name, make=True) as (folder, last), folder.begin(last) as new:
+            yield new
 
-    def write_file(self, name: str, content: bytes) -> None:
-        """Writes one small file; see `place` for `name`."""
-        path = self.place(name)
+    def write_file(self, name: str, content: bytes | Link) -> None:
+        """Writes one small file, or a relative symbolic link; see `new_file` for `name`."""
+        assert is_inner(name), name
         with failing_safely():
-            write_durably(path, content)
-            self.record(name, {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
-
-    def link(self, name: str, target: str) -> None:
-        """Makes a relative symbolic link; see `place` for `name`."""
-        path = self.place(name)
-        with failing_safely():
-            link_durably(path, target)
-            self.record(name, link_entry(target))
+            self._folder.write_together({name: content})
+            self.record(name, file_entry(content) if isinstance(content, bytes) else link_entry(content.target))
 
     def commit(self, manifest: Manifest) -> None:
         """Adds the manifest and makes the folder visible as `output`."""
@@ -160,17 +161,24 @@ class StagedFolder:
         with failing_safely():
             for folder in {(self.path / name).parent for name in self.finished} - {self.path}:
                 sync_folder(folder)
-            write_durably(self.path / MANIFEST, manifest.encode())
-            (self.path / JOURNAL).unlink()
-            (self.path / LOCK).unlink()
+            self._folder.write(MANIFEST, manifest.encode())
+            self._folder.remove(JOURNAL)
+            self._folder.remove(LOCK)
             self._publish()
             sync_folder(self.path.parent)
 
     def _publish(self) -> None:
-        """Replaces only what may be replaced: somebody may have made OUT since the run began."""
+        """Replaces only what may be replaced: somebody may have made OUT since the run began, or moved what it made."""
+        if not self._folder.is_at(self.path):
+            raise OutputFailed(
+                f"`{self.path}` was moved or replaced while `{self.output}` was made",
+                hint="write to a folder that nobody else can change",
+            )
         if self._overwrite and os.path.lexists(self.output):
             require_free(self.output, overwrite=True)
+            replaced = self._open.enter_context(Folder.open_own(self.output))
             rename_at(self.path, self.output, RENAME_EXCHANGE)
+            self._disposable = replaced
             return
         try:
             rename_at(self.path, self.output, RENAME_NOREPLACE)
@@ -178,12 +186,6 @@ class StagedFolder:
             raise OutputFailed(
                 f"`{self.output}` appeared while it was being made", hint="move it away and run again with `--resume`"
             ) from error
-
-
-def is_inner(name: str) -> bool:
-    """Whether `name` is a file's name, or one in a folder: `a` or `a/b`, and nothing that leads elsewhere."""
-    parts = name.split("/")
-    return len(parts) <= 2 and all(Path(part).name == part for part in parts)
 
 
 def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
@@ -239,6 +241,36 @@ def _partial(output: Path) -> Path:
     return output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
 
 
+def _open_partial(path: Path) -> Folder:
+    """The folder in which an output is made: a new one, or that of a run of the same user.
+
+    Raises:
+        InputRefused: it is a link, or somebody else's, who could change what is written.
+    """
+    with suppress(FileExistsError):
+        path.mkdir()
+        return Folder.open_own(path)
+    with ExitStack() as stack:
+        folder = stack.enter_context(Folder.open_own(path))
+        with folder.begin("owner") as own:
+            same = os.fstat(own.file.fileno()).st_uid == os.fstat(folder.descriptor).st_uid
+        if not same:
+            raise InputRefused(
+                f"`{path}` belongs to another user", hint="remove it, or choose an `-o` in a folder of your own"
+            )
+        stack.pop_all()
+    return folder
+
+
+def _lock_folder(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # a network disk on which only files have locks
+        return
+
+
 def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
     """What of a folder stands against replacing it; empty where nothing does."""
     if not output.is_dir() or output.is_symlink():
@@ -265,31 +297,8 @@ def failing_safely() -> Iterator[None]:
         other = "see that the file can be read and its folder written, and run again with `--resume`"
         raise OutputFailed(
             f"reading or writing failed: {error.strerror or error} ({error.filename or 'output'})",
-            hint=full if error.errno == errno.ENOSPC else other,
+            hint=full if error.errno in FULL else other,
         ) from error
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Replaces `path` by `content`: temporary file, fsync, rename. The mode follows the umask."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-
-
-def link_durably(path: Path, target: str) -> None:
-    """Replaces `path` by a symbolic link: temporary link, rename."""
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    part.symlink_to(target)
-    part.replace(path)
-
-
-def link_entry(target: str) -> dict[str, Any]:
-    """A link's entry in the manifest's `files`."""
-    return {"link": target}
 
 
 def sync_folder(path: Path) -> None:

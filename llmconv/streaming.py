@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from llmconv.behind import Behind
 from llmconv.plan import Shard
@@ -48,11 +47,11 @@ class _Sums:
             self.crcs[number] = zlib.crc32(block, self.crcs[number])
 
 
-def stream_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+def stream_shard(file: BinaryIO, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
     """Writes one file; it is on the disk when this returns.
 
     Args:
-        path: the file to make.
+        file: new and empty, open for writing without a buffer.
         shard: its tensors, and the container that they are put in.
         advance: called with the number of bytes of each block written.
 
@@ -62,7 +61,7 @@ def stream_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> di
     pieces = list(shard.container(shard.tensors))
     sums = _Sums([0] * len(shard.tensors) if any(callable(piece) for piece in pieces) else [])
     size = flushed = 0
-    with open(path, "wb", buffering=0) as file, Behind(LOOK_AHEAD) as hashing, Behind(1) as flushing:
+    with Behind(LOOK_AHEAD) as hashing, Behind(1) as flushing:
         _allocate(file.fileno(), sum(tensor.nbytes for tensor in shard.tensors.values()))
         for number, content in _contents(pieces):
             if callable(content):

@@ -18,6 +18,7 @@ from llmconv import page_cache
 from llmconv.crc import checked_reading
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.file_copy import can_clone, copy_file
+from llmconv.folder import NewFile
 from llmconv.manifest import Manifest
 from llmconv.plan import Plan, Shard
 from llmconv.progress import bytes_bar, warn_all
@@ -60,19 +61,18 @@ def write_checkpoint(
     _reuse_freed_blocks()
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
         done = sum(entry["bytes"] for entry in folder.finished.values())
-        _require_space(output, space_needed(plan, output) - done)
+        require_space(output, space_needed(plan, output) - done)
         crowded = not page_cache.fits(plan.nbytes)
         with bytes_bar(f"writing {output.name}", plan.nbytes) as advance, checked_reading() as checks:
             for shard in plan.shards:
                 if shard.name in folder.finished:
                     advance(shard.nbytes)
                     continue
-                path = folder.place(shard.name)
-                entry = _make_shard(path, shard, advance)
+                entry = _make_shard(folder, shard, advance)
                 checks.finish()
                 folder.record(shard.name, entry)
                 if crowded:
-                    page_cache.forget([path, *sources])
+                    page_cache.forget([folder.path / shard.name, *sources])
         warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))
         for name, content in plan.small_files.items():
             folder.write_file(name, content)
@@ -96,7 +96,7 @@ def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Pat
         InputRefused: `output` is there and may not be replaced, lies in an input, or the disk is too small.
     """
     require_free(output, overwrite, inputs)
-    _require_space(output, space_needed(plan, output) - bytes_held(output))
+    require_space(output, space_needed(plan, output) - bytes_held(output))
 
 
 def _home(output: Path) -> Path:
@@ -120,14 +120,13 @@ def _reuse_freed_blocks() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
 
 
-def _make_shard(path: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+def _make_shard(folder: StagedFolder, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
     """Copies or streams one file and returns its manifest entry."""
-    part = path.with_name(path.name + ".part")
-    with failing_safely():
-        entry = (_copy_shard if shard.copy_of else stream_shard)(part, shard, advance)
-        part.replace(path)
+    with failing_safely(), folder.new_file(shard.name) as new:
+        entry = (_copy_shard if shard.copy_of else _stream_shard)(new, shard, advance)
+        new.place()
     if shard.copy_of:
-        _check_copy(path, shard)
+        _check_copy(folder.path / shard.name, shard)
     return entry
 
 
@@ -138,16 +137,30 @@ def _check_copy(path: Path, shard: Shard) -> None:
             replace(tensor.record, path=path).was_touched()
 
 
-def _copy_shard(part: Path, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+def _stream_shard(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+    return stream_shard(new.file, shard, advance)
+
+
+def _copy_shard(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
     assert shard.copy_of
-    entry = copy_file(shard.copy_of, part, advance)
-    if not holds(part, shard.tensors):
+    entry = copy_file(shard.copy_of, new.file, advance)
+    if not holds(new.path, shard.tensors):
         raise MalformedInput(f"`{shard.copy_of.name}` changed while it was copied", hint="let nobody write to it")
     return entry
 
 
-def _require_space(output: Path, needed: int) -> None:
-    free = shutil.disk_usage(_home(output)).free
+def require_space(output: Path, needed: int, home: Path | None = None) -> None:
+    """Refuses to begin what the disk has no room for.
+
+    Args:
+        output: the folder to write.
+        needed: bytes.
+        home: a folder on the same disk, where `output` itself is not made anew in the one above it.
+
+    Raises:
+        InputRefused: fewer than `needed` bytes are free.
+    """
+    free = shutil.disk_usage(home or _home(output)).free
     if needed > free:
         raise InputRefused(
             f"no space left: `{output}` needs {needed:,} bytes, {free:,} are free",

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from llmconv import file_copy
 from llmconv.checkpoint import INDEX, Checkpoint, open_checkpoint
 from llmconv.errors import OutputFailed
-from llmconv.file_copy import can_clone, copy_file
+from llmconv.file_copy import can_clone
 from llmconv.manifest import Manifest
 from llmconv.plan import Plan, Shard, plan_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
@@ -30,6 +30,12 @@ def source(tmp_path: Path) -> Path:
     """300,001 random bytes."""
     (tmp_path / "source").write_bytes(os.urandom(300_001))
     return tmp_path / "source"
+
+
+def copy_file(source: Path, target: Path, advance: Callable[[int], None]) -> dict[str, Any]:
+    """`file_copy.copy_file` into a new file called `target`."""
+    with open(target, "w+b", buffering=0) as made:
+        return file_copy.copy_file(source, made, advance)
 
 
 def entry(content: bytes) -> dict[str, Any]:

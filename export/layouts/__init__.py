@@ -11,16 +11,10 @@ from typing import Any
 
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.input_maps import InputMap
+from llmconv.folder import Link
 
 ROLES = ("prefill", "decode", "unified")
 DEFAULT = "onnxruntime"
-
-
-@dataclass(frozen=True)
-class Link:
-    """A relative symbolic link, for a client that insists on a place where the bytes do not lie."""
-
-    target: str
 
 
 Content = bytes | Link

@@ -16,7 +16,8 @@ from typing import Any
 import onnx
 
 from llmconv.errors import UsageProblem
-from llmconv.export.layouts import Content, Graphs, Layout, Link, Model
+from llmconv.export.layouts import Content, Graphs, Layout, Model
+from llmconv.folder import Link
 from llmconv.plan import json_bytes
 
 GENERATION = "generation_config.json"

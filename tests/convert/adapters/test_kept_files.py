@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import safetensors.torch
@@ -163,9 +163,9 @@ def test_a_dry_run_tells_copied_from_written(base: Path, adapter: Adapter, tmp_p
 def test_a_file_that_changes_while_it_is_copied_is_refused(
     base: Path, adapter: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoiled(source: Path, target: Path, advance: Any) -> Any:
+    def spoiled(source: Path, made: BinaryIO, advance: Any) -> Any:
         source.write_bytes(shards(base)[sorted(shards(base))[0]])
-        return copy_file(source, target, advance)
+        return copy_file(source, made, advance)
 
     monkeypatch.setattr(writer, "copy_file", spoiled)
     with pytest.raises(MalformedInput, match="changed while it was copied"):

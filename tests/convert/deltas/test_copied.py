@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
@@ -69,9 +69,10 @@ def test_another_base_in_what_it_leaves_alone_is_refused_and_leaves_nothing(
 def test_it_is_the_copy_that_is_checked(
     cloned: bool, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def spoiled(source: Path, target: Path, advance: Any) -> Any:
-        entry = copy_file(source, target, advance)
-        target.write_bytes(target.read_bytes()[:-1] + b"\xff")
+    def spoiled(source: Path, made: BinaryIO, advance: Any) -> Any:
+        entry = copy_file(source, made, advance)
+        made.seek(-1, os.SEEK_END)
+        made.write(b"\xff")
         return {"bytes": entry["bytes"], "clone_of": source.name} if cloned else entry
 
     monkeypatch.setattr(writer, "copy_file", spoiled)

@@ -1,0 +1,405 @@
+"""Folder: a folder held by a descriptor, in which files are made that no planted link can lead elsewhere.
+
+A model folder may have been filled by a stranger. So every file that llmconv writes into a folder is created anew under
+a random name (`O_CREAT | O_EXCL | O_NOFOLLOW`), in the folder that the descriptor holds, and renamed over its final name
+within that same descriptor. What has that name already is replaced if it is a file or a link, never opened; a pipe, a
+device or a folder is refused. Modes follow the umask.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from llmconv.errors import InputRefused, MalformedInput
+
+TEMPORARY = re.compile(r"\.llmconv-[0-9a-f]{16}\.part")
+"""Names of files that are being written; a run that was killed leaves them, and the next one removes them."""
+
+NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+"""Where a platform lacks it, the entry is compared before and after it is opened."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What only writing can fail with."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A relative symbolic link, for a client that insists on a place where the bytes do not lie."""
+
+    target: str
+
+
+Content = bytes | Link | Callable[[BinaryIO], object]
+"""Of a file to write: its bytes, where it leads, or what writes it into an open file."""
+
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+READ = os.O_RDONLY | os.O_NONBLOCK | NOFOLLOW | os.O_CLOEXEC
+CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | NOFOLLOW | os.O_CLOEXEC
+
+
+class Folder:
+    """An open folder; use it as a context.
+
+    Attributes:
+        path: how the user or the program named it, for messages and for reading.
+        descriptor: of the folder, in which all names are looked up.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path, self.descriptor = path, descriptor
+
+    @classmethod
+    def open(cls, path: Path) -> Folder:
+        """Opens the folder at `path`; links on the way are the user's own words and are followed.
+
+        Raises:
+            OSError: there is no such folder, or it may not be read.
+        """
+        return cls(path, os.open(path, DIRECTORY))
+
+    @classmethod
+    def open_own(cls, path: Path) -> Folder:
+        """Opens the folder at `path`, which must not be a link itself.
+
+        Raises:
+            InputRefused: it is a link, or not a folder.
+            OSError: it may not be read.
+        """
+        return cls(path, _open_plain_folder(path, None, path))
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the descriptor; further calls do nothing."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def is_at(self, path: Path) -> bool:
+        """Whether this folder, and not another one or a link to it, is what `path` names now."""
+        try:
+            return os.path.samestat(os.lstat(path), os.fstat(self.descriptor))
+        except OSError:
+            return False
+
+    def inner(self, name: str, *, make: bool = False) -> Folder:
+        """Opens a folder inside this one, never through a link.
+
+        Args:
+            name: plain name.
+            make: makes it where it is missing.
+
+        Raises:
+            InputRefused: the name is that of a link or a file.
+            OSError: it cannot be made or opened.
+        """
+        if make:
+            with suppress(FileExistsError):
+                os.mkdir(name, dir_fd=self.descriptor)
+        path = self.path / name
+        return Folder(path, _open_plain_folder(name, self.descriptor, path))
+
+    @contextmanager
+    def holding(self, name: str, *, make: bool = False) -> Iterator[tuple[Folder, str]]:
+        """The folder that holds `name` and its last part: this one and `a`, or for `a/b` the inner folder `a` and `b`."""
+        outer, _, last = name.rpartition("/")
+        if not outer:
+            yield self, last
+            return
+        with self.inner(outer, make=make) as folder:
+            yield folder, last
+
+    def find(self, name: str) -> os.stat_result | None:
+        """What has this name, without following a link; None where nothing has."""
+        try:
+            return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def require_replaceable(self, name: str) -> None:
+        """Refuses to write over what is neither a regular file nor a link.
+
+        Raises:
+            InputRefused: the name is that of a folder, a pipe, a device or a socket.
+        """
+        found = self.find(name)
+        if found and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+            raise InputRefused(
+                f"`{self.path / name}` is in the way: it is {_kind(found.st_mode)}", hint="remove it, or write elsewhere"
+            )
+
+    def begin(self, name: str) -> NewFile:
+        """A new, empty file that will take the place of `name`.
+
+        Args:
+            name: plain name.
+
+        Raises:
+            InputRefused: see `require_replaceable`.
+            OSError: it cannot be made.
+        """
+        self.require_replaceable(name)
+        temporary = temporary_name()
+        descriptor = os.open(temporary, CREATE, 0o666, dir_fd=self.descriptor)
+        with suppress(OSError):  # tells a later run that this one is alive; not every network disk has locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return NewFile(self, name, temporary, os.fdopen(descriptor, "w+b", buffering=0))
+
+    def begin_link(self, name: str, target: str) -> NewEntry:
+        """A new symbolic link that will take the place of `name`; see `begin`."""
+        self.require_replaceable(name)
+        temporary = temporary_name()
+        os.symlink(target, temporary, dir_fd=self.descriptor)
+        return NewEntry(self, name, temporary)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replaces `name`, which may be `a/b`, by a file with this content; it is on the disk when this returns."""
+        with self.holding(name, make=True) as (folder, last), folder.begin(last) as new:
+            new.write(content)
+            new.sync()
+            new.place()
+
+    def write_together(self, files: Mapping[str, Content]) -> None:
+        """Replaces several files; all are complete on the disk before the first of them appears.
+
+        Args:
+            files: name (or `a/b`) to the content.
+
+        Raises:
+            InputRefused: see `require_replaceable`.
+            OSError: writing failed; nothing has changed then, unless a rename itself failed.
+        """
+        with ExitStack() as stack:
+            new = [self._prepared(stack, name, content) for name, content in files.items()]
+            for entry in new:
+                entry.place()
+            for entry in new:
+                entry.folder.sync()
+
+    def _prepared(self, stack: ExitStack, name: str, content: Content) -> NewEntry:
+        """The content on the disk, under a name for the time being."""
+        outer = name.rpartition("/")[0]
+        if outer and not self.find(outer):
+            stack.callback(self._remove_empty, outer)
+        folder, last = stack.enter_context(self.holding(name, make=True))
+        if isinstance(content, Link):
+            return stack.enter_context(folder.begin_link(last, content.target))
+        new = stack.enter_context(folder.begin(last))
+        if callable(content):
+            content(new.file)
+        else:
+            new.write(content)
+        new.sync()
+        return new
+
+    def _remove_empty(self, name: str) -> None:
+        with suppress(OSError):  # it holds something by now
+            os.rmdir(name, dir_fd=self.descriptor)
+
+    def open_file(self, name: str) -> BinaryIO:
+        """Opens a regular file for reading, never through a link; a pipe is not waited for.
+
+        Raises:
+            OSError: it is missing, or not a regular file.
+        """
+        descriptor = os.open(name, READ, dir_fd=self.descriptor)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or not _same(found, self.find(name)):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", str(self.path / name))
+        return os.fdopen(descriptor, "rb")
+
+    def read(self, name: str, limit: int) -> bytes | None:
+        """The content of a regular file of at most `limit` bytes; None for anything else, a link too."""
+        try:
+            with self.open_file(name) as file:
+                content = file.read(limit + 1)
+        except OSError:
+            return None
+        return content if len(content) <= limit else None
+
+    def rename(self, old: str, new: str) -> None:
+        """Renames within the folder; what has the new name is replaced."""
+        os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+
+    def remove(self, name: str) -> None:
+        """Removes a file or link, if it is there."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.descriptor)
+
+    def remove_inner(self, name: str) -> None:
+        """Removes a file or link in this folder or, as `a/b`, in one inside it, if it is there."""
+        with suppress(FileNotFoundError), self.holding(name) as (folder, last):
+            folder.remove(last)
+
+    def sweep(self) -> None:
+        """Removes what runs that were killed have left half-written."""
+        for name in os.listdir(self.descriptor):
+            if TEMPORARY.fullmatch(name) and not self._is_being_written(name):
+                with suppress(OSError):
+                    self.remove(name)
+
+    def _is_being_written(self, name: str) -> bool:
+        try:
+            descriptor = os.open(name, READ, dir_fd=self.descriptor)
+        except OSError:  # a link
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def sync(self) -> None:
+        """Makes renames in the folder durable."""
+        os.fsync(self.descriptor)
+
+
+class NewEntry:
+    """A file or link under a name for the time being; leaving the context without `place` removes it.
+
+    Attributes:
+        folder: that it lies in.
+        path: where it lies until it is placed, for reading.
+    """
+
+    def __init__(self, folder: Folder, name: str, temporary: str) -> None:
+        self.folder = folder
+        self.path = folder.path / temporary
+        self._name, self._temporary = name, temporary
+        self._placed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._placed:
+            self.folder.remove(self._temporary)
+        if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
+            error.filename = str(self.folder.path / self._name)  # system calls on a descriptor name nothing
+
+    def place(self) -> None:
+        """Gives it its final name."""
+        self.folder.rename(self._temporary, self._name)
+        self._placed = True
+
+
+class NewFile(NewEntry):
+    """A new file.
+
+    Attributes:
+        file: open for writing and reading, unbuffered.
+    """
+
+    def __init__(self, folder: Folder, name: str, temporary: str, file: BinaryIO) -> None:
+        super().__init__(folder, name, temporary)
+        self.file = file
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.file.close()
+        super().__exit__(kind, error, trace)
+
+    def write(self, content: bytes) -> None:
+        """Appends all of `content`, whatever the short writes."""
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(self.file.fileno(), rest) :]
+
+    def sync(self) -> None:
+        """Puts the content on the disk; a file is placed after that."""
+        os.fsync(self.file.fileno())
+
+
+def is_inner(name: str) -> bool:
+    """Whether `name` is a file's name, or one in a folder: `a` or `a/b`, and nothing that leads elsewhere."""
+    parts = name.split("/")
+    return len(parts) <= 2 and not {"", ".", ".."} & {*parts} and "\0" not in name
+
+
+def temporary_name() -> str:
+    """A name that nobody can foresee."""
+    return f".llmconv-{secrets.token_hex(8)}.part"
+
+
+def replace_file(path: Path, content: Content) -> None:
+    """Replaces one file that the user named, durably and in one step.
+
+    Args:
+        path: of the file; its folder must be there.
+        content: of the file.
+
+    Raises:
+        InputRefused: it is a link (the user shall name what it leads to), a folder, a pipe or a device.
+        OSError: writing failed; what was there is unchanged.
+    """
+    with Folder.open(path.parent) as folder:
+        require_plain(path)
+        folder.write_together({path.name: content})
+
+
+def require_plain(path: Path) -> None:
+    """Refuses a file that the user named and that is not a regular one, or not there yet.
+
+    Raises:
+        InputRefused: it is a link, a folder, a pipe or a device.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if not stat.S_ISREG(mode):
+        hint = "name the file that it leads to" if stat.S_ISLNK(mode) else "give the name of a file"
+        raise InputRefused(f"`{path}` is {_kind(mode)}, so it is not written to", hint=hint)
+
+
+def _open_plain_folder(name: str | Path, descriptor: int | None, path: Path) -> int:
+    """A descriptor of the folder called so, which is not reached through a link."""
+    try:
+        opened = os.open(name, DIRECTORY | NOFOLLOW, dir_fd=descriptor)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EMLINK):  # the last one is FreeBSD's
+            raise _not_a_folder(path) from error
+        raise
+    if not _same(os.fstat(opened), os.stat(name, dir_fd=descriptor, follow_symlinks=False)):
+        os.close(opened)
+        raise _not_a_folder(path)
+    return opened
+
+
+def _not_a_folder(path: Path) -> MalformedInput:
+    return MalformedInput(
+        f"`{path}` is a link or a file where a folder should be, and nothing is written through it",
+        hint="remove it, and look at who put it there",
+    )
+
+
+def _same(one: os.stat_result, other: os.stat_result | None) -> bool:
+    return other is not None and os.path.samestat(one, other)
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe"}
+    return kinds.get(stat.S_IFMT(mode), "a device or socket")
