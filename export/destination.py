@@ -21,7 +21,6 @@ from llmconv.staging import StagedFolder, failing_safely, require_free
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 from llmconv.writer import require_space, write_checkpoint
 
-
 BLOCK = 4096
 """Bytes that a file is rounded up to on most disks."""
 
@@ -67,7 +66,7 @@ class InPlace:
     overwrite: bool
 
     def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
-        """Refuses linked weights, what no file can replace, weights of another dtype, and existing graphs without `overwrite`."""
+        """Refuses linked weights or weights of another dtype, what cannot be replaced, and graphs without `overwrite`."""
         tensors = file_tensors(checkpoint)
         links = sorted({tensor.path.name for tensor in tensors.values() if tensor.path.is_symlink()})
         if links:

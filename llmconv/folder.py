@@ -45,6 +45,7 @@ Content = bytes | Link | Callable[[BinaryIO], object]
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NONBLOCK | NOFOLLOW | os.O_CLOEXEC
+APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | NOFOLLOW | os.O_CLOEXEC
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | NOFOLLOW | os.O_CLOEXEC
 
 
@@ -142,7 +143,8 @@ class Folder:
         found = self.find(name)
         if found and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
             raise InputRefused(
-                f"`{self.path / name}` is in the way: it is {_kind(found.st_mode)}", hint="remove it, or write elsewhere"
+                f"`{self.path / name}` is in the way: it is {_kind(found.st_mode)}",
+                hint="remove it, or write elsewhere",
             )
 
     def begin(self, name: str) -> NewFile:
@@ -234,6 +236,24 @@ class Folder:
         except OSError:
             return None
         return content if len(content) <= limit else None
+
+    def open_to_append(self, name: str) -> BinaryIO:
+        """Opens a regular file to read it and to append to it, or makes it; for a file that grows over several runs.
+
+        Raises:
+            InputRefused: it is a link, or has another name somewhere else, or is not a regular file.
+            OSError: it may not be opened.
+        """
+        require_plain(self.path / name)
+        descriptor = os.open(name, APPEND, 0o666, dir_fd=self.descriptor)
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and _same(found, self.find(name)):
+            return os.fdopen(descriptor, "r+b", buffering=0)
+        os.close(descriptor)
+        raise InputRefused(
+            f"`{self.path / name}` has another name somewhere else (a hard link), so it is not written to",
+            hint="remove it, or give another name",
+        )
 
     def rename(self, old: str, new: str) -> None:
         """Renames within the folder; what has the new name is replaced."""

@@ -20,11 +20,14 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import BinaryIO
 
 import numpy as np
 import onnx
 
 from llmconv.errors import OutputFailed, UsageProblem
+from llmconv.folder import Content, Folder
+from llmconv.streaming import write_fully
 from llmconv.tensors import Array
 from llmconv.verify.compare import GATES, ULP_SHARE, ULPS, rms
 from llmconv.verify.proof import Piece
@@ -195,9 +198,8 @@ def _write(folder: Path, files: Mapping[str, bytes], model: onnx.ModelProto, wei
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        for name, content in files.items():
-            (staged / name).write_bytes(content)
-        _save(model, weights, staged / "piece.onnx")
+        with Folder.open_own(staged) as home:
+            home.write_together({**files, **_graph_files(model, weights)})
         staged.chmod(0o777 & ~_umask())
         os.rename(staged, folder)  # onto an empty folder too
     except BaseException:
@@ -211,7 +213,7 @@ def _umask() -> int:
     return mask
 
 
-def _save(model: onnx.ModelProto, weights: Path, path: Path) -> None:
+def _graph_files(model: onnx.ModelProto, weights: Path) -> dict[str, Content]:
     """The piece with the values of its weights, in its own file or, where they are many, in one beside it."""
     for tensor in model.graph.initializer:
         if tensor.external_data:
@@ -219,7 +221,18 @@ def _save(model: onnx.ModelProto, weights: Path, path: Path) -> None:
             assert values is not None
             name = tensor.name
             tensor.CopyFrom(onnx.numpy_helper.from_array(values, name))
-    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) <= INLINE_LIMIT:
-        onnx.save(model, path)
-    else:
-        onnx.save(model, path, save_as_external_data=True, location="weights.bin")
+    blocks = [tensor.raw_data for tensor in model.graph.initializer]
+    if sum(map(len, blocks)) <= INLINE_LIMIT:
+        return {"piece.onnx": model.SerializeToString()}
+    position = 0
+    for tensor, block in zip(model.graph.initializer, blocks, strict=True):
+        if block:
+            onnx.external_data_helper.set_external_data(tensor, "weights.bin", position, len(block))
+            tensor.ClearField("raw_data")
+            position += len(block)
+
+    def write(file: BinaryIO) -> None:
+        for block in blocks:
+            write_fully(file.fileno(), memoryview(block))
+
+    return {"piece.onnx": model.SerializeToString(), "weights.bin": write}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
 from llmconv.errors import OutputFailed
+from llmconv.folder import Folder
 from llmconv.verify.html import render_html
 from llmconv.verify.report import LINE_LIMIT, NAME_LIMIT, Check, Report, clean
 
@@ -20,26 +23,51 @@ MARKDOWN_ROWS = 200
 COLUMNS = ("verdict", "scenario", "graph", "output", "sigma", "worst row", "max abs", "detail")
 
 
+NAMES = ("report.json", "junit.xml", "summary.md", "report.html")
+ROOM = 1 << 20
+"""Bytes that a report may take."""
+
+
 def write_report(report: Report, folder: Path) -> None:
     """Writes the four files into `folder`, which is made if need be.
 
     Raises:
         OutputFailed: a file cannot be written.
     """
-    files = {
-        "report.json": render_json(report),
-        "junit.xml": render_junit(report),
-        "summary.md": render_markdown(report),
-        "report.html": render_html(report),
-    }
+    texts = (render_json(report), render_junit(report), render_markdown(report), render_html(report))
+    files = dict(zip(NAMES, texts, strict=True))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        with Folder.open(folder) as home:
+            home.sweep()
+            home.write_together({name: text.encode("utf-8", "replace") for name, text in files.items()})
     except OSError as error:
         raise OutputFailed(
             f"cannot write the report to `{folder}`: {error.strerror}", hint="give another folder to `--report`"
         ) from error
+
+
+def check_report(folder: Path) -> None:
+    """Refuses before anything is compared a folder to which the report could not be written.
+
+    Raises:
+        InputRefused: something in the way is neither a file nor a link.
+        OutputFailed: it may not be written to, or its disk is full.
+    """
+    home = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    problem = "" if home.is_dir() else f"`{home}` is not a folder"
+    if not problem and not os.access(home, os.W_OK | os.X_OK):
+        problem = f"`{home}` may not be written to"
+    if not problem and shutil.disk_usage(home).free < ROOM:
+        problem = "no space left"
+    if problem:
+        raise OutputFailed(
+            f"cannot write the report to `{folder}`: {problem}", hint="give another folder to `--report`"
+        )
+    if home == folder.absolute():
+        with Folder.open(folder) as opened:
+            for name in NAMES:
+                opened.require_replaceable(name)
 
 
 def render_json(report: Report) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmconv.bench.result import Cell, Comparison
 from llmconv.errors import InputRefused, UsageProblem
+from llmconv.folder import replace_file
 
 KINDS = (".png", ".svg", ".pdf")
 PANELS = (("prefill", "prompt tokens/s"), ("decode", "new tokens/s"))
@@ -41,7 +42,7 @@ def write_plot(result: Comparison, path: Path) -> None:
             _draw(axes, [cell for cell in result.cells if cell.batch == batch], result.candidates, kind)
             axes.set(title=f"batch size {batch}", xlabel="tokens of the prompt", ylabel=label)
     panels[0][0].legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    replace_file(path, lambda file: figure.savefig(file, dpi=150, format=path.suffix[1:].lower()))
 
 
 def _draw(axes: Any, cells: Sequence[Cell], candidates: Sequence[str], kind: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from llmconv.bench.result import Cell, Comparison
+from llmconv.folder import replace_file
 
 HEAD = ("batch", "length", "candidate", "prompt tokens/s", "new tokens/s", "times first's", "peak MB", "tokens")
 
@@ -59,7 +61,8 @@ def write_csv(result: Comparison, path: Path) -> None:
         {**cell.as_dict(), "versions": " ".join(f"{p}={v}" for p, v in result.versions[cell.candidate].items())}
         for cell in result.cells
     ]
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    replace_file(path, text.getvalue().encode())

@@ -83,10 +83,12 @@ def command(
     from llmconv.bench import Candidate, bench
     from llmconv.bench.plot import require_plotting, write_plot
     from llmconv.bench.table import table, write_csv
+    from llmconv.folder import require_plain
 
     for file in filter(None, (csv_file, plot_file)):
         if not file.parent.is_dir():
             raise OutputFailed(f"`{file}` lies in no folder", hint=f"make the folder `{file.parent}` first")
+        require_plain(file)
     if plot_file:
         require_plotting(plot_file)
     interpreters = _interpreters(pythons)

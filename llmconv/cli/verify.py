@@ -82,9 +82,11 @@ def command(
     """
     from llmconv.runtime import SessionSettings
     from llmconv.verify.github import annotation_lines
-    from llmconv.verify.report_files import write_report
+    from llmconv.verify.report_files import check_report, write_report
 
     _require_fitting(folder, graphs, asked)
+    if report_folder:
+        check_report(report_folder)
     started = time.perf_counter()
     report = _verified(folder, graphs, asked, settings=SessionSettings(threads=threads), show=not as_json)
     if report_folder:

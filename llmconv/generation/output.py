@@ -11,8 +11,10 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from llmconv.errors import InputRefused, OutputFailed
+from llmconv.folder import Folder, require_plain
 from llmconv.generation.prompts import Prompt
 from llmconv.generation.report import Completion
+from llmconv.streaming import write_fully
 
 SIDE_FILE = ".{}.options.json"
 """Hidden beside the file: what its lines are made with."""
@@ -49,6 +51,7 @@ class CompletionFile:
             )
         if overwrite:
             self._remove()
+        require_plain(path)
         self.done, self._size = self._finished(prompts)
         self._file = self._open()
 
@@ -62,8 +65,7 @@ class CompletionFile:
         made = [{**fields, **_as_dict(one)} for fields, one in zip(given, completions, strict=True)]
         lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made)
         try:
-            self._file.write(lines.encode("utf-8", errors="surrogatepass"))
-            self._file.flush()
+            write_fully(self._file.fileno(), memoryview(lines.encode("utf-8", errors="surrogatepass")))
             os.fsync(self._file.fileno())
         except OSError as error:
             raise self._failed(error) from error
@@ -88,7 +90,7 @@ class CompletionFile:
             return 0, 0
         if not self._side.is_file():
             self._refuse("is there already, and nothing tells how it was made")
-        if self._side.read_text(encoding="utf-8") != self._made_with:
+        if self._side.read_bytes() != self._made_with.encode():
             self._refuse("was begun with other prompts or options, or another model")
         for line, prompt in zip(lines, prompts, strict=False):
             if _prompt_of(line) != prompt.content:
@@ -99,8 +101,9 @@ class CompletionFile:
 
     def _open(self) -> BinaryIO:
         try:
-            self._side.write_text(self._made_with, encoding="utf-8")
-            file = open(self._path, "ab")  # noqa: SIM115 - closed by __exit__
+            with Folder.open(self._path.parent) as folder:
+                folder.write(self._side.name, self._made_with.encode())
+                file = folder.open_to_append(self._path.name)
             file.truncate(self._size)  # half a line of a run that was killed
         except OSError as error:
             raise self._failed(error) from error
