@@ -66,7 +66,7 @@ class InPlace:
     overwrite: bool
 
     def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
-        """Refuses linked weights or weights of another dtype, what cannot be replaced, and graphs without `overwrite`."""
+        """Refuses linked weights, weights of another dtype, what cannot be replaced, graphs without `overwrite`."""
         tensors = file_tensors(checkpoint)
         links = sorted({tensor.path.name for tensor in tensors.values() if tensor.path.is_symlink()})
         if links:

@@ -17,6 +17,10 @@ SHOWN = 500
 """Characters of a message: what a file names may be longer."""
 
 
+OUT_OF_MEMORY = ("can't allocate memory", "std::bad_alloc", "bad allocation", "Failed to allocate memory")
+"""What torch's and onnxruntime's exceptions say of it; they have no class of their own."""
+
+
 def printable(text: str) -> str:
     """One line that a terminal can show: what a file names may hold line breaks and escape sequences."""
     shown = text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
@@ -63,6 +67,11 @@ class Inconclusive(LlmconvError):
     """Nothing could be compared, so nothing is claimed."""
 
     exit_code = 5
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out: Python's, numpy's, torch's or onnxruntime's."""
+    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def first_line(error: Exception, length: int = 300) -> str:

@@ -1,9 +1,9 @@
 """Folder: a folder held by a descriptor, in which files are made that no planted link can lead elsewhere.
 
 A model folder may have been filled by a stranger. So every file that llmconv writes into a folder is created anew under
-a random name (`O_CREAT | O_EXCL | O_NOFOLLOW`), in the folder that the descriptor holds, and renamed over its final name
-within that same descriptor. What has that name already is replaced if it is a file or a link, never opened; a pipe, a
-device or a folder is refused. Modes follow the umask.
+a random name (`O_CREAT | O_EXCL | O_NOFOLLOW`), in the folder that the descriptor holds, and renamed over its final
+name within that same descriptor. What has that name already is replaced if it is a file or a link, never opened; a
+pipe, a device or a folder is refused. Modes follow the umask.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Folder:
 
     @contextmanager
     def holding(self, name: str, *, make: bool = False) -> Iterator[tuple[Folder, str]]:
-        """The folder that holds `name` and its last part: this one and `a`, or for `a/b` the inner folder `a` and `b`."""
+        """The folder that `name` lies in, and its last part: this one and `a`, or for `a/b` the inner `a` and `b`."""
         outer, _, last = name.rpartition("/")
         if not outer:
             yield self, last
@@ -143,8 +143,8 @@ class Folder:
         found = self.find(name)
         if found and not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
             raise InputRefused(
-                f"`{self.path / name}` is in the way: it is {_kind(found.st_mode)}",
-                hint="remove it, or write elsewhere",
+                f"`{self.path / name}` is {_kind(found.st_mode)}, which no file replaces",
+                hint="move it out of the way",
             )
 
     def begin(self, name: str) -> NewFile:

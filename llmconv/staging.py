@@ -143,7 +143,7 @@ class StagedFolder:
 
     @contextmanager
     def new_file(self, name: str) -> Iterator[NewFile]:
-        """The file `name` to write, which the caller places; it may lie one folder down, as `rank_0/model.ckpt` does."""
+        """The file `name` to write, which the caller places; `rank_0/model.ckpt` lies one folder down."""
         assert is_inner(name), name
         with self._folder.holding(name, make=True) as (folder, last), folder.begin(last) as new:
             yield new

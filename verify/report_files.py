@@ -24,6 +24,7 @@ COLUMNS = ("verdict", "scenario", "graph", "output", "sigma", "worst row", "max 
 
 
 NAMES = ("report.json", "junit.xml", "summary.md", "report.html")
+ANOTHER = "give another folder to `--report`"
 ROOM = 1 << 20
 """Bytes that a report may take."""
 
@@ -42,9 +43,7 @@ def write_report(report: Report, folder: Path) -> None:
             home.sweep()
             home.write_together({name: text.encode("utf-8", "replace") for name, text in files.items()})
     except OSError as error:
-        raise OutputFailed(
-            f"cannot write the report to `{folder}`: {error.strerror}", hint="give another folder to `--report`"
-        ) from error
+        raise OutputFailed(f"cannot write the report to `{folder}`: {error.strerror}", hint=ANOTHER) from error
 
 
 def check_report(folder: Path) -> None:
@@ -61,9 +60,7 @@ def check_report(folder: Path) -> None:
     if not problem and shutil.disk_usage(home).free < ROOM:
         problem = "no space left"
     if problem:
-        raise OutputFailed(
-            f"cannot write the report to `{folder}`: {problem}", hint="give another folder to `--report`"
-        )
+        raise OutputFailed(f"cannot write the report to `{folder}`: {problem}", hint=ANOTHER)
     if home == folder.absolute():
         with Folder.open(folder) as opened:
             for name in NAMES:

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import traceback
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -16,8 +17,12 @@ import click
 
 from llmconv import __version__
 from llmconv.cli.options import VERBOSE
-from llmconv.errors import LlmconvError, UsageProblem
+from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, first_line, is_out_of_memory, printable
 
+DEFECT = 70
+"""Exit code of an error that llmconv did not foresee: `EX_SOFTWARE` of sysexits.h."""
+
+MEMORY = "end other programs, or take smaller batches, shorter lengths or, in `verify`, `--low-memory`"
 INTERRUPTED = "run the same command again; where it has `--resume`, that keeps what was finished"
 
 COMMANDS = (
@@ -97,8 +102,9 @@ class LazyGroup(click.Group):
             problem = f"reading or writing failed: {error.strerror or error} ({error.filename or 'stdout'})"
             self._fail(ctx, problem, "see that there is space, and that files can be read and written", 4)
         except Exception as error:  # a defect of ours or of a library: never exit code 1, which means a difference
-            problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
-            self._fail(ctx, problem, "this should have been a clear message; `-v` shows where it comes from", 3)
+            if is_out_of_memory(error):
+                self._fail(ctx, "out of memory", MEMORY, OutputFailed.exit_code)
+            self._fail(ctx, *_defect(ctx, error), DEFECT)
 
     def _fail_usage(self, error: click.UsageError) -> NoReturn:
         """What click says of arguments, in the form of every other error; where none are given it shows the help."""
@@ -113,6 +119,15 @@ class LazyGroup(click.Group):
             traceback.print_exc()
         click.echo(f"error: {message}\n\nhint: {hint}", err=True)
         ctx.exit(exit_code)
+
+
+def _defect(ctx: click.Context, error: Exception) -> tuple[str, str]:
+    """The line to report (version, command, error and where it was raised) and what to do with it."""
+    command = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
+    frame = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" ({Path(frame[0].filename).name}:{frame[0].lineno})" if frame else ""
+    line = f"llmconv {__version__} has a defect: {command}: {type(error).__name__}: {first_line(error)}{place}"
+    return printable(line), "report this line with the command that you gave; `-v` shows where it comes from"
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -133,6 +148,6 @@ def main() -> None:
     llmconv bench      MODEL --against OTHER   how fast they are
 
     Exit codes: 0 done and true, 1 a difference was found, 2 usage, 3 input refused,
-    4 I/O failed (safe to --resume), 5 nothing could be compared,
+    4 I/O failed (safe to --resume), 5 nothing could be compared, 70 a defect of llmconv,
     130 interrupted and 143 terminated (--resume goes on).
     """
