@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
@@ -94,12 +94,14 @@ def apply_delta(
         kind, tuned, checksum = _tuned(model, path, dtype, whole=dry_run)
     warn_all(tuned.warnings)
     plan = plan_checkpoint(tuned, max_shard_size)
-    check_output(plan, Path(output), overwrite, [model.path, path])
+    check_output(plan, Path(output), overwrite, [model.path, path], resume=resume)
     if not dry_run:
         options = {"delta": path.absolute().name, "kind": kind, "dtype": None if dtype == "keep" else dtype}
         steps = [*steps_of_weights(model.path), step("delta-apply", model.path.absolute(), **options)]
         sources = _sources(output, model.path, path)
-        write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+        done = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+        if done.found:
+            return Applied(replace(plan, found=True), kind)
         warn_all(checksum.problems() if checksum else ())
     return Applied(plan, kind)
 
@@ -157,7 +159,7 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
         plan = low_rank.plan
     warn_all((*below.warnings, *above.warnings, *plan.warnings))
     kind = "low-rank" if low_rank else "exact"
-    check_output(plan, Path(output), overwrite, [below.path, above.path])
+    check_output(plan, Path(output), overwrite, [below.path, above.path], resume=resume)
     if dry_run:
         return Extracted(plan, kind, whole=low_rank.whole if low_rank else ())
     options = {"tuned": above.path.absolute().name, "rank": rank, "dtype": None if dtype == "keep" else dtype}
@@ -165,8 +167,9 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
     sources = _sources(output, below.path, above.path)
     manifest = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
     size = sum(manifest.files[shard.name]["bytes"] for shard in plan.shards)
-    if low_rank is None:
-        return Extracted(plan, kind, size)
+    plan = replace(plan, found=manifest.found)
+    if low_rank is None or manifest.found:
+        return Extracted(plan, kind, size, whole=low_rank.whole if low_rank else ())
     return Extracted(plan, kind, size, low_rank.captured(), low_rank.captured_overall(), low_rank.whole)
 
 

@@ -53,12 +53,13 @@ def from_hf(
     assert chosen.save
     plan = chosen.save(with_cast(checkpoint, dtype), shards)
     warn_all((*checkpoint.warnings, *plan.warnings, *_left_behind(plan, to)))
-    check_output(plan, Path(output), overwrite, [checkpoint.path])
+    check_output(plan, Path(output), overwrite, [checkpoint.path], resume=resume)
     if not dry_run:
-        done = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
-        steps = [*steps_of_weights(checkpoint.path), done]
+        made = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
+        steps = [*steps_of_weights(checkpoint.path), made]
         sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())
-        write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+        done = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+        plan = replace(plan, found=done.found)
     return plan
 
 

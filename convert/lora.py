@@ -98,11 +98,14 @@ def merge_lora(
     merge = plan_merge(checkpoint, opened, recipe)
     warn_all(merge.warnings)
     inputs = [checkpoint.path, *map(Path, paths), *(file for item in opened for file in item.weights)]
-    check_output(merge.plan, Path(output), overwrite, inputs)
+    check_output(merge.plan, Path(output), overwrite, inputs, resume=resume)
     if not dry_run:
         steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, recipe, options["alpha"])]
         sources = _sources(checkpoint, opened)
-        write_checkpoint(merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+        done = write_checkpoint(
+            merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume
+        )
+        merge = replace(merge, plan=replace(merge.plan, found=done.found))
     return _checked(merge, Path(output), recipe) if check else merge
 
 

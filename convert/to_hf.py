@@ -13,7 +13,7 @@ from llmconv.convert.formats import by_name, detect
 from llmconv.convert.state_dict import check_complete
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import UsageProblem
-from llmconv.manifest import step
+from llmconv.manifest import Manifest, step
 from llmconv.packing.unpacking import unpacked
 from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
@@ -65,21 +65,22 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, options)
     plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
     warn_all(checkpoint.warnings)
-    check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path])
+    check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
     if not dry_run:
         told = {"config": [path.name for path in configs] or None, "dtype": dtype}
         named = {"tokenizer": Path(tokenizer).name if tokenizer else None, "base": base.name if base else None}
-        _write(plan, Path(output), base, options | named | told, overwrite=overwrite, resume=resume)
+        done = _write(plan, Path(output), base, options | named | told, overwrite=overwrite, resume=resume)
+        plan = replace(plan, found=done.found)
     return plan
 
 
 def _write(
     plan: Plan, output: Path, base: Path | None, told: Mapping[str, Any], *, overwrite: bool, resume: bool
-) -> None:
+) -> Manifest:
     source = plan.checkpoint.path
     steps = [step("to-hf", source, format=plan.checkpoint.format, **told)]
     sources = [file for path in (source, base) if path for file in files_under(path, output)]
-    write_checkpoint(plan, output, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+    return write_checkpoint(plan, output, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
 
 
 def open_training(

@@ -16,6 +16,7 @@ from llmconv.export.trace import TracedGraph
 from llmconv.folder import Content, Folder, Link
 from llmconv.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.plan import json_bytes, plan_checkpoint
+from llmconv.progress import say
 from llmconv.safetensors_io import FileTensor
 from llmconv.staging import StagedFolder, failing_safely, require_free
 from llmconv.tensors import BY_NAME, LazyTensor, cast
@@ -64,6 +65,7 @@ class InPlace:
     folder: Path
     dtype: str
     overwrite: bool
+    resume: bool = False
 
     def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
         """Refuses linked weights, weights of another dtype, what cannot be replaced, graphs without `overwrite`."""
@@ -84,7 +86,7 @@ class InPlace:
         _require_replaceable(self.folder, [*drawing.dressing.names, MANIFEST])
         names = drawing.replaced(read_manifest(self.folder).graphs)
         existing = [name for name in names if os.path.lexists(self.folder / name)]
-        if existing and not self.overwrite:
+        if existing and not self.overwrite and not self.resume:
             raise InputRefused(f"`{self.folder / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
     def write(
@@ -95,12 +97,15 @@ class InPlace:
         mapped = _bind_all(graphs, tensors)
         drawn = drawing.draw(graphs, self.folder, _files(tensors))
         manifest = read_manifest(self.folder)
+        before = {name for entry in manifest.graphs.values() for name in files_of(entry)}
         manifest.files |= {name: _entry(content) for name, content in drawn.files.items()}
         replaced = _forget_replaced(manifest, drawn)
         _forget_missing(manifest, self.folder, drawn)
         manifest.graphs.update(drawn.entries)
         manifest.steps = [*(old for old in manifest.steps if old != step), step]
         files: dict[str, Content] = {**drawn.files, MANIFEST: manifest.encode()}
+        if self.resume and not self.overwrite and self._is_complete(files, before):
+            return Sizes(drawn.nbytes, mapped, 0)
         sizes = [len(content) if isinstance(content, bytes) else 0 for content in files.values()]
         require_space(self.folder, sum(BLOCK * -(-size // BLOCK) for size in sizes), home=self.folder)
         with failing_safely(), Folder.open(self.folder) as folder:
@@ -109,6 +114,19 @@ class InPlace:
             for name in replaced:
                 folder.remove_inner(name)
         return Sizes(drawn.nbytes, mapped, 0)
+
+    def _is_complete(self, files: Mapping[str, Content], before: set[str]) -> bool:
+        """Whether every file is there as it would be written; a graph of other options is refused."""
+        same = {name for name, content in files.items() if _is_there(self.folder / name, content)}
+        other = sorted(name for name in (before & files.keys()) - same if os.path.lexists(self.folder / name))
+        if other:
+            raise InputRefused(
+                f"`{self.folder / other[0]}` already exists, made with other options or of another model",
+                hint="give `--overwrite` to replace it",
+            )
+        if len(same) == len(files):
+            say(f"the graphs in `{self.folder}` are complete: nothing to resume")
+        return len(same) == len(files)
 
 
 @dataclass(frozen=True)
@@ -123,7 +141,7 @@ class NewFolder:
 
     def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
         """Refuses an existing folder without `overwrite`, and one inside the model's."""
-        require_free(self.folder, self.overwrite, [checkpoint.path])
+        require_free(self.folder, self.overwrite, [checkpoint.path], resume=self.resume)
 
     def write(
         self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]
@@ -144,7 +162,7 @@ class NewFolder:
             sizes.append(Sizes(drawn.nbytes, mapped, plan.nbytes))
 
         plan = plan_checkpoint(self._cast(checkpoint), self.max_shard_size)
-        write_checkpoint(
+        done = write_checkpoint(
             plan,
             self.folder,
             steps=[*steps_of_weights(checkpoint.path), step],
@@ -153,7 +171,7 @@ class NewFolder:
             resume=self.resume,
             finish=add_graphs,
         )
-        return sizes[0]
+        return Sizes(graph_bytes(done), plan.nbytes, 0) if done.found else sizes[0]
 
     def _cast(self, checkpoint: Checkpoint) -> Checkpoint:
         if self.dtype == "keep":
@@ -185,6 +203,19 @@ def _bind_all(graphs: Mapping[str, TracedGraph], tensors: Mapping[str, FileTenso
 def _files(tensors: Mapping[str, FileTensor]) -> tuple[str, ...]:
     """The files that hold the weights."""
     return tuple(sorted({tensor.path.name for tensor in tensors.values()}))
+
+
+def _is_there(path: Path, content: Content) -> bool:
+    """Whether a file or link is as it would be written."""
+    if isinstance(content, Link):
+        return path.is_symlink() and os.readlink(path) == content.target
+    return path.is_file() and not path.is_symlink() and path.read_bytes() == content
+
+
+def graph_bytes(manifest: Manifest) -> int:
+    """Bytes of the graphs that a manifest lists."""
+    names = {name for entry in manifest.graphs.values() for name in files_of(entry)}
+    return sum(manifest.files[name]["bytes"] for name in names if "bytes" in manifest.files.get(name, {}))
 
 
 def _entry(content: Content) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     wanted = forms(roles, shapes, cache, batch_size, max_seq_len, prompt_len, decoder.embeddings, target)
     dressing = Dressing(layouts, Model(decoder_config(decoder.config), decoder.input_map, _generation(folder), cache))
     drawing = Drawing(wanted, dressing, options)
-    destination: Destination = InPlace(folder, dtype, overwrite or dry_run)
+    destination: Destination = InPlace(folder, dtype, overwrite or dry_run, resume)
     if output and output.resolve() != folder.resolve():
         destination = NewFolder(output, dtype, max_shard_size, overwrite, resume)
     destination.check(checkpoint, drawing)

@@ -26,12 +26,16 @@ MANIFEST = "llmconv.json"
 
 @dataclass
 class Manifest:
-    """The content of `llmconv.json`; see the module's docstring."""
+    """The content of `llmconv.json`; see the module's docstring.
+
+    `found` is no part of it: the folder was complete before the run, which wrote nothing.
+    """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     graphs: dict[str, dict[str, Any]] = field(default_factory=dict)
     manifest_version: int = 1
+    found: bool = False
 
     def encode(self) -> bytes:
         """The file's bytes: stable key order, so equal manifests are equal files."""

@@ -52,12 +52,14 @@ class Plan:
         shards: the files with tensors.
         small_files: the files beside them, by name, in the order in which they are written.
         warnings: what the output does not hold, one line each.
+        found: the output was complete before the run, which wrote nothing.
     """
 
     checkpoint: Checkpoint
     shards: tuple[Shard, ...]
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    found: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -188,13 +188,14 @@ class StagedFolder:
             ) from error
 
 
-def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
     """`--overwrite` replaces a folder that llmconv made, and nothing else that happens to have that name.
 
     Args:
         output: the folder to make.
         overwrite: it may be replaced.
         inputs: what the run reads; must not lie in it, nor it in one of them.
+        resume: a complete folder may be there; `write_checkpoint` looks whether it is the one to make.
 
     Raises:
         InputRefused: it is there, and may not be replaced, or it would lie in an input.
@@ -206,10 +207,12 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> 
         )
     if not os.path.lexists(output):
         return
-    if not overwrite and _is_complete(output):
+    if not overwrite and is_complete(output):
+        if resume:
+            return
         raise InputRefused(
             f"`{output}` already exists and is complete",
-            hint="there is nothing to resume; choose another `-o`, or give `--overwrite` to make it again",
+            hint="choose another `-o`, or give `--overwrite` to make it again",
         )
     if not overwrite:
         raise InputRefused(f"`{output}` already exists", hint="choose another `-o`, or give `--overwrite`")
@@ -220,7 +223,7 @@ def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = ()) -> 
         )
 
 
-def _is_complete(output: Path) -> bool:
+def is_complete(output: Path) -> bool:
     """Whether llmconv made the folder, every file has the size that it had then, and no other run was to replace it."""
     try:
         files = read_manifest(output).files

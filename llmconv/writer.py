@@ -19,11 +19,11 @@ from llmconv.crc import checked_reading
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.file_copy import can_clone, copy_file
 from llmconv.folder import NewFile
-from llmconv.manifest import Manifest
+from llmconv.manifest import MANIFEST, Manifest, file_entry, read_manifest
 from llmconv.plan import Plan, Shard
-from llmconv.progress import bytes_bar, warn_all
+from llmconv.progress import bytes_bar, say, warn_all
 from llmconv.safetensors_io import FileTensor, holds
-from llmconv.staging import StagedFolder, bytes_held, failing_safely, require_free
+from llmconv.staging import StagedFolder, bytes_held, failing_safely, is_complete, require_free
 from llmconv.streaming import stream_shard
 
 UNCHECKED = "`{}` was saved without checksums, so damage to it would not be noticed"
@@ -55,9 +55,12 @@ def write_checkpoint(
         finish: adds more files before the folder becomes visible.
 
     Raises:
-        InputRefused: `output` exists, the disk is too small, or a source is damaged (MalformedInput).
+        InputRefused: `output` exists, the disk is too small, or a source is damaged (MalformedInput). With `resume` an
+            `output` that is complete and of the same inputs and options is kept, and nothing is written.
         OutputFailed: writing failed.
     """
+    if resume and not overwrite and is_complete(output):
+        return _same_as_before(plan, output, steps, sources, adds=bool(finish))
     _reuse_freed_blocks()
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
         done = sum(entry["bytes"] for entry in folder.finished.values())
@@ -83,7 +86,26 @@ def write_checkpoint(
     return manifest
 
 
-def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Path]) -> None:
+def _same_as_before(
+    plan: Plan, output: Path, steps: Sequence[dict[str, Any]], sources: Sequence[Path], *, adds: bool
+) -> Manifest:
+    """The manifest of a complete folder, once it is known to be what this run would make."""
+    manifest = read_manifest(output)
+    made = (output / MANIFEST).stat().st_mtime_ns
+    changed = [source.name for source in sources if source.stat().st_mtime_ns > made]
+    replaced = {"config.json"} if adds else set()  # clients of graphs may add fields
+    small = {name: file_entry(content) for name, content in plan.small_files.items() if name not in replaced}
+    same = manifest.steps == json.loads(json.dumps(list(steps))) and small.items() <= manifest.files.items()
+    if changed or not same or not {shard.name for shard in plan.shards} <= manifest.files.keys():
+        why = f"`{changed[0]}` has changed since" if changed else "it was made of another input or with other options"
+        raise InputRefused(
+            f"`{output}` is complete, and {why}", hint="choose another `-o`, or give `--overwrite` to make it again"
+        )
+    say(f"`{output}` is complete: nothing to resume")
+    return replace(manifest, found=True)
+
+
+def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Path], *, resume: bool = False) -> None:
     """Refuses before anything is begun what would fail at the end.
 
     Args:
@@ -91,11 +113,14 @@ def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Pat
         output: the folder to make.
         overwrite: it may be replaced.
         inputs: what the run reads.
+        resume: it may be complete already.
 
     Raises:
         InputRefused: `output` is there and may not be replaced, lies in an input, or the disk is too small.
     """
-    require_free(output, overwrite, inputs)
+    require_free(output, overwrite, inputs, resume=resume)
+    if resume and not overwrite and is_complete(output):
+        return
     require_space(output, space_needed(plan, output) - bytes_held(output))
 
 

@@ -252,11 +252,37 @@ def test_an_output_that_exists_is_refused_and_untouched(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == before
 
 
-def test_a_complete_output_is_told_as_such_and_nothing_is_done(tmp_path: Path) -> None:
-    write(tmp_path / "out")
-    with pytest.raises(InputRefused, match="`.*out` already exists and is complete") as caught:
-        write(tmp_path / "out", resume=True)
-    assert "nothing to resume" in caught.value.hint
+def test_a_complete_output_is_told_as_such_and_nothing_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = write(tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
+    assert write(tmp_path / "out", resume=True) == files
+    assert "is complete: nothing to resume" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+    with pytest.raises(InputRefused, match="`.*out` already exists and is complete"):
+        write(tmp_path / "out")
+
+
+@pytest.mark.parametrize("change", ["options", "shards", "a small file", "a source"])
+def test_a_complete_output_of_something_else_is_not_resumed(change: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.touch()
+    plan = plan_checkpoint(sample(), 100)
+    steps: list[dict[str, Any]] = [{"command": "to-hf", "options": {"names": ("a", "b")}}]
+    write_checkpoint(plan, tmp_path / "out", steps=steps, sources=[source])
+    write_checkpoint(plan, tmp_path / "out", steps=steps, sources=[source], resume=True)
+    if change == "options":
+        steps = [{"command": "to-hf", "options": {}}]
+    elif change == "shards":
+        plan = plan_checkpoint(sample(), 200)
+    elif change == "a small file":
+        plan = replace(plan, small_files={**plan.small_files, "config.json": b"{}"})
+    else:
+        os.utime(source, (2**32, 2**32))
+    with pytest.raises(InputRefused, match="is complete, and (it was made of another|`source` has changed)") as caught:
+        write_checkpoint(plan, tmp_path / "out", steps=steps, sources=[source], resume=True)
+    assert "--overwrite" in caught.value.hint
 
 
 @pytest.mark.parametrize("damage", ["a lost file", "a cut file", "no manifest", "a strange manifest", "an open run"])

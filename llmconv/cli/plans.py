@@ -21,7 +21,7 @@ def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:
         "bytes": plan.nbytes,
         "files": [shard.name for shard in plan.shards],
         "copied": [shard.name for shard in plan.shards if shard.copy_of],
-        "written": not dry_run,
+        "written": not dry_run and not plan.found,
     }
 
 
@@ -43,7 +43,8 @@ def print_plan(
     copied = sum(shard.nbytes for shard in plan.shards if shard.copy_of)
     sizes = f"{count} tensors, {plan.nbytes:,} bytes in {len(plan.shards)} file(s)"
     sizes += f", {copied:,} of them copied as they are" if copied else ""
-    click.echo(f"{'would write' if dry_run else 'wrote'} {output}: {plan.checkpoint.kind}, {sizes}{more}")
+    verb = "would write" if dry_run else "found" if plan.found else "wrote"
+    click.echo(f"{verb} {output}: {plan.checkpoint.kind}, {sizes}{more}")
     if not dry_run:
         return
     click.echo(f"disk needed: {space_needed(plan, output):,} bytes")
