@@ -20,7 +20,7 @@ from llmconv.layout import KEEP
 from llmconv.manifest import step, steps_of_weights
 from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
-from llmconv.storage import files_under, local_path, reading_safely
+from llmconv.storage import files_under, local_path, reading_safely, require_named
 from llmconv.writer import check_output, write_checkpoint
 
 
@@ -87,6 +87,7 @@ def apply_delta(
         InputRefused: the base is another one than the delta was made from, or an input is malformed or unsupported.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
+    require_named(output)
     check_dtype(dtype)
     model = open_model(base)
     with reading_safely(delta):
@@ -149,6 +150,7 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
         InputRefused: an input is malformed, or the adapter cannot say what changed.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
+    require_named(output)
     check_dtype(dtype)
     below, above = open_model(base), open_model(tuned)
     low_rank: LowRankDelta | None = None

@@ -15,7 +15,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.plan import Plan
 from llmconv.progress import warn_all
-from llmconv.storage import local_path, reading_safely
+from llmconv.storage import local_path, reading_safely, require_named
 from llmconv.writer import check_output, write_checkpoint
 
 
@@ -44,6 +44,7 @@ def from_hf(
         InputRefused: the folder is malformed, or the format cannot hold such a model; or `output` exists.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
+    require_named(output)
     chosen = _savable(to)
     check_dtype(dtype)
     if not 1 <= shards <= SHARD_LIMIT:

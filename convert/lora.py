@@ -22,7 +22,7 @@ from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
-from llmconv.storage import local_path, reading_safely
+from llmconv.storage import local_path, reading_safely, require_named
 from llmconv.tensors import BLOCK_BYTES
 from llmconv.writer import check_output, write_checkpoint
 
@@ -85,6 +85,7 @@ def merge_lora(
         UnsupportedInput: a kind of adapter or base that this formula does not fit.
         OutputFailed: writing failed.
     """
+    require_named(output)
     if unknown := options.keys() - DEFAULTS.keys():
         raise TypeError(f"merge_lora() has no option {', '.join(sorted(unknown))}")
     options = DEFAULTS | options

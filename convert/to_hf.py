@@ -17,7 +17,7 @@ from llmconv.manifest import Manifest, step
 from llmconv.packing.unpacking import unpacked
 from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
-from llmconv.storage import files_under, local_path, reading_safely
+from llmconv.storage import files_under, local_path, reading_safely, require_named
 from llmconv.tensors import BY_NAME, FLOATS, cast
 from llmconv.writer import check_output, write_checkpoint
 
@@ -58,6 +58,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     Raises:
         InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.
     """
+    require_named(output, base, tokenizer, *config)
     check_dtype(dtype)
     configs = tuple(Path(path) for path in config)
     base = local_path(base) if base else None

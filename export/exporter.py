@@ -19,7 +19,7 @@ from llmconv.export.input_maps import decoder_config
 from llmconv.export.layouts import Dressing, Model, by_names, roles_for
 from llmconv.manifest import step
 from llmconv.runtime.own_code import code_files, runs_own_code
-from llmconv.storage import local_path
+from llmconv.storage import local_path, require_named
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: a `model_type` without input map, weights that do not fit the config, existing graphs, …
         OutputFailed: writing failed.
     """
+    require_named(model, output, prefix)
     layouts = by_names([layout] if isinstance(layout, str) else layout)
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
     options = GraphOptions.read(last_logits, postprocess, stages, prefix, opset)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.pointers import TEXT_LIMIT, LocalTree, follow, follow_local
 
 PARTIAL = ".llmconv-partial"
@@ -31,7 +31,9 @@ def local_path(name: str | Path, *, keep: bool = True) -> Path:
 
     Raises:
         InputRefused: there is no such path, and it is neither a reachable URI nor a hub id.
+        UsageProblem: the name is empty.
     """
+    require_named(name)
     path = follow_local(Path(name))
     if path.exists():
         return path
@@ -45,6 +47,16 @@ def local_path(name: str | Path, *, keep: bool = True) -> Path:
     if HUB_ID.fullmatch(text):
         return _from_hub(*text.partition("@")[::2])
     raise InputRefused(f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name`")
+
+
+def require_named(*paths: str | Path | None) -> None:
+    """Refuses an empty name, which `Path` would take for the current folder.
+
+    Raises:
+        UsageProblem: one of the paths is the empty string; None is one that is not given.
+    """
+    if any(isinstance(path, str) and not path.strip() for path in paths):
+        raise UsageProblem("an empty string is the name of no file or folder", hint="`.` is the current folder")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import SessionSettings
+from llmconv.storage import require_named
 from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.comparison import Comparison, open_graphs, paths_of
@@ -72,6 +73,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
         UsageProblem: an unknown suite, or a folder for the smallest failing piece that holds something.
     """
+    require_named(folder, reference, minimize)
     folder, piece, settings = Path(folder), new_piece(minimize), settings or SessionSettings()
     _require_usable(folder, suite)
     report = new_report(folder.name, suite, only, repeat, settings)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from llmconv import __version__
-from llmconv.cli.options import VERBOSE
+from llmconv.cli.options import VERBOSE, refuse_empty_paths
 from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, first_line, is_out_of_memory, printable
 
 DEFECT = 70
@@ -65,7 +65,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"llmconv.cli.{cmd_name.replace('-', '_')}").command
-        return command
+        return refuse_empty_paths(command)
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any

@@ -16,6 +16,47 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 VERBOSE = "llmconv.verbose"
 """Where a command leaves `-v` for the group, in click's `Context.meta`."""
 
+NO_PATHS = {"texts"}
+"""Arguments that are text; all others name a file, a folder or a model."""
+
+
+def refuse_empty_paths(command: click.Command) -> click.Command:
+    """Has the command, and those below it, refuse `""` for a path, which Python would take for the current folder."""
+    for below in command.commands.values() if isinstance(command, click.Group) else ():
+        refuse_empty_paths(below)
+    for parameter in command.params:
+        is_text = isinstance(parameter, click.Argument) and parameter.name not in NO_PATHS
+        if isinstance(parameter.type, click.Path):
+            parameter.type = NamedPath(path_type=parameter.type.type)
+        elif is_text or parameter.metavar in ("PATH", "FILE"):
+            parameter.type = NamedText()
+    return command
+
+
+def _require_name(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
+    if isinstance(value, str) and not value.strip():
+        name = (param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name) if param else "path"
+        raise click.UsageError(f"`{name}` is empty, which is the name of no file or folder", ctx)
+
+
+class NamedPath(click.Path):
+    """A path that is not empty."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's."""
+        _require_name(value, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class NamedText(click.types.StringParamType):
+    """A local path, a URI or a hub id, as text that is not empty."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's."""
+        _require_name(value, param, ctx)
+        return super().convert(value, param, ctx)
+
+
 output = click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to make.")
 dtype = click.option(
     "--dtype",

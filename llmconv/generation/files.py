@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.storage import HUB_ID, local_path
+from llmconv.storage import HUB_ID, local_path, require_named
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class ModelFiles:
             return model
         if isinstance(model, tuple | list):
             return cls._of_graphs(list(model))
+        require_named(model)
         path = Path(model)
         if not path.exists():
             path = cached(str(model)) or local_path(model)

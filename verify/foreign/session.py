@@ -10,6 +10,7 @@ from pathlib import Path
 from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.runtime.ort import SessionSettings
+from llmconv.storage import require_named
 from llmconv.tensors import LazyTensor
 from llmconv.verify.bisect import name_node
 from llmconv.verify.foreign.comparison import ForeignComparison, OnChecks
@@ -68,6 +69,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         UsageProblem: no graph or too many, no reference, an unknown map, or a graph of steps without one of the prompt.
         InputRefused: a graph fits no map, or refers to what it must not.
     """
+    require_named(reference, minimize, text)
     require_suite(suite)
     piece, settings = new_piece(minimize), settings or SessionSettings()
     files = read_graphs(paths, input_map)
