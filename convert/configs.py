@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from llmconv.checkpoint import read_json
+from llmconv.checkpoint import read_json, require_shallow
 from llmconv.convert.architectures import causal_lm_classes
 from llmconv.convert.composer import mpt
 from llmconv.convert.mapping import listing
@@ -63,6 +63,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise MalformedInput(f"`{path.name}` is not a YAML mapping of names", hint="give the YAML file of the run")
+    require_shallow(content, path.name)
     return content
 
 

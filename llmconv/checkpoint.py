@@ -17,6 +17,9 @@ JSON_BYTES = 32 << 20
 SMALL_BYTES = 256 << 20
 """Ten times the largest index of shards, and the largest tokenizer; parsed JSON takes up to twenty times as much."""
 
+DEPTH_LIMIT = 100
+"""Levels of nesting in a JSON file; those of models have fewer than ten."""
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -106,7 +109,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"`{path}` is no Hugging Face folder: it has no `config.json`",
             hint="convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`",
         )
-    config = read_json(path / "config.json")
+    config = read_json(own_file(path, "config.json"))
     tensors = open_weights(path)
     files = {name: tensor.path.name for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
     side_files, version = read_side_files(path), _writer(config)
@@ -172,11 +175,15 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
     Raises:
         MalformedInput: one is far larger than such files are, or a link that leads out of the folder.
     """
-    return {name: read_small(_own_file(folder, name)) for name in SIDE_FILES if (folder / name).is_file()}
+    return {name: read_small(own_file(folder, name)) for name in SIDE_FILES if (folder / name).is_file()}
 
 
-def _own_file(folder: Path, name: str) -> Path:
-    """A file of `folder`, which is copied unread: a link to somebody's keys would publish them with the model."""
+def own_file(folder: Path, name: str) -> Path:
+    """A file of `folder` that will be copied: a link to somebody's keys would publish them with the model.
+
+    Raises:
+        MalformedInput: it is a link that leads out of the folder, and not into the blobs of the hub's cache.
+    """
     path, home = folder / name, folder.resolve()
     target = path.resolve()
     in_hub_cache = home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
@@ -213,4 +220,29 @@ def read_json(path: Path) -> dict[str, Any]:
         raise MalformedInput(f"`{path.name}` is not valid JSON: {error}", hint="repair or replace the file") from error
     if not isinstance(content, dict):
         raise MalformedInput(f"`{path.name}` is not a JSON object", hint="repair or replace the file")
+    require_shallow(content, path.name)
     return content
+
+
+def require_shallow(content: Any, name: str) -> None:
+    """Refuses what is nested so deep that a function which walks it by recursion would fail.
+
+    Args:
+        content: parsed JSON or YAML.
+        name: of the file, for the message.
+
+    Raises:
+        MalformedInput: it is nested deeper than `DEPTH_LIMIT`.
+    """
+    level = [content]
+    for _ in range(DEPTH_LIMIT):
+        level = [
+            item
+            for value in level
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise MalformedInput(f"`{name}` is nested deeper than {DEPTH_LIMIT} levels", hint="repair or replace the file")

@@ -16,10 +16,12 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from llmconv import __version__
 from llmconv.checkpoint import read_json
+from llmconv.errors import MalformedInput
+from llmconv.folder import is_inner
 
 MANIFEST = "llmconv.json"
 
@@ -52,12 +54,50 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`, or an empty one where there is none.
 
     Raises:
-        MalformedInput: the file is not JSON.
+        MalformedInput: the file is not JSON or not of the form in the module's docstring, or names a file elsewhere.
     """
     if not (folder / MANIFEST).is_file():
         return Manifest()
     content = read_json(folder / MANIFEST)
-    return Manifest(content.get("steps", []), content.get("files", {}), content.get("graphs", {}))
+    steps, files, graphs = (content.get(name, empty) for name, empty in (("steps", []), ("files", {}), ("graphs", {})))
+    if not isinstance(steps, list) or not all(isinstance(done, dict) for done in steps):
+        _refuse("`steps` is not a list of objects")
+    for name, entries in (("files", files), ("graphs", graphs)):
+        if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+            _refuse(f"`{name}` is not a map of objects")
+    for name, entry in files.items():
+        if not is_inner(name) or not name.isprintable():
+            _refuse(f"`files` names {name[:80]!r}, which is not a file of the folder")
+        if not all(isinstance(entry.get(field, empty), kind) for field, kind, empty in FIELDS):
+            _refuse(f"the entry of `{name[:80]}` has a field of a wrong kind")
+    if not all(_names_files(entry) for entry in graphs.values()):
+        _refuse("`graphs` names no plain files")
+    return Manifest(steps, files, graphs)
+
+
+FIELDS: tuple[tuple[str, type, Any], ...] = (
+    ("bytes", int, 0),
+    ("sha256", str, ""),
+    ("link", str, ""),
+    ("clone_of", str, ""),
+)
+
+
+def _names_files(entry: dict[str, Any]) -> bool:
+    """Whether a graph's entry names its files, or those of its stages, and of a prefix, by plain names."""
+    stages = entry.get("stages", [entry])
+    parts = [*(stages if isinstance(stages, list) else [None]), entry.get("prefix", {})]
+    return all(isinstance(part, dict) and _is_plain(part.get("file", "x")) for part in parts)
+
+
+def _is_plain(name: Any) -> bool:
+    return isinstance(name, str) and is_inner(name) and "/" not in name
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise MalformedInput(
+        f"`{MANIFEST}` is not a manifest of llmconv: {problem}", hint="remove it, or make the folder again"
+    )
 
 
 def steps_of_weights(folder: Path) -> list[dict[str, Any]]:

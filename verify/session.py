@@ -12,7 +12,7 @@ import onnx
 
 from llmconv import __version__
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
 from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry, graph_entries
@@ -37,6 +37,10 @@ from llmconv.verify.whole import load_whole
 
 OnChecks = Callable[[list[Check]], None]
 LIBRARIES = ("numpy", "onnx", "onnxruntime", "torch", "transformers")
+
+
+PATH_LIMIT = 4096
+"""Characters of a path (`PATH_MAX`)."""
 
 
 def verify(  # noqa: PLR0913 - one parameter per option of the command
@@ -188,7 +192,9 @@ def recorded_reference(folder: Path) -> Path:
         InputRefused: the manifest names a folder that is not there.
     """
     name = read_json(folder / MANIFEST).get("reference") if (folder / MANIFEST).is_file() else None
-    path = folder / str(name) if name else folder
+    if name is not None and (not isinstance(name, str) or "\0" in name or len(name) > PATH_LIMIT):
+        raise MalformedInput(f"`reference` in `{MANIFEST}` is not a path", hint="give `--reference HF_FOLDER`")
+    path = folder / name if name else folder
     if not (path / "config.json").is_file():
         raise InputRefused(f"the model folder `{path}` has no config.json", hint="give `--reference HF_FOLDER`")
     return path

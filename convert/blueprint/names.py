@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from llmconv.convert.architectures import causal_lm_classes
 from llmconv.convert.blueprint.source import assigned, source, transformers_folder
 
 HEADS = ("lm_head.weight", "embed_out.weight")
+FOLDER_NAME = re.compile(r"[A-Za-z0-9_.]{1,100}", re.ASCII)
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 
 
@@ -64,8 +66,10 @@ def _tied(folder: Path, model_type: str) -> bool | None:
 
 def model_folder(model_type: str) -> Path | None:
     """Where transformers keeps the source of a model type."""
-    root, name = transformers_folder(), Path(model_type).name.replace("-", "_")
-    folders = [root / "models" / one for one in (name, name.removesuffix("_text"))] if root and name else []
+    root, name = transformers_folder(), model_type.replace("-", "_")
+    if not FOLDER_NAME.fullmatch(name):
+        return None
+    folders = [root / "models" / one for one in (name, name.removesuffix("_text"))] if root else []
     return next((folder for folder in folders if folder.is_dir()), None)
 
 

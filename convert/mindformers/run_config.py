@@ -67,7 +67,7 @@ class RunConfig:
             return default
         try:
             value = float(self.fields[name])
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise self._wrong(name, self.fields[name]) from None
         if isinstance(self.fields[name], bool) or not math.isfinite(value):
             raise self._wrong(name, self.fields[name])

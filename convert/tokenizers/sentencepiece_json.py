@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,10 @@ from llmconv.errors import MalformedInput
 BPE = 2
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\u2581"
+PIECE = {1: bytes, 2: bytes, 3: int}
+"""Field number to its kind on the wire: text, score, type."""
+TRAINER = {3: int, 35: int, 40: int, 41: int, 42: int}
+NORMALIZER = {2: bytes, 3: int, 4: int}
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
     """
     try:
         fields = list(_fields(data))
-        trainer = dict(_fields(next((value for number, value in fields if number == 2), b"")))
-        normalizer = dict(_fields(next((value for number, value in fields if number == 3), b"")))
+        trainer = _typed(next((value for number, value in fields if number == 2), b""), TRAINER)
+        normalizer = _typed(next((value for number, value in fields if number == 3), b""), NORMALIZER)
         pieces = tuple(_piece(value) for number, value in fields if number == 1)
     except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError) as error:
         raise MalformedInput("`tokenizer.model` is no sentencepiece model", hint="copy it again") from error
@@ -114,9 +118,23 @@ def _signed(value: int) -> int:
 
 
 def _piece(data: bytes) -> tuple[str, float, int]:
-    fields = dict(_fields(data))
+    fields = _typed(data, PIECE)
     (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
-    return fields[1].decode("utf-8"), score, fields.get(3, 1)
+    return fields.get(1, b"").decode("utf-8"), score, fields.get(3, 1)
+
+
+def _typed(data: Any, kinds: Mapping[int, type]) -> dict[int, Any]:
+    """The fields of a message that have a known number.
+
+    Raises:
+        TypeError: one is of another kind than sentencepiece writes, or `data` is no message.
+    """
+    if not isinstance(data, bytes):
+        raise TypeError("a number in place of a message")
+    fields = {number: value for number, value in _fields(data) if number in kinds}
+    if any(not isinstance(value, kinds[number]) for number, value in fields.items()):
+        raise TypeError("a field of another kind")
+    return fields
 
 
 def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:

@@ -11,6 +11,10 @@ LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx")
 """Fields of `config.json`; ALiBi and state-space families have none that bounds them."""
 
 
+LONGEST = 1 << 40
+"""Tokens; a larger number is no length of a context."""
+
+
 def context_length(folder: Path) -> int | None:
     """Tokens that the positions of a folder's model reach; None where nothing says so."""
     path = folder / "config.json"
@@ -18,7 +22,7 @@ def context_length(folder: Path) -> int | None:
     text = config.get("text_config")
     config = {**config, **(text if isinstance(text, dict) else {})}
     length = next((config[name] for name in LENGTHS if isinstance(config.get(name), int)), None)
-    return int(length * _stretch(config)) if length and length > 0 else None
+    return int(min(length * _stretch(config), LONGEST)) if length and 0 < length <= LONGEST else None
 
 
 def _stretch(config: dict[str, Any]) -> float:

@@ -160,7 +160,7 @@ class GenerationSettings:
         own = KINDS.keys()
         try:
             values = {name: KINDS[name](value) for name, value in given.items() if name in own}
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise UsageProblem(f"a setting is no value of its kind: {error}", hint="give numbers") from error
         said = self.said | {name for name, value in given.items() if value is not None}
         return replace(self, **values, extra={**self.extra, **changes_text(given)}, said=said)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -19,6 +19,8 @@ KEYS = {"location", "offset", "length", "checksum"}
 DOMAINS = {"", "ai.onnx", "com.microsoft"}
 FORBIDDEN_OPS = {"EPContext"}
 DEPTH_LIMIT = 8
+DIGITS = 20
+"""Of an offset or a length, which has 64 bits."""
 
 
 def load_guarded(path: Path) -> onnx.ModelProto:
@@ -33,6 +35,7 @@ def load_guarded(path: Path) -> onnx.ModelProto:
         model = onnx.load(path, load_external_data=False)
     except (DecodeError, ValueError) as error:
         raise MalformedInput(f"`{path.name}` is no ONNX file", hint="export the graph again") from error
+    _require_text(path, model)
     own = {function.domain for function in model.functions}
     for node in nodes(model):
         if node.op_type in FORBIDDEN_OPS or node.domain not in DOMAINS | own:
@@ -40,6 +43,20 @@ def load_guarded(path: Path) -> onnx.ModelProto:
     for tensor in external_tensors(model):
         _check_range(path, tensor)
     return model
+
+
+def _require_text(path: Path, model: onnx.ModelProto) -> None:
+    """Names that are not UTF-8: protobuf gives them as bytes, which compare with no text."""
+    found: list[Any] = [(function.name, function.domain) for function in model.functions]
+    found += [(opset.domain,) for opset in model.opset_import]
+    found += [(node.name, node.op_type, node.domain, *node.input, *node.output) for node in nodes(model)]
+    found += [(attribute.name,) for node in nodes(model) for attribute in node.attribute]
+    for graph in graphs(model.graph):
+        found += [(port.name,) for port in (*graph.input, *graph.output, *graph.value_info)]
+        found += [(tensor.name,) for tensor in graph.initializer]
+        found += [(pair.key, pair.value) for tensor in graph.initializer for pair in tensor.external_data]
+    if not all(isinstance(text, str) for texts in found for text in texts):
+        _refuse(path, "has a name that is not text in UTF-8")
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -109,7 +126,7 @@ def _check_range(path: Path, tensor: onnx.TensorProto) -> None:
     if not data.is_file() or not _may_follow(path, data):
         _refuse(path, f"needs `{location}` beside it, which is a link or no file")
     offset, length = fields.get("offset", "0"), fields.get("length", "0")
-    if not (offset.isascii() and offset.isdigit() and length.isascii() and length.isdigit()):
+    if not all(text.isascii() and text.isdigit() and len(text) <= DIGITS for text in (offset, length)):
         _refuse(path, f"gives tensor `{tensor.name[:80]}` an offset or length that is no number")
     if int(offset) + int(length) > data.stat().st_size:
         raise MalformedInput(
@@ -118,10 +135,10 @@ def _check_range(path: Path, tensor: onnx.TensorProto) -> None:
         )
 
 
-def _is_plain(location: str) -> bool:
-    return (
-        bool(location) and location.isprintable() and not set(location) & set("/\\*:") and location not in {".", ".."}
-    )
+def _is_plain(location: Any) -> bool:
+    """Whether it is text and a plain file name."""
+    is_text = isinstance(location, str) and bool(location) and location.isprintable()
+    return is_text and not set(location) & set("/\\*:") and location not in {".", ".."}
 
 
 def _may_follow(path: Path, data: Path) -> bool:

@@ -38,13 +38,19 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.parameter, self.code = status, message, parameter, code
+        self.status, self.message, self.code = status, _encodable(message), code
+        self.parameter = None if parameter is None else _encodable(parameter)
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the response, or of an event in a stream."""
         kind = KINDS.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.parameter, "code": self.code}}
+
+
+def _encodable(text: str) -> str:
+    """The text with half surrogate pairs, which JSON may hold and UTF-8 may not, spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def as_api_error(error: BaseException) -> ApiError:
