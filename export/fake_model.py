@@ -41,8 +41,8 @@ def load_config(fields: dict[str, Any], code: Path | None = None) -> Any:
         raise UnsupportedInput(
             "the weights are quantised (`quantization_config`)", hint="export the model it was quantised from"
         )
-    known = {name: value for name, value in _plain(fields).items() if name != "model_type"}
     with refusing("read this config"):
+        known = {name: value for name, value in _plain(fields).items() if name != "model_type"}
         config = own_classes(code, fields)[0](**known) if code else AutoConfig.for_model(fields["model_type"], **known)
         if depth(config) < 1:
             raise ValueError(f"it has {depth(config)} layers")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmconv import __version__
-from llmconv.checkpoint import read_json
+from llmconv.checkpoint import own_file, read_json
 from llmconv.errors import MalformedInput
 from llmconv.folder import is_inner
 
@@ -58,7 +58,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     if not (folder / MANIFEST).is_file():
         return Manifest()
-    content = read_json(folder / MANIFEST)
+    content = read_json(own_file(folder, MANIFEST))
     steps, files, graphs = (content.get(name, empty) for name, empty in (("steps", []), ("files", {}), ("graphs", {})))
     if not isinstance(steps, list) or not all(isinstance(done, dict) for done in steps):
         _refuse("`steps` is not a list of objects")

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -84,6 +85,9 @@ class StagedFolder:
 
     def _take_lock(self) -> None:
         """Of the file, and of the folder where the disk can: an ending run removes the file a moment before it ends."""
+        found = self._folder.find(LOCK)
+        if found and not stat.S_ISREG(found.st_mode):
+            self._folder.remove(LOCK)
         self._lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

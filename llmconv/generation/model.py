@@ -236,7 +236,8 @@ class TextModel:
 
     def _vocabulary(self) -> int:
         """Size of the logits."""
-        config = importlib.import_module("transformers").AutoConfig.from_pretrained(self.folder, local_files_only=True)
+        source = importlib.import_module("transformers").AutoConfig
+        config = source.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         return int(config.get_text_config(decoder=True).vocab_size)
 
 

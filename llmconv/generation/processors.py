@@ -139,18 +139,26 @@ def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> P
     model = GraphModel()
     try:
         config = generation_config(settings, limit)
+        config.max_length = prompt_tokens + limit  # as `generate` sets it; a forced last token looks at it
         model._prepare_special_tokens(config, kwargs_has_attention_mask=True)
         steps = model._get_logits_processor(config, input_ids_seq_length=prompt_tokens, device="cpu")
-    except (ValueError, TypeError) as error:
-        raise UsageProblem(
-            f"transformers refuses the generation config: {first_line(error)}", hint="mend generation_config.json"
-        ) from error
+    except Exception as error:  # whatever its checks and constructors raise for a value of another kind
+        raise _refused(error) from error
 
     def scores(ids: Array, logits: Array) -> Array:
         given = torch.from_numpy(logits.astype(np.float32))[None]
-        return np.asarray(steps(torch.from_numpy(ids)[None], given)[0].numpy())
+        try:
+            return np.asarray(steps(torch.from_numpy(ids)[None], given)[0].numpy())
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise _refused(error) from error
 
     return scores
+
+
+def _refused(error: Exception) -> UsageProblem:
+    return UsageProblem(
+        f"transformers refuses the generation config: {first_line(error)}", hint="mend generation_config.json"
+    )
 
 
 def generation_config(settings: GenerationSettings, limit: int) -> GenerationConfig:

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, first_line
+from llmconv.errors import InputRefused, LlmconvError, first_line, is_out_of_memory
 from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.own_code import blaming, own_classes, runs_own_code
 from llmconv.runtime.runner import Cache, Step
@@ -85,7 +85,11 @@ class EagerRunner:
         try:
             with blaming(self._code):
                 model = self._load(folder, fields, getattr(torch, load, load))
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except LlmconvError:
+            raise
+        except Exception as error:  # a config may be wrong in ways that only some line of a model's code finds
+            if is_out_of_memory(error):
+                raise
             raise InputRefused(
                 f"transformers cannot load `{folder}`: {first_line(error)}",
                 hint="the folder needs config.json and safetensors weights of a causal language model",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, first_line
+from llmconv.errors import InputRefused, LlmconvError, first_line
 from llmconv.runtime.own_code import TRUST, blaming, own_tokenizer, tokenizer_reference
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
@@ -36,8 +36,13 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     own = own_tokenizer(folder, trust_remote_code)
     try:
         with blaming(folder if own else None):
-            return (own or _class_of(folder)).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, IndexError, AttributeError) as error:
+            found = (own or _class_of(folder)).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if not isinstance(found.model_max_length, int | float):
+            raise ValueError("`model_max_length` is not a number")
+        return found
+    except LlmconvError:
+        raise
+    except Exception as error:  # those of the tokenizers library are of no class of their own
         raise InputRefused(
             f"the tokenizer of `{folder}` cannot be read: {first_line(error)}",
             hint=TRUST
