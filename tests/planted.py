@@ -88,9 +88,8 @@ def one(job: dict[str, Any], place: Path, watch: Watch) -> dict[str, Any]:
         inner = {name.removeprefix(f"{job['output']}/") for name in written} | {"journal.jsonl", "lock"}
         written_there = {f"{partial}/{name}" for name in inner}
     else:
-        written_there = {
-            name for name in written if Path(name).name != MANIFEST
-        }  # is read before, and refused as a link
+        # a manifest is read before it is written, and refused as a link
+        written_there = {name for name in written if Path(name).name != MANIFEST}
     plant(place / "planted", written_there, victims)
     names = sorted(path.name for path in victims.iterdir())
     again, seen_again = run(job["arguments"], place / "planted", watch)
@@ -102,9 +101,7 @@ def one(job: dict[str, Any], place: Path, watch: Watch) -> dict[str, Any]:
         "victims": [path.name for path in victims.iterdir() if path.read_text() != "dear"],
         "new": sorted({path.name for path in victims.iterdir()} - {*names}),
         "links": sorted(name for name in written if _leads_out(place / "planted" / name, place / "planted")),
-        "left": sorted(
-            name for name in names_in(place / "planted") if ".llmconv-" in name and name not in written_there
-        ),
+        "left": sorted(left - written_there),
     }
 
 
