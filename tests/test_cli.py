@@ -22,7 +22,7 @@ import llmconv.export
 import llmconv.generation
 import llmconv.verify
 from llmconv.convert.adapters.recipe import DEFAULTS as MERGE_DEFAULTS
-from llmconv.errors import InputRefused, LlmconvError
+from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.progress import set_quiet
 
 ROOT = Path(__file__).parents[1]
@@ -253,7 +253,18 @@ def every_kind(kind: type[LlmconvError]) -> list[type[LlmconvError]]:
     return [found for child in kind.__subclasses__() for found in (child, *every_kind(child))]
 
 
-@pytest.mark.parametrize(("raised", "code"), [(RuntimeError("a defect"), 3), (KeyboardInterrupt(), 130)])
+UNFORESEEN = [
+    (RuntimeError("a defect"), 70),
+    (AssertionError(), 70),
+    (RecursionError("maximum recursion depth exceeded"), 70),
+    (MemoryError(), 4),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"), 4),
+    (OSError(28, "No space left on device"), 4),
+    (KeyboardInterrupt(), 130),
+]
+
+
+@pytest.mark.parametrize(("raised", "code"), UNFORESEEN)
 def test_what_nobody_foresaw_is_neither_a_traceback_nor_a_difference(
     raised: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,3 +275,90 @@ def test_what_nobody_foresaw_is_neither_a_traceback_nor_a_difference(
     done = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything"])
     assert done.exit_code == code
     assert done.stderr.startswith("error: ") and "\n\nhint: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_defect_has_a_code_of_its_own_and_one_line_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise KeyError("half\nof \x1b[2J it")
+
+    monkeypatch.setattr(sys.modules["llmconv.convert.inspect"], "inspect", fail)
+    done = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything"], prog_name="llmconv")
+    line, blank, hint = done.stderr.splitlines()
+    assert done.exit_code == llmconv.cli.DEFECT == 70
+    assert line.startswith(f"error: llmconv {llmconv.__version__} has a defect: llmconv inspect: KeyError: ")
+    assert line.isprintable() and "test_cli.py:" in line and not blank
+    assert hint.startswith("hint: report this line with the command that you gave; `-v` ")
+    shown = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything", "-v"])
+    assert shown.exit_code == 70 and "Traceback" in shown.stderr
+
+
+EMPTY = (
+    "inspect ?",
+    "to-hf ? -o out",
+    "to-hf x -o ?",
+    "to-hf x -o out --base ?",
+    "to-hf x -o out --config ?",
+    "from-hf x -o ? --to meta",
+    "merge-lora ? a -o out",
+    "merge-lora b ? -o out",
+    "delta apply b ? -o out",
+    "delta extract b t -o ?",
+    "export ?",
+    "export m -o ?",
+    "verify ?",
+    "verify m --reference ?",
+    "verify m --report ?",
+    "verify --graph ?",
+    "generate ? --prompt x",
+    "generate m --output-file ?",
+    "chat ?",
+    "serve ?",
+    "bench ?",
+    "bench m --csv ?",
+)
+
+
+@pytest.mark.parametrize("line", EMPTY)
+def test_an_empty_path_is_a_usage_error(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["" if word == "?" else word for word in line.split()]
+    done = CliRunner().invoke(llmconv.cli.main, words, prog_name="llmconv")
+    assert done.exit_code == 2
+    assert "is empty, which is the name of no file or folder\n\nhint: see `llmconv " in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: llmconv.convert.inspect(""),
+        lambda: llmconv.convert.to_hf(CHECKPOINT, ""),
+        lambda: llmconv.convert.to_hf("", "out"),
+        lambda: llmconv.convert.from_hf("m", "", to="meta"),
+        lambda: llmconv.convert.merge_lora("m", "a", ""),
+        lambda: llmconv.convert.apply_delta("m", "d", ""),
+        lambda: llmconv.convert.extract_delta("m", "t", ""),
+        lambda: llmconv.export.export(""),
+        lambda: llmconv.verify.verify(""),
+        lambda: llmconv.generation.generate("", ["x"]),
+    ],
+)
+def test_an_empty_path_is_a_usage_problem_in_python(
+    call: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageProblem, match="an empty string is the name of no file or folder"):
+        call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_resume_of_a_complete_output_says_so_and_exits_0(tmp_path: Path) -> None:
+    command = ["to-hf", CHECKPOINT, "-o", str(tmp_path / "base")]
+    assert CliRunner().invoke(llmconv.cli.main, command).exit_code == 0
+    again = CliRunner().invoke(llmconv.cli.main, [*command, "--resume"])
+    assert again.exit_code == 0 and "base` is complete: nothing to resume" in again.stderr
+    assert again.stdout.startswith(f"found {tmp_path / 'base'}: llama")
+    told = json.loads(CliRunner().invoke(llmconv.cli.main, [*command, "--resume", "--json"]).stdout)
+    assert told["written"] is False
+    other = CliRunner().invoke(llmconv.cli.main, [*command, "--resume", "--dtype", "float16"])
+    assert other.exit_code == 3 and "with other options" in other.stderr

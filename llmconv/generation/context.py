@@ -31,4 +31,4 @@ def _stretch(config: dict[str, Any]) -> float:
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "dynamic":
         return 1.0
     factor = rope.get("factor", 1.0)
-    return float(factor) if isinstance(factor, int | float) and factor > 1 else 1.0
+    return float(factor) if isinstance(factor, int | float) and 1 < factor <= LONGEST else 1.0
