@@ -7,10 +7,7 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -393,19 +390,6 @@ def test_a_file_size_limit_is_an_output_error_that_resume_completes(tmp_path: Pa
     assert not (tmp_path / "out").exists()
     assert staged(tmp_path / "out").exists()
     assert write(tmp_path / "out", large, resume=True) == write(tmp_path / "reference", large)
-
-
-@pytest.fixture
-def small_disk() -> Iterator[Path]:
-    """A file system of 1 MB."""
-    folder = Path(tempfile.mkdtemp())
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if sys.platform != "linux" or subprocess.run(mount, capture_output=True, check=False).returncode:
-        folder.rmdir()
-        pytest.skip("mounting a small file system needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-    folder.rmdir()
 
 
 def test_a_disk_that_fills_up_is_an_output_error_that_resume_completes(small_disk: Path, tmp_path: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from llmconv.errors import OutputFailed
+from llmconv.errors import InputRefused, OutputFailed
 from llmconv.verify import Check, Report
 from llmconv.verify.localise import localise
-from llmconv.verify.report_files import write_report
+from llmconv.verify.report_files import check_report, write_report
 
 HOSTILE = 'x"><script>alert(1)</script>\x1b[31m\x00|`a`'
 PASSED = Check("prefill, 7 tokens", "decode.onnx", "logits", sigma=1.02, row_sigma=1.5, max_abs=3.1e-07)
@@ -153,3 +156,40 @@ def test_a_report_that_cannot_be_written_is_an_output_failure(tmp_path: Path) ->
 def test_the_report_of_a_real_run_has_every_output(clean_report: Report) -> None:
     outputs = {check.output for check in clean_report.checks if check.graph == "decode.onnx" and check.output}
     assert outputs == {"logits", *(f"present.{i}.{part}" for i in range(4) for part in ("key", "value"))}
+
+
+def test_a_report_replaces_links_in_its_folder_and_follows_none(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("dear")
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "report.html").symlink_to(tmp_path / "victim")
+    write_report(report_of(PASSED), tmp_path / "report")
+    assert (tmp_path / "victim").read_text() == "dear"
+    assert not (tmp_path / "report" / "report.html").is_symlink()
+
+
+def test_a_full_disk_is_found_before_anything_is_compared(small_disk: Path) -> None:
+    (small_disk / "other").write_bytes(bytes(900_000))
+    with pytest.raises(OutputFailed, match="cannot write the report to `.*report`: no space left"):
+        check_report(small_disk / "report")
+    assert os.listdir(small_disk) == ["other"]
+
+
+def test_a_disk_that_fills_up_leaves_no_half_report(small_disk: Path) -> None:
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "other").write_bytes(bytes(free - 12_288))
+    with pytest.raises(OutputFailed, match="No space left"):
+        write_report(report_of(PASSED), small_disk / "report")
+    assert os.listdir(small_disk / "report") == []
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_what_no_report_can_replace_is_found_before_anything_is_compared(make: Any, tmp_path: Path) -> None:
+    make(tmp_path / "junit.xml")
+    with pytest.raises(InputRefused, match=r"`.*junit\.xml` is a (pipe|folder)"):
+        check_report(tmp_path)
+
+
+def test_a_report_below_a_file_is_found_before_anything_is_compared(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputFailed, match="is not a folder"):
+        check_report(tmp_path / "file" / "report")

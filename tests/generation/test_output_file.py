@@ -1,0 +1,65 @@
+"""The file of completions: what lies at its name is never followed, and a full disk is told by its path."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llmconv.errors import InputRefused, OutputFailed
+from llmconv.generation.output import CompletionFile
+from llmconv.generation.prompts import Prompt
+from llmconv.generation.report import Completion
+
+PROMPTS = [Prompt("a"), Prompt("b")]
+
+
+def completion(prompt: str, text: str = "x") -> Completion:
+    return Completion(prompt=prompt, text=text, tokens=[1], prompt_tokens=1, finish="length")
+
+
+def test_a_link_at_its_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "victim").touch()
+    (tmp_path / "out.jsonl").symlink_to(tmp_path / "victim")
+    with pytest.raises(InputRefused, match="is a symbolic link, so it is not written to"):
+        CompletionFile(tmp_path / "out.jsonl", PROMPTS, {})
+    assert not (tmp_path / "victim").read_bytes()
+
+
+def test_overwrite_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("dear")
+    (tmp_path / "out.jsonl").symlink_to(tmp_path / "victim")
+    with CompletionFile(tmp_path / "out.jsonl", PROMPTS, {}, overwrite=True) as file:
+        file.write([completion("a")])
+    assert (tmp_path / "victim").read_text() == "dear" and not (tmp_path / "out.jsonl").is_symlink()
+
+
+def test_an_empty_file_with_a_second_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "victim").touch()
+    os.link(tmp_path / "victim", tmp_path / "out.jsonl")
+    with pytest.raises(InputRefused, match="hard link"):
+        CompletionFile(tmp_path / "out.jsonl", PROMPTS, {})
+
+
+def test_a_link_at_the_name_of_the_options_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("dear")
+    (tmp_path / ".out.jsonl.options.json").symlink_to(tmp_path / "victim")
+    with CompletionFile(tmp_path / "out.jsonl", PROMPTS, {}) as file:
+        file.write([completion("a")])
+    assert (tmp_path / "victim").read_text() == "dear"
+
+
+def test_a_full_disk_is_an_output_failure_after_which_it_goes_on(small_disk: Path) -> None:
+    path = small_disk / "out.jsonl"
+    with CompletionFile(path, PROMPTS, {}) as file:
+        file.write([completion("a")])
+        (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        with pytest.raises(OutputFailed, match=r"`.*out\.jsonl` cannot be written: No space left"):
+            file.write([completion("b", "x" * 20_000)])
+    (small_disk / "other").unlink()
+    with CompletionFile(path, PROMPTS, {}) as file:
+        assert file.done == 1
+        file.write([completion("b")])
+    assert path.read_text().count("\n") == 2
