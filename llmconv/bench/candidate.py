@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
+from llmconv.runtime.genai_guard import CONFIG, read_genai_config
 
 WORKER = Path(__file__).with_name("worker.py")
 START = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -72,11 +73,13 @@ class Worker:
         versions: of the packages that run it.
 
     Raises:
-        InputRefused: the runtime is not installed, or does not open the folder.
+        InputRefused: the runtime is not installed, or does not open the folder, or the folder is hostile.
     """
 
     def __init__(self, candidate: Candidate, threads: int) -> None:
         self.candidate = candidate
+        if candidate.kind == "genai" and (candidate.folder / CONFIG).is_file():
+            read_genai_config(candidate.folder)
         command = [candidate.interpreter, "-c", START, WORKER, candidate.kind, candidate.folder, threads]
         try:
             self._process = subprocess.Popen(

@@ -16,9 +16,9 @@ from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_lin
 from llmconv.generation.model import TextModel
 from llmconv.generation.row import Piece, Row
 from llmconv.generation.settings import BEAMS_ONLY, GenerationSettings
+from llmconv.runtime.genai_guard import CONFIG, read_genai_config
 from llmconv.runtime.session_settings import CPU, SessionSettings
 
-CONFIG = "genai_config.json"
 OTHER = "give `--backend onnx`"
 SEEDS = 2**31
 """GenAI's seeds are less."""
@@ -58,18 +58,18 @@ class GenaiModel(TextModel):
         """
         if not (folder / CONFIG).is_file():
             raise InputRefused(f"`{folder}` has no {CONFIG}", hint=f"`llmconv export {folder} --layout genai`")
-        said = read_json(folder / CONFIG).get("model", {})
+        said = read_genai_config(folder)
         model = _open(_library(), folder, session or SessionSettings())
         ends = said.get("eos_token_id", [])
-        lengths = [parts.pop("context_length", None), said.get("context_length")]
+        lengths = [parts.pop("context_length", None), _whole(said, "context_length")]
         return cls(
             runner=model,
             backend="genai",
             folder=folder,
             context_length=min((length for length in lengths if length), default=None),
-            ends=frozenset(ends if isinstance(ends, list) else [ends]),
-            padding=said.get("pad_token_id", 0),
-            vocabulary=said.get("vocab_size", 0),
+            ends=frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)),
+            padding=_whole(said, "pad_token_id"),
+            vocabulary=_whole(said, "vocab_size"),
             has_window=_has_window(folder),
             **parts,
         )
@@ -200,6 +200,12 @@ def _open(genai: Any, folder: Path, session: SessionSettings) -> Any:
         raise MalformedInput(
             f"GenAI cannot open `{folder}`: {first_line(error)}", hint=f"`llmconv export {folder} --layout genai` again"
         ) from error
+
+
+def _whole(said: dict[str, Any], name: str) -> int:
+    """A number of `genai_config.json`, which GenAI itself has read by now; 0 where there is none."""
+    value = said.get(name)
+    return value if isinstance(value, int) else 0
 
 
 def _has_window(folder: Path) -> bool:
