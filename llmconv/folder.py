@@ -29,6 +29,9 @@ TEMPORARY = re.compile(r"\.llmconv-[0-9a-f]{16}\.part")
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 """Where a platform lacks it, the entry is compared before and after it is opened."""
 
+NAME_MAX = 255
+"""Bytes of a file's name."""
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What only writing can fail with."""
 
@@ -356,7 +359,8 @@ class NewFile(NewEntry):
 def is_inner(name: str) -> bool:
     """Whether `name` is a file's name, or one in a folder: `a` or `a/b`, and nothing that leads elsewhere."""
     parts = name.split("/")
-    return len(parts) <= 2 and not {"", ".", ".."} & {*parts} and "\0" not in name
+    is_short = all(len(part.encode("utf-8", "replace")) <= NAME_MAX for part in parts)
+    return len(parts) <= 2 and is_short and not {"", ".", ".."} & {*parts} and "\0" not in name
 
 
 def temporary_name() -> str:

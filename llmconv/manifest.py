@@ -91,7 +91,7 @@ def _names_files(entry: dict[str, Any]) -> bool:
 
 
 def _is_plain(name: Any) -> bool:
-    return isinstance(name, str) and is_inner(name) and "/" not in name
+    return isinstance(name, str) and is_inner(name) and "/" not in name and name.isprintable()
 
 
 def _refuse(problem: str) -> NoReturn:

@@ -66,6 +66,7 @@ COMMANDS: dict[str, Callable[..., object]] = {
 
 UNPACKED = re.compile(r"/proc/self/fd/\d+")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+SAFE = os.O_EXCL | os.O_NOFOLLOW
 
 
 class Watch:
@@ -92,6 +93,8 @@ class Watch:
     def _allowed(self, event: str, args: tuple[Any, ...]) -> bool:
         if event == "open":
             path, _, flags = args
+            if flags & WRITING and isinstance(path, str) and path == os.path.basename(path):
+                return bool(flags & SAFE)  # in an open folder, where it cannot lead elsewhere
             return isinstance(path, int) or self._inside(path, self._changeable() if flags & WRITING else self.readable)
         if event == "os.truncate":
             return isinstance(args[0], int)  # a file that was opened before
