@@ -92,10 +92,7 @@ class Watch:
 
     def _allowed(self, event: str, args: tuple[Any, ...]) -> bool:
         if event == "open":
-            path, _, flags = args
-            if flags & WRITING and isinstance(path, str) and path == os.path.basename(path):
-                return bool(flags & SAFE)  # in an open folder, where it cannot lead elsewhere
-            return isinstance(path, int) or self._inside(path, self._changeable() if flags & WRITING else self.readable)
+            return self._may_open(args[0], args[2])
         if event == "os.truncate":
             return isinstance(args[0], int)  # a file that was opened before
         if event in CHANGING:
@@ -113,6 +110,11 @@ class Watch:
         if event == "exec":
             return self._inside(args[0].co_filename, (MODELS,))
         return event in HARMLESS
+
+    def _may_open(self, path: Any, flags: int) -> bool:
+        if flags & WRITING and isinstance(path, str) and path == os.path.basename(path):
+            return bool(flags & SAFE)  # in an open folder, where it cannot lead elsewhere
+        return isinstance(path, int) or self._inside(path, self._changeable() if flags & WRITING else self.readable)
 
     def _changeable(self) -> tuple[str, ...]:
         return self.writable, self.temporary
