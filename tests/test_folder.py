@@ -130,7 +130,12 @@ def test_a_file_that_the_user_names_is_a_plain_one(kind: str, home: Path, victim
     if kind == "device":
         path = Path("/dev/null")
     else:
-        {"link": lambda: path.symlink_to(victim), "folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}[kind]()
+        make: dict[str, Callable[[], object]] = {
+            "link": lambda: path.symlink_to(victim),
+            "folder": path.mkdir,
+            "pipe": lambda: os.mkfifo(path),
+        }
+        make[kind]()
     with pytest.raises(InputRefused, match="so it is not written to"):
         replace_file(path, b"1,2")
     assert victim.read_text() == "dear"

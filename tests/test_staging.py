@@ -418,3 +418,54 @@ def test_a_disk_too_small_from_the_start_is_refused(small_disk: Path) -> None:
     with pytest.raises(InputRefused, match=r"needs 4,194,304 bytes"):
         write(small_disk / "out", vast)
     assert not os.listdir(small_disk)
+
+
+def test_a_partial_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    staged(tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputRefused, match="is a link or a file where a folder should be"):
+        write(tmp_path / "out")
+    assert not os.listdir(tmp_path / "elsewhere") and not (tmp_path / "out").exists()
+
+
+def test_a_partial_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+    staged(tmp_path / "out").mkdir(mode=0o777)
+    if os.geteuid() != 0:
+        pytest.skip("giving a folder to another user needs root")
+    os.chown(staged(tmp_path / "out"), 12345, 12345)
+    with pytest.raises(InputRefused, match="belongs to another user"):
+        write(tmp_path / "out")
+    assert not os.listdir(staged(tmp_path / "out")) and not (tmp_path / "out").exists()
+
+
+def test_a_partial_folder_moved_while_it_is_written_is_not_published(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def swap(start: int, stop: int) -> Any:
+        if not (tmp_path / "moved").exists():
+            staged(tmp_path / "out").rename(tmp_path / "moved")
+            staged(tmp_path / "out").symlink_to(elsewhere)
+        return np.zeros(stop - start, np.float32)
+
+    tensors = {**sample().tensors, "t1": LazyTensor(F32, (20,), swap)}
+    with pytest.raises(OutputFailed, match="was moved or replaced while"):
+        write(tmp_path / "out", Checkpoint(Path("sample"), "test", tensors, sample().config, {}))
+    assert not os.listdir(elsewhere) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00003.safetensors", "journal.jsonl", "lock", "inner", "llmconv.json"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_link_planted_in_the_partial_folder_of_an_interrupted_run_leads_nothing_elsewhere(
+    name: str, resume: bool, interrupted: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    victim = tmp_path / "elsewhere" / "victim"
+    planted = staged(interrupted) / name
+    victim.write_bytes(planted.read_bytes() if planted.is_file() else b"dear")
+    planted.unlink(missing_ok=True)
+    planted.symlink_to(victim.parent if name == "inner" else victim)
+    before = victim.read_bytes()
+    assert write(interrupted, resume=resume) == write(tmp_path / "reference")
+    assert victim.read_bytes() == before and os.listdir(victim.parent) == ["victim"]
+    assert not any(path.is_symlink() for path in interrupted.rglob("*"))
