@@ -17,6 +17,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -218,7 +219,7 @@ class Folder:
         with suppress(OSError):  # it holds something by now
             os.rmdir(name, dir_fd=self.descriptor)
 
-    def open_file(self, name: str) -> BinaryIO:
+    def open_file(self, name: str) -> BufferedReader:
         """Opens a regular file for reading, never through a link; a pipe is not waited for.
 
         Raises:

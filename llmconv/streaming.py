@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from llmconv.behind import Behind
 from llmconv.plan import Shard
@@ -47,7 +47,7 @@ class _Sums:
             self.crcs[number] = zlib.crc32(block, self.crcs[number])
 
 
-def stream_shard(file: BinaryIO, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
+def stream_shard(file: IO[bytes], shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
     """Writes one file; it is on the disk when this returns.
 
     Args:

@@ -211,3 +211,18 @@ def test_no_json_makes_the_parser_fail_in_another_way(content: dict[str, Any]) -
             parse(content)
         except ApiError as error:
             assert 400 <= error.status < 500
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"\ud800": 1, "messages": [{"role": "user", "content": "a"}], "prompt": "a"}',
+        rb'{"model": "\ud800", "messages": [{"role": "\ud800", "content": "a"}], "prompt": ["\ud800"]}',
+        rb'{"messages": [{"role": "user", "content": "\ud800"}], "prompt": "\ud800"}',
+        rb'{"stop": ["\ud800"], "messages": [{"role": "user", "content": "a"}], "prompt": "a"}',
+        rb'{"stream_options": {"\ud800": 1}, "messages": [{"role": "user", "content": "a"}], "prompt": "a"}',
+    ],
+)
+def test_half_a_surrogate_pair_anywhere_is_an_error_of_the_request(client: TestClient, path: str, body: bytes) -> None:
+    assert "Traceback" not in refusal(client, path, body)["message"]

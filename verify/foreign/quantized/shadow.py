@@ -79,7 +79,8 @@ def shadow_of(
         config = read_json(folder / "config.json")
         untied = _untied(config) if tie and tie.head in tensors else config
         (shadow / "config.json").write_bytes(json_bytes(untied))
-        stream_shard(shadow / SINGLE, Shard(SINGLE, tensors), lambda count: None)
+        with open(shadow / SINGLE, "xb", buffering=0) as file:
+            stream_shard(file, Shard(SINGLE, tensors), lambda count: None)
         yield shadow
 
 
