@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from llmconv.calls import checked
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.accessory import is_accessory_delta, plus_accessory
@@ -18,9 +19,10 @@ from llmconv.convert.to_hf import check_dtype, with_cast
 from llmconv.errors import UnsupportedInput
 from llmconv.layout import KEEP
 from llmconv.manifest import step, steps_of_weights
+from llmconv.paths import Written
 from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
-from llmconv.storage import files_under, local_path, reading_safely
+from llmconv.storage import fetches, files_under, local_path, reading_safely
 from llmconv.writer import check_output, write_checkpoint
 
 
@@ -58,10 +60,12 @@ class Extracted:
     whole: tuple[str, ...] = ()
 
 
+@fetches
+@checked
 def apply_delta(
     base: str | Path,
     delta: str | Path,
-    output: str | Path,
+    output: Written,
     *,
     dtype: str = "keep",
     max_shard_size: str | int = KEEP,
@@ -119,10 +123,12 @@ def _tuned(base: Checkpoint, path: Path, dtype: str, *, whole: bool) -> tuple[st
     return "difference", *plus_difference(base, open_difference(path), dtype)
 
 
+@fetches
+@checked
 def extract_delta(  # noqa: PLR0913 - the options of the command, by the same names
     base: str | Path,
     tuned: str | Path,
-    output: str | Path,
+    output: Written,
     *,
     rank: int | None = None,
     dtype: str = "keep",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
+from llmconv.calls import checked
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.adapters.checking import Check, check_written
 from llmconv.convert.adapters.merging import merged
@@ -20,9 +21,10 @@ from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.state_dict import check_complete
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
+from llmconv.paths import Written
 from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
-from llmconv.storage import local_path, reading_safely
+from llmconv.storage import fetches, local_path, reading_safely
 from llmconv.tensors import BLOCK_BYTES
 from llmconv.writer import check_output, write_checkpoint
 
@@ -54,10 +56,12 @@ class Merge:
     check: Check | None = None
 
 
+@fetches
+@checked
 def merge_lora(
     base: str | Path,
     adapters: str | Path | Sequence[str | Path],
-    output: str | Path,
+    output: Written,
     *,
     overwrite: bool = False,
     resume: bool = False,

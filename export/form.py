@@ -18,6 +18,8 @@ from llmconv.runtime.buffers import SLOTS, WRITE_INDICES
 from llmconv.runtime.embeddings import INPUTS_EMBEDS
 
 CACHE_RANK = 4
+SHAPES, CACHES, TARGETS = ("dynamic", "static"), ("growing", "shared-buffer"), ("ort-cpu",)
+"""The words of the command."""
 
 
 @dataclass(frozen=True)

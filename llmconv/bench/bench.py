@@ -16,7 +16,7 @@ from llmconv.bench.candidate import Candidate, Worker
 from llmconv.bench.result import Cell, Comparison, first_difference
 from llmconv.checkpoint import read_json
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
-from llmconv.generation.context import context_length
+from llmconv.runtime.context import context_length
 
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.generation.context import context_length
+from llmconv.runtime.context import context_length
 from llmconv.generation.conversation import Known
 from llmconv.generation.files import ModelFiles
 from llmconv.generation.loop import Batch, Positions, grow

@@ -7,9 +7,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from llmconv.calls import checked
 from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.paths import Written
 from llmconv.runtime.ort import SessionSettings
+from llmconv.storage import fetches, local_path
 from llmconv.tensors import LazyTensor
 from llmconv.verify.bisect import name_node
 from llmconv.verify.foreign.comparison import ForeignComparison, OnChecks
@@ -35,6 +38,8 @@ from llmconv.verify.session import collector, new_piece, new_report, require_sui
 from llmconv.verify.truth import Eager
 
 
+@fetches
+@checked
 def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     paths: Sequence[str | Path],
     *,
@@ -48,7 +53,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     eager: Eager | None = None,
     trust_remote_code: bool = False,
     bisect: bool = False,
-    minimize: str | Path | None = None,
+    minimize: Written | None = None,
     text: str | Path | None = None,
     max_divergence: float | None = None,
     min_agreement: float | None = None,
@@ -133,7 +138,7 @@ def _eager(verified: Graphs, reference: Eager | Path, half: str, code: Path | No
 
 
 def _reference(path: Path, reference: str | Path | None) -> Path:
-    folder = Path(reference) if reference else path.parent
+    folder = local_path(reference) if reference else path.parent
     if reference is None and not any(folder.glob("*.safetensors")):
         raise UsageProblem(
             f"`{folder}` holds no model to compare `{path.name}` with", hint="give `--reference HF_FOLDER`"
