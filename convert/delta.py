@@ -38,6 +38,9 @@ class Applied:
     plan: Plan
     kind: str
 
+    def __repr__(self) -> str:
+        return f"<Applied {self.kind} delta: {self.plan!r}>"
+
 
 @dataclass(frozen=True)
 class Extracted:
@@ -58,6 +61,10 @@ class Extracted:
     captured: Mapping[str, float] = field(default_factory=dict)
     captured_overall: float | None = None
     whole: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        size = "a dry run" if self.nbytes is None else f"{self.nbytes:,} bytes"
+        return f"<Extracted {self.kind} delta: {size}>"
 
 
 @fetches

@@ -58,6 +58,10 @@ class Inspection:
     kind: str = ""
     plain: Mapping[str, LazyTensor] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        kind = f", {self.kind}" if self.kind else ""
+        return f"<Inspection {self.path}: {self.format}{kind}, {len(self.tensors)} tensors, {self.nbytes:,} bytes>"
+
     @property
     def quantization(self) -> str | None:
         """The method that its weights are quantized with, as its configuration calls it."""

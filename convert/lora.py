@@ -55,6 +55,10 @@ class Merge:
     retention: Retention | None = None
     check: Check | None = None
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.merged)} merged, {len(self.replaced)} replaced, {len(self.added)} added"
+        return f"<Merge {self.plan.checkpoint.kind}: {counts}, {self.plan.nbytes:,} bytes>"
+
 
 @fetches
 @checked

@@ -49,7 +49,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     Args:
         source, output: a checkpoint file or folder, or its URI or hub id; the folder to make.
         format: name of the training format; detected by content when None.
-        config: JSON or YAML files, one or several, whose fields are added to the checkpoint's own configuration, later ones winning.
+        config: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones winning.
         tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
         base: the model that training started from, where the checkpoint holds only what was trained.
         drop: leave out parts of the model that no model of transformers can hold, instead of refusing it.

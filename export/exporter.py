@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.calls import checked, require_choice
+from llmconv.calls import checked, require_choice, require_least
 from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.bind import match_weights
@@ -21,9 +21,9 @@ from llmconv.export.graph_options import GraphOptions
 from llmconv.export.input_maps import decoder_config
 from llmconv.export.layouts import Dressing, Model, by_names, roles_for
 from llmconv.manifest import step
+from llmconv.paths import Written
 from llmconv.plan import DEFAULT_SIZE
 from llmconv.runtime.context import context_length
-from llmconv.paths import Written
 from llmconv.runtime.own_code import code_files, runs_own_code
 from llmconv.storage import fetches, is_remote, local_path
 from llmconv.tensors import FLOATS
@@ -118,6 +118,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     layouts = by_names([layout] if isinstance(layout, str) else layout)
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
     _require_own_place(model, output)
+    _require_positive(stages=stages, batch_size=batch_size, max_seq_len=max_seq_len, prompt_len=prompt_len)
     _require_fitting(shapes, cache, target, dtype, output, max_shard_size=max_shard_size, resume=resume)
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
@@ -140,7 +141,8 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     drawing.check(graphs)
     sizes = None
     if not dry_run:
-        done = step("export", folder if is_remote(model) else Path(model), dtype=dtype, layers_traced=traced_layers, **drawing.recorded())
+        source = folder if is_remote(model) else Path(model)
+        done = step("export", source, dtype=dtype, layers_traced=traced_layers, **drawing.recorded())
         sizes = destination.write(graphs, checkpoint, drawing, done)
     files = {role: drawing.names(role) for role in graphs}
     layers = depth(decoder.config)
@@ -162,7 +164,7 @@ def _require_own_place(model: str | Path, output: str | Path | None) -> None:
         )
 
 
-def _require_fitting(  # noqa: PLR0913 - as the command has them
+def _require_fitting(
     shapes: str,
     cache: str,
     target: str | None,
@@ -183,7 +185,15 @@ def _require_fitting(  # noqa: PLR0913 - as the command has them
     require_choice(dtype, ("keep", *FLOATS), "dtype")
     if output is None and (resume or max_shard_size != DEFAULT_SIZE):
         name = "--resume" if resume else "--max-shard-size"
-        raise UsageProblem(f"`{name}` is for weights that are written, and none are", hint="give `-o OUT`, or leave it out")
+        raise UsageProblem(
+            f"`{name}` is for weights that are written, and none are", hint="give `-o OUT`, or leave it out"
+        )
+
+
+def _require_positive(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None:
+            require_least(size, 1, name)
 
 
 def _asked(prefill: bool, incremental: bool, unified: bool) -> list[str]:

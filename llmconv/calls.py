@@ -19,6 +19,9 @@ from typing import Annotated, Any, ParamSpec, TypeVar, Union, Unpack, get_args, 
 from llmconv.errors import UsageProblem
 from llmconv.paths import WRITTEN, kind_of, output_path, path_of
 
+OWN = "compared by the function itself"
+"""In `Annotated`: a parameter that is not looked at here."""
+
 P, R = ParamSpec("P"), TypeVar("R")
 
 
@@ -36,7 +39,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         hints = _hints(function)
         for name, value in bound.arguments.items():
             if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
-                bound.arguments[name] = fitted(value, hints[name], name)
+                bound.arguments[name] = fitted(value, hints.get(name, Any), name)
             elif get_origin(hints[name]) is Unpack:
                 fields = get_type_hints(get_args(hints[name])[0], include_extras=True)
                 bound.arguments[name] = {key: fitted(one, fields.get(key, Any), key) for key, one in value.items()}
@@ -66,6 +69,8 @@ def fitted(value: Any, hint: Any, name: str) -> Any:
     if hint is Any or isinstance(hint, TypeVar):
         return value
     if origin is Annotated:
+        if OWN in options:
+            return value
         return output_path(value, name) if WRITTEN in options else fitted(value, options[0], name)
     if origin in (Union, UnionType):
         return _one_of(value, options, name)

@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+from llmconv.calls import checked
 from llmconv.errors import OutputFailed
+from llmconv.paths import Written
 from llmconv.verify.html import render_html
 from llmconv.verify.report import LINE_LIMIT, NAME_LIMIT, Check, Report, clean
 
@@ -20,7 +22,8 @@ MARKDOWN_ROWS = 200
 COLUMNS = ("verdict", "scenario", "graph", "output", "sigma", "worst row", "max abs", "detail")
 
 
-def write_report(report: Report, folder: Path) -> None:
+@checked
+def write_report(report: Report, folder: Written) -> None:
     """Writes the four files into `folder`, which is made if need be.
 
     Raises:
@@ -32,6 +35,7 @@ def write_report(report: Report, folder: Path) -> None:
         "summary.md": render_markdown(report),
         "report.html": render_html(report),
     }
+    folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -14,9 +14,11 @@ import numpy as np
 
 from llmconv.bench.candidate import Candidate, Worker
 from llmconv.bench.result import Cell, Comparison, first_difference
+from llmconv.calls import checked, require_least
 from llmconv.checkpoint import read_json
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
 from llmconv.runtime.context import context_length
+from llmconv.storage import fetches
 
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3
@@ -26,10 +28,12 @@ PAUSE = 0.1
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+@fetches
+@checked
 def bench(
     model: str | Path | Candidate,
     *,
-    against: Sequence[str | Candidate] = (),
+    against: Sequence[str | Path | Candidate] = (),
     lengths: Sequence[int] = (),
     batch_sizes: Sequence[int] = (1,),
     new_tokens: int = NEW_TOKENS,
@@ -55,9 +59,18 @@ def bench(
         UsageProblem: a length beyond the context, or a candidate that is none.
         Inconclusive: no candidate ran anywhere.
     """
+    for name, numbers, least in (
+        ("lengths", lengths, 1),
+        ("batch_sizes", batch_sizes, 1),
+        ("new_tokens", (new_tokens,), 2),
+        ("repeat", (repeat,), 1),
+        ("threads", (threads,), 0),
+    ):
+        for number in numbers:
+            require_least(number, least, name)
     threads = threads or len(os.sched_getaffinity(0))
     first = model if isinstance(model, Candidate) else Candidate.parse(str(model))
-    others = (other if isinstance(other, Candidate) else Candidate.parse(other, first.folder) for other in against)
+    others = (other if isinstance(other, Candidate) else Candidate.parse(str(other), first.folder) for other in against)
     candidates = [first, *others]
     _require_distinct(candidates)
     lengths = lengths_within(first.folder, lengths, new_tokens)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 from llmconv.bench.result import Cell, Comparison
+from llmconv.calls import checked
+from llmconv.paths import Written
 
 HEAD = ("batch", "length", "candidate", "prompt tokens/s", "new tokens/s", "times first's", "peak MB", "tokens")
 
@@ -53,7 +54,8 @@ def _differences(result: Comparison) -> list[str]:
     ]
 
 
-def write_csv(result: Comparison, path: Path) -> None:
+@checked
+def write_csv(result: Comparison, path: Written) -> None:
     """One line per cell, with the versions of what ran."""
     rows = [
         {**cell.as_dict(), "versions": " ".join(f"{p}={v}" for p, v in result.versions[cell.candidate].items())}

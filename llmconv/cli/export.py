@@ -28,9 +28,7 @@ from llmconv.cli import options
 @click.option(
     "--stages", type=click.IntRange(1), default=1, help="Split each graph into K, for K devices.", metavar="K"
 )
-@click.option(
-    "--prefix", metavar="PATH", help="Prefix or prompt tuning: PEFT adapter, pre_caches.npy."
-)
+@click.option("--prefix", metavar="PATH", help="Prefix or prompt tuning: PEFT adapter, pre_caches.npy.")
 @click.option("--opset", type=click.Choice([21, 23, 24]), help="21 is for older runtimes; default: 23, static: 24.")
 @click.option(
     "--shapes",

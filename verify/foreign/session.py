@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 
 from llmconv.calls import checked
@@ -79,6 +80,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     folder = _reference(files[0].path, reference)
     report = new_report(" and ".join(file.name for file in files), suite, only, repeat, settings)
     report.reference = folder.name
+    require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
     limits = Limits(max_divergence, min_agreement)
     asked = Asked(Path(text) if text else None, limits, folder if trust_remote_code else None)
     verified, add = Graphs(files, Model({}), settings, open_weights(folder)), collector(report, on_checks)
@@ -89,6 +91,17 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         if bisect or piece:
             name_node(report, verified, eager, piece)
     return report
+
+
+def require_numbers(**limits: float | None) -> None:
+    """Refuses NaN, which nothing is larger or smaller than: the gate would always be open.
+
+    Raises:
+        UsageProblem: one is NaN.
+    """
+    for name, value in limits.items():
+        if value is not None and isnan(value):
+            raise UsageProblem(f"`{name}` is not a number", hint="with NaN nothing would fail")
 
 
 def _compare(
