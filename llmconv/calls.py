@@ -87,6 +87,9 @@ def _one_of(value: Any, options: Sequence[Any], name: str) -> Any:
     """The value as the first of several annotations that takes it."""
     if value is None and NoneType in options:
         return None
+    if Path in options and isinstance(value, str | os.PathLike):
+        path_of(value, name)  # kept as it is given: pathlib would drop a slash of an address
+        return value
     problems = []
     for option in options:
         if option is NoneType:

@@ -6,13 +6,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.generation.prompts import Prompt
 from llmconv.generation.report import Completion
+from llmconv.paths import Written, output_path
 
 SIDE_FILE = ".{}.options.json"
 """Hidden beside the file: what its lines are made with."""
@@ -37,8 +37,9 @@ class CompletionFile:
     """
 
     def __init__(
-        self, path: Path, prompts: Sequence[Prompt], options: Mapping[str, Any], *, overwrite: bool = False
+        self, path: Written, prompts: Sequence[Prompt], options: Mapping[str, Any], *, overwrite: bool = False
     ) -> None:
+        path = output_path(path)
         self._path, self._side = path, path.with_name(SIDE_FILE.format(path.name))
         made_with = {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}
         self._made_with = json.dumps(made_with, sort_keys=True, default=_plain)
