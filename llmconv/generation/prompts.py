@@ -34,11 +34,11 @@ class Prompt:
 
 
 def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
-    """Prompts of a file: one per line of text, one JSON object per line, or one JSON array.
+    """Prompts of a file: one per line of text, one JSON value per line, or one JSON array.
 
-    An object has `prompt` or `messages`; an item of an array may also be a text, and an array of messages is one chat.
-    A file whose name ends in `.jsonl` or `.json`, and any text whose first line is an object, is JSON; so is any text
-    that as a whole is an array. Empty lines are no prompts.
+    An object has `prompt` or `messages`, an array of messages is a chat, a string is a text. A file whose name ends in
+    `.jsonl` or `.json` is JSON; so is any text whose first line is an object or an array, or that as a whole is one.
+    Empty lines are no prompts.
 
     Raises:
         InputRefused: the file cannot be read, or holds no prompt.
@@ -46,11 +46,12 @@ def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
     """
     text, is_json = _text(path_of(source, "source") if isinstance(source, str | Path) else source)
     document = _document(text)
-    if document is not None or (isinstance(source, str | Path) and Path(source).suffix == ".json"):
+    is_named = isinstance(source, str | Path) and Path(source).suffix == ".json"
+    if document is not None or (is_named and not _is_json(text.strip().partition("\n")[0])):
         return _of_document(document, text)
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     found = [Prompt(line) for _, line in lines]
-    if is_json or (lines and _is_object(lines[0][1])):
+    if is_json or (lines and _is_json(lines[0][1])):
         found = [_of_json(number, line) for number, line in lines]
     if not found:
         raise InputRefused("there is no prompt", hint="write one prompt per line")
@@ -68,9 +69,10 @@ def _text(source: Path | TextIO) -> tuple[str, bool]:
         raise InputRefused(f"the prompts in `{source}` cannot be read: {reason}", hint="give a text file") from error
 
 
-def _is_object(line: str) -> bool:
+def _is_json(line: str) -> bool:
+    """Whether a line is an object or an array."""
     try:
-        return line.lstrip().startswith("{") and isinstance(json.loads(line), dict)
+        return line.lstrip().startswith(("{", "[")) and isinstance(json.loads(line), dict | list)
     except (ValueError, RecursionError):
         return False
 
@@ -83,7 +85,7 @@ def _document(text: str) -> list[Any] | dict[str, Any] | None:
     """
     content = text.strip()
     first = content.partition("\n")[0].strip()
-    if not content.startswith(("[", "{")) or (content != first and _is_object(first)):
+    if not content.startswith(("[", "{")) or (content != first and _is_json(first)):
         return None
     try:
         said = json.loads(content)
@@ -137,7 +139,7 @@ def _of_json(number: int, line: str) -> Prompt:
         raise MalformedInput(
             f"line {number} of the prompts is no JSON: {reason}", hint="one object per line"
         ) from error
-    return _of_object(f"line {number}", said)
+    return _of_item(f"line {number}", said)
 
 
 def _of_object(name: str, said: Any) -> Prompt:

@@ -74,13 +74,13 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         UsageProblem: no graph or too many, no reference, an unknown map, or a graph of steps without one of the prompt.
         InputRefused: a graph fits no map, or refers to what it must not.
     """
+    require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
     require_suite(suite)
     piece, settings = new_piece(minimize), settings or SessionSettings()
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
     report = new_report(" and ".join(file.name for file in files), suite, only, repeat, settings)
     report.reference = folder.name
-    require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
     limits = Limits(max_divergence, min_agreement)
     asked = Asked(Path(text) if text else None, limits, folder if trust_remote_code else None)
     verified, add = Graphs(files, Model({}), settings, open_weights(folder)), collector(report, on_checks)
