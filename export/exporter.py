@@ -117,9 +117,9 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     """
     layouts = by_names([layout] if isinstance(layout, str) else layout)
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
-    _require_own_place(model, output)
     _require_positive(stages=stages, batch_size=batch_size, max_seq_len=max_seq_len, prompt_len=prompt_len)
-    _require_fitting(shapes, cache, target, dtype, output, max_shard_size=max_shard_size, resume=resume)
+    _require_words(shapes, cache, target, dtype)
+    _require_place(model, output, max_shard_size, resume)
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
     options = GraphOptions.read(last_logits, postprocess, stages, local_path(prefix) if prefix else None, opset)
@@ -151,43 +151,33 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     return Exported(destination.folder, files, sizes, held, written, traced_layers, layers, dressing.names)
 
 
-def _require_own_place(model: str | Path, output: str | Path | None) -> None:
-    """Refuses to write graphs into a folder that was fetched for this call.
+def _require_place(model: str | Path, output: str | Path | None, max_shard_size: str | int, resume: bool) -> None:
+    """Refuses to write graphs into a folder that was fetched for this call, and options of weights that nobody writes.
 
     Raises:
         InputRefused: the model is not on this machine, and no `output` is given.
+        UsageProblem: an option would be ignored.
     """
-    if output is None and is_remote(model):
+    if output is not None:
+        return
+    if is_remote(model):
         raise InputRefused(
             f"`{model}` is not a folder of this machine, so its graphs cannot be written into it",
             hint="give `-o OUT`: the weights are copied there once",
         )
-
-
-def _require_fitting(
-    shapes: str,
-    cache: str,
-    target: str | None,
-    dtype: str,
-    output: str | Path | None,
-    *,
-    max_shard_size: str | int,
-    resume: bool,
-) -> None:
-    """Refuses words that mean nothing, and options that would be ignored.
-
-    Raises:
-        UsageProblem: see there.
-    """
-    require_choice(shapes, SHAPES, "shapes")
-    require_choice(cache, CACHES, "cache")
-    require_choice(target or TARGETS[0], TARGETS, "target")
-    require_choice(dtype, ("keep", *FLOATS), "dtype")
-    if output is None and (resume or max_shard_size != DEFAULT_SIZE):
+    if resume or max_shard_size != DEFAULT_SIZE:
         name = "--resume" if resume else "--max-shard-size"
         raise UsageProblem(
             f"`{name}` is for weights that are written, and none are", hint="give `-o OUT`, or leave it out"
         )
+
+
+def _require_words(shapes: str, cache: str, target: str | None, dtype: str) -> None:
+    """Refuses words that mean nothing; any of them would pass for the default."""
+    require_choice(shapes, SHAPES, "shapes")
+    require_choice(cache, CACHES, "cache")
+    require_choice(target or TARGETS[0], TARGETS, "target")
+    require_choice(dtype, ("keep", *FLOATS), "dtype")
 
 
 def _require_positive(**sizes: int | None) -> None:

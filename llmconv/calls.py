@@ -22,7 +22,8 @@ from llmconv.paths import WRITTEN, kind_of, output_path, path_of
 OWN = "compared by the function itself"
 """In `Annotated`: a parameter that is not looked at here."""
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -149,7 +150,7 @@ def _float(value: Any, name: str) -> float:
 
 
 def _str(value: Any, name: str) -> str:
-    return str(value) if isinstance(value, str) else _refuse(value, name, "a text")  # type: ignore[no-any-return]
+    return str(value) if isinstance(value, str) else _refuse(value, name, "a text")
 
 
 PLAIN: dict[Any, Callable[[Any, str], Any]] = {bool: _bool, int: _int, float: _float, str: _str, Path: path_of}

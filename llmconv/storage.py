@@ -18,7 +18,8 @@ from llmconv.errors import InputRefused
 from llmconv.paths import is_address, path_of
 from llmconv.pointers import TEXT_LIMIT, LocalTree, follow, follow_local
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PARTIAL = ".llmconv-partial"
 """How the name of a folder ends in which an output is being made."""
@@ -94,7 +95,7 @@ class Fetched:
 
     def keep_for(self, owner: object) -> None:
         """Keeps them for as long as `owner` is alive: it still reads them."""
-        weakref.finalize(owner, remove_downloads, set(self.folders)).atexit = False  # type: ignore[misc]
+        weakref.finalize(owner, remove_downloads, set(self.folders)).atexit = False
         self.folders.clear()
 
 

@@ -78,7 +78,8 @@ def test_a_value_of_another_type_is_named(given: dict[str, Any], problem: str) -
 
 
 def test_numbers_of_numpy_become_plain_ones() -> None:
-    found = example("a", size=np.int64(3), share=np.float32(0.5), flag=np.bool_(True))
+    given: dict[str, Any] = {"size": np.int64(3), "share": np.float32(0.5), "flag": np.bool_(True)}
+    found = example("a", **given)
     assert [type(found[name]) for name in ("size", "share", "flag")] == [int, float, bool]
 
 
@@ -88,7 +89,8 @@ def test_one_value_stands_for_a_list_of_it(given: Any) -> None:
 
 
 def test_one_number_stands_for_a_list_of_it() -> None:
-    assert example("a", weights=0.5)["weights"] == (0.5,)  # type: ignore[typeddict-item]
+    given: Any = 0.5
+    assert example("a", weights=given)["weights"] == (0.5,)
 
 
 ROOMS = [llmconv.convert, llmconv.export, llmconv.verify, llmconv.bench, llmconv.generation]

@@ -59,15 +59,9 @@ def bench(
         UsageProblem: a length beyond the context, or a candidate that is none.
         Inconclusive: no candidate ran anywhere.
     """
-    for name, numbers, least in (
-        ("lengths", lengths, 1),
-        ("batch_sizes", batch_sizes, 1),
-        ("new_tokens", (new_tokens,), 2),
-        ("repeat", (repeat,), 1),
-        ("threads", (threads,), 0),
-    ):
-        for number in numbers:
-            require_least(number, least, name)
+    _require_positive(lengths=lengths, batch_sizes=batch_sizes, repeat=(repeat,))
+    require_least(new_tokens, 2, "new_tokens")
+    require_least(threads, 0, "threads")
     threads = threads or len(os.sched_getaffinity(0))
     first = model if isinstance(model, Candidate) else Candidate.parse(str(model))
     others = (other if isinstance(other, Candidate) else Candidate.parse(str(other), first.folder) for other in against)
@@ -90,6 +84,12 @@ def bench(
     if all(cell.error for cell in cells):
         raise Inconclusive(f"nothing could be measured: {cells[0].error}", hint="see `llmconv generate` on the folder")
     return Comparison([candidate.name for candidate in candidates], versions, cells, new_tokens, repeat, threads)
+
+
+def _require_positive(**given: Sequence[int]) -> None:
+    for name, numbers in given.items():
+        for number in numbers:
+            require_least(number, 1, name)
 
 
 def _measure(workers: Sequence[Worker], prompts: list[list[int]], new: int, repeat: int) -> list[Cell]:

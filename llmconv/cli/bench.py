@@ -82,11 +82,7 @@ def command(
     from llmconv.bench.plot import require_plotting, write_plot
     from llmconv.bench.table import table, write_csv
 
-    if csv_file and csv_file == plot_file:
-        raise UsageProblem(f"`--csv` and `--plot` are both `{csv_file}`", hint="give each a name of its own")
-    for file in filter(None, (csv_file, plot_file)):
-        if not file.parent.is_dir():
-            raise OutputFailed(f"`{file}` lies in no folder", hint=f"make the folder `{file.parent}` first")
+    _require_places(csv_file, plot_file)
     if plot_file:
         require_plotting(plot_file)
     interpreters = _interpreters(pythons)
@@ -110,6 +106,15 @@ def command(
     if plot_file:
         write_plot(result, plot_file)
     ctx.exit(0 if result.agrees else 1)
+
+
+def _require_places(csv_file: Path | None, plot_file: Path | None) -> None:
+    """Before anything is measured."""
+    if csv_file and csv_file == plot_file:
+        raise UsageProblem(f"`--csv` and `--plot` are both `{csv_file}`", hint="give each a name of its own")
+    for file in filter(None, (csv_file, plot_file)):
+        if not file.parent.is_dir():
+            raise OutputFailed(f"`{file}` lies in no folder", hint=f"make the folder `{file.parent}` first")
 
 
 def _interpreters(given: tuple[str, ...]) -> dict[str, str]:

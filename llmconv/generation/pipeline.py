@@ -208,7 +208,7 @@ def _is_chat(content: Any) -> bool:
 
 def _contents(inputs: Any) -> list[Any]:
     """A list of texts and chats."""
-    odd = bytes | Mapping | set | frozenset
+    odd = (bytes, Mapping, set, frozenset)
     if isinstance(inputs, odd):
         raise UsageProblem(
             f"the input is {kind_of(inputs)}", hint="give a text, a list of messages, or a list of either"

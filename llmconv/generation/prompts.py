@@ -178,7 +178,7 @@ def contents_of(prompts: Any) -> list[Content]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    odd = bytes | bytearray | Mapping | set | frozenset | os.PathLike
+    odd = (bytes, bytearray, Mapping, set, frozenset, os.PathLike)
     if isinstance(prompts, odd) or not isinstance(prompts, Iterable):
         raise UsageProblem(f"`prompts` is {kind_of(prompts)}", hint=NOT_PROMPTS)
     found = list(prompts)
