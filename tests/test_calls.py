@@ -19,9 +19,13 @@ import llmconv.convert
 import llmconv.export
 import llmconv.generation
 import llmconv.verify
+from llmconv.bench.result import Cell, Comparison
 from llmconv.calls import checked
+from llmconv.checkpoint import open_checkpoint
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.runtime import SessionSettings
+
+CHECKPOINT = Path(__file__).parents[1] / "examples/tiny-llama/ep4-ba2400-rank0.pt"
 
 
 class More(TypedDict, total=False):
@@ -166,3 +170,29 @@ def test_the_rooms_are_there_once_the_package_is(tmp_path: Path) -> None:
     code = "import llmconv; print(llmconv.convert.to_hf.__name__, llmconv.export.export.__name__)"
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert made.stdout.split() == ["to_hf", "export"]
+
+
+@pytest.mark.parametrize("limit", ["max_divergence", "min_agreement"])
+def test_a_limit_that_is_no_number_would_never_fail(limit: str) -> None:
+    limits: dict[str, Any] = {limit: float("nan")}
+    with pytest.raises(UsageProblem, match=f"`{limit}` is not a number"):
+        llmconv.verify.verify_graphs("missing.onnx", **limits)
+
+
+def test_results_are_one_short_line(tmp_path: Path) -> None:
+    base, merged = tmp_path / "base", tmp_path / "merged"
+    results = [
+        llmconv.convert.to_hf(CHECKPOINT, base),
+        llmconv.convert.merge_lora(base, CHECKPOINT.parent / "adapter", merged),
+        llmconv.convert.from_hf(base, tmp_path / "meta", to="meta"),
+        llmconv.convert.extract_delta(base, merged, tmp_path / "delta"),
+        llmconv.convert.apply_delta(base, tmp_path / "delta", tmp_path / "again"),
+        llmconv.convert.inspect(base),
+        open_checkpoint(base),
+        llmconv.verify.Report("a", "b", "quick", notes=["note"] * 1000),
+        Comparison(["a", "b"], {}, [Cell("a", 1, 8)] * 100, 1, 1, 1),
+    ]
+    for result in results:
+        assert "\n" not in repr(result)
+        assert len(repr(result)) < 100 + 2 * len(str(tmp_path)), repr(result)
+    assert "llama: 29 tensors" in repr(results[0])

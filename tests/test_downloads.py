@@ -74,7 +74,9 @@ def test_a_conversion_leaves_nothing(temporary: Path, tmp_path: Path, more: list
 
 
 def test_inspect_leaves_nothing(temporary: Path) -> None:
-    assert json.loads(run("inspect", uri(CHECKPOINT), "--json"))["format"] == "composer"
+    found = json.loads(run("inspect", uri(CHECKPOINT), "--json"))
+    assert (found["format"], found["path"]) == ("composer", uri(CHECKPOINT))
+    assert uri(CHECKPOINT) in run("inspect", uri(CHECKPOINT))
 
 
 def test_a_merge_leaves_nothing(temporary: Path, base: Path, tmp_path: Path) -> None:
