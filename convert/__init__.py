@@ -1,9 +1,30 @@
+"""Training checkpoints, Hugging Face folders, adapters and deltas: one function per command."""
+
 if __name__ != "llmconv.convert":
     raise ImportError("import llmconv.convert: `convert` is no top-level package")
 
-from llmconv.convert.delta import apply_delta as apply_delta
-from llmconv.convert.delta import extract_delta as extract_delta
-from llmconv.convert.from_hf import from_hf as from_hf
-from llmconv.convert.inspect import inspect as inspect
-from llmconv.convert.lora import merge_lora as merge_lora
-from llmconv.convert.to_hf import to_hf as to_hf
+from llmconv.convert.delta import Applied, Extracted, apply_delta, extract_delta
+from llmconv.convert.from_hf import from_hf
+from llmconv.convert.inspect import Inspection, inspect
+from llmconv.convert.lora import Merge, merge_lora
+from llmconv.convert.to_hf import to_hf
+from llmconv.plan import Plan
+
+__all__ = [
+    "Applied",
+    "Extracted",
+    "Inspection",
+    "Merge",
+    "Plan",
+    "apply_delta",
+    "extract_delta",
+    "from_hf",
+    "inspect",
+    "merge_lora",
+    "to_hf",
+]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from llmconv.calls import checked
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.accessory import is_accessory_delta, plus_accessory
@@ -18,9 +19,10 @@ from llmconv.convert.to_hf import check_dtype, with_cast
 from llmconv.errors import UnsupportedInput
 from llmconv.layout import KEEP
 from llmconv.manifest import step, steps_of_weights
+from llmconv.paths import Written
 from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
-from llmconv.storage import files_under, local_path, reading_safely, require_named
+from llmconv.storage import fetches, files_under, local_path, reading_safely
 from llmconv.writer import check_output, write_checkpoint
 
 
@@ -35,6 +37,9 @@ class Applied:
 
     plan: Plan
     kind: str
+
+    def __repr__(self) -> str:
+        return f"<Applied {self.kind} delta: {self.plan!r}>"
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,17 @@ class Extracted:
     captured_overall: float | None = None
     whole: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        size = "a dry run" if self.nbytes is None else f"{self.nbytes:,} bytes"
+        return f"<Extracted {self.kind} delta: {size}>"
 
+
+@fetches
+@checked
 def apply_delta(
     base: str | Path,
     delta: str | Path,
-    output: str | Path,
+    output: Written,
     *,
     dtype: str = "keep",
     max_shard_size: str | int = KEEP,
@@ -87,7 +98,6 @@ def apply_delta(
         InputRefused: the base is another one than the delta was made from, or an input is malformed or unsupported.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
-    require_named(output)
     check_dtype(dtype)
     model = open_model(base)
     with reading_safely(delta):
@@ -122,10 +132,12 @@ def _tuned(base: Checkpoint, path: Path, dtype: str, *, whole: bool) -> tuple[st
     return "difference", *plus_difference(base, open_difference(path), dtype)
 
 
+@fetches
+@checked
 def extract_delta(  # noqa: PLR0913 - the options of the command, by the same names
     base: str | Path,
     tuned: str | Path,
-    output: str | Path,
+    output: Written,
     *,
     rank: int | None = None,
     dtype: str = "keep",
@@ -150,7 +162,6 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
         InputRefused: an input is malformed, or the adapter cannot say what changed.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
-    require_named(output)
     check_dtype(dtype)
     below, above = open_model(base), open_model(tuned)
     low_rank: LowRankDelta | None = None

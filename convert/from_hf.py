@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from llmconv.calls import checked
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.decoder import SHARD_LIMIT
 from llmconv.convert.formats import Format, formats
@@ -13,15 +14,18 @@ from llmconv.convert.state_dict import DROPPED, whole
 from llmconv.convert.to_hf import check_dtype, with_cast
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
+from llmconv.paths import Written
 from llmconv.plan import Plan
 from llmconv.progress import warn_all
-from llmconv.storage import local_path, reading_safely, require_named
+from llmconv.storage import fetches, local_path, reading_safely
 from llmconv.writer import check_output, write_checkpoint
 
 
+@fetches
+@checked
 def from_hf(
     model: str | Path,
-    output: str | Path,
+    output: Written,
     *,
     to: str,
     shards: int = 1,
@@ -44,7 +48,6 @@ def from_hf(
         InputRefused: the folder is malformed, or the format cannot hold such a model; or `output` exists.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
-    require_named(output)
     chosen = _savable(to)
     check_dtype(dtype)
     if not 1 <= shards <= SHARD_LIMIT:

@@ -20,7 +20,7 @@ from llmconv.convert.unclaimed import explain
 from llmconv.errors import InputRefused
 from llmconv.packing.unpacking import unpacked
 from llmconv.safetensors_io import FileTensor, read_header
-from llmconv.storage import files_under, local_path, reading_safely
+from llmconv.storage import fetching, files_under, local_path, reading_safely
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import is_torch_file
 
@@ -57,6 +57,10 @@ class Inspection:
     dropped: tuple[str, ...] = ()
     kind: str = ""
     plain: Mapping[str, LazyTensor] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        kind = f", {self.kind}" if self.kind else ""
+        return f"<Inspection {self.path}: {self.format}{kind}, {len(self.tensors)} tensors, {self.nbytes:,} bytes>"
 
     @property
     def quantization(self) -> str | None:
@@ -110,9 +114,11 @@ def inspect(path: str | Path) -> Inspection:
     Raises:
         InputRefused: nothing that llmconv can read, or something malformed.
     """
-    with reading_safely(path), comparing_samples():
-        given = local_path(path, keep=False)
-        return replace(_inspect(unpacked(given)), path=given)
+    with fetching() as fetched, reading_safely(path), comparing_samples():
+        given = local_path(path)
+        found = replace(_inspect(unpacked(given)), path=given)
+        fetched.keep_for(found)
+    return found
 
 
 def _inspect(place: Path) -> Inspection:

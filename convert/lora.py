@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
+from llmconv.calls import checked
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.adapters.checking import Check, check_written
 from llmconv.convert.adapters.merging import merged
@@ -20,9 +21,10 @@ from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.state_dict import check_complete
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
+from llmconv.paths import Written
 from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
-from llmconv.storage import local_path, reading_safely, require_named
+from llmconv.storage import fetches, local_path, reading_safely
 from llmconv.tensors import BLOCK_BYTES
 from llmconv.writer import check_output, write_checkpoint
 
@@ -53,11 +55,17 @@ class Merge:
     retention: Retention | None = None
     check: Check | None = None
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.merged)} merged, {len(self.replaced)} replaced, {len(self.added)} added"
+        return f"<Merge {self.plan.checkpoint.kind}: {counts}, {self.plan.nbytes:,} bytes>"
 
+
+@fetches
+@checked
 def merge_lora(
     base: str | Path,
     adapters: str | Path | Sequence[str | Path],
-    output: str | Path,
+    output: Written,
     *,
     overwrite: bool = False,
     resume: bool = False,
@@ -85,7 +93,6 @@ def merge_lora(
         UnsupportedInput: a kind of adapter or base that this formula does not fit.
         OutputFailed: writing failed.
     """
-    require_named(output)
     if unknown := options.keys() - DEFAULTS.keys():
         raise TypeError(f"merge_lora() has no option {', '.join(sorted(unknown))}")
     options = DEFAULTS | options

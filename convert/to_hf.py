@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmconv.calls import checked
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.configs import merged_configs, with_dtype
 from llmconv.convert.formats import by_name, detect
@@ -15,16 +16,19 @@ from llmconv.convert.unclaimed import explain
 from llmconv.errors import UsageProblem
 from llmconv.manifest import Manifest, step
 from llmconv.packing.unpacking import unpacked
+from llmconv.paths import Written
 from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
-from llmconv.storage import files_under, local_path, reading_safely, require_named
+from llmconv.storage import fetches, files_under, local_path, reading_safely
 from llmconv.tensors import BY_NAME, FLOATS, cast
 from llmconv.writer import check_output, write_checkpoint
 
 
+@fetches
+@checked
 def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     source: str | Path,
-    output: str | Path,
+    output: Written,
     *,
     format: str | None = None,
     config: Sequence[str | Path] = (),
@@ -58,18 +62,18 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     Raises:
         InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.
     """
-    require_named(output, base, tokenizer, *config)
     check_dtype(dtype)
-    configs = tuple(Path(path) for path in config)
+    configs = tuple(local_path(path) for path in config)
+    words = local_path(tokenizer) if tokenizer else None
     base = local_path(base) if base else None
     options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
-    checkpoint = open_training(source, format, configs, Path(tokenizer) if tokenizer else None, options)
+    checkpoint = open_training(source, format, configs, words, options)
     plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
     warn_all(checkpoint.warnings)
     check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
     if not dry_run:
         told = {"config": [path.name for path in configs] or None, "dtype": dtype}
-        named = {"tokenizer": Path(tokenizer).name if tokenizer else None, "base": base.name if base else None}
+        named = {"tokenizer": words.name if words else None, "base": base.name if base else None}
         done = _write(plan, Path(output), base, options | named | told, overwrite=overwrite, resume=resume)
         plan = replace(plan, found=done.found)
     return plan
@@ -97,7 +101,7 @@ def open_training(
         InputRefused: see `to_hf`.
     """
     with reading_safely(source):
-        path = local_path(source, keep=False)
+        path = local_path(source)
         return replace(_open(unpacked(path), path, format, config, tokenizer, options), path=path)
 
 

@@ -7,3 +7,8 @@ from llmconv.export.exporter import Exported, export
 from llmconv.export.input_maps import INPUT_MAPS, InputMap, register_input_map
 
 __all__ = ["INPUT_MAPS", "Exported", "InputMap", "export", "register_input_map"]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
+import onnx_ir as ir
+
 from llmconv.errors import InputRefused
 from llmconv.export.experts import expand_experts
 from llmconv.export.gemm import static_shape
@@ -48,8 +50,8 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
     return matches
 
 
-def bind(traced: TracedGraph, tensors: Mapping[str, FileTensor]) -> int:
-    """Points every weight input of the graph at its tensor; returns how many bytes are mapped.
+def bind(traced: TracedGraph, tensors: Mapping[str, FileTensor]) -> None:
+    """Points every weight input of the graph at its tensor.
 
     Args:
         traced: the graph; its weight inputs become initializers.
@@ -70,7 +72,22 @@ def bind(traced: TracedGraph, tensors: Mapping[str, FileTensor]) -> int:
     graph.inputs.clear()
     graph.inputs.extend(inputs)
     graph.sort()
-    return reader.mapped
+
+
+def mapped_bytes(graphs: Iterable[TracedGraph]) -> int:
+    """Bytes of the files that bound graphs map, each once however many graphs and weights share it."""
+    ranges = {
+        (str(tensor.location), tensor.offset or 0, (tensor.offset or 0) + tensor.nbytes)
+        for traced in graphs
+        for value in traced.model.graph.initializers.values()
+        if isinstance(tensor := value.const_value, ir.ExternalTensor)
+    }
+    total, place, end = 0, "", 0
+    for file, first, stop in sorted(ranges):
+        start = first if file != place else max(first, end)
+        total += max(stop - start, 0)
+        place, end = file, stop if file != place else max(stop, end)
+    return total
 
 
 def _require(name: str, found: Mapping[str, Expression], traced: TracedGraph) -> Expression:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from llmconv.checkpoint import Checkpoint, open_weights
 from llmconv.errors import InputRefused
-from llmconv.export.bind import bind
+from llmconv.export.bind import bind, mapped_bytes
 from llmconv.export.drawing import Drawing, Drawn, files_of
 from llmconv.export.trace import TracedGraph
 from llmconv.folder import Content, Folder, Link
@@ -28,7 +28,13 @@ BLOCK = 4096
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one export: of all graph files, of the weights each graph maps, of the weights that were written."""
+    """Bytes of one export.
+
+    Attributes:
+        graphs: of all graph files.
+        mapped: of the weights that the graphs map, counted once.
+        copied: of the weights that were written.
+    """
 
     graphs: int
     mapped: int
@@ -44,6 +50,9 @@ class Destination(Protocol):
 
     def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
         """Raises InputRefused where `write` could not succeed."""
+
+    def stored(self, checkpoint: Checkpoint) -> Checkpoint:
+        """The checkpoint as the folder holds it afterwards."""
 
     def write(
         self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]
@@ -88,6 +97,10 @@ class InPlace:
         existing = [name for name in names if os.path.lexists(self.folder / name)]
         if existing and not self.overwrite and not self.resume:
             raise InputRefused(f"`{self.folder / existing[0]}` already exists", hint="give `--overwrite` to replace it")
+
+    def stored(self, checkpoint: Checkpoint) -> Checkpoint:
+        """As it is."""
+        return checkpoint
 
     def write(
         self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]
@@ -135,7 +148,7 @@ class NewFolder:
 
     folder: Path
     dtype: str
-    max_shard_size: str
+    max_shard_size: str | int
     overwrite: bool
     resume: bool
 
@@ -161,7 +174,7 @@ class NewFolder:
             manifest.graphs = drawn.entries
             sizes.append(Sizes(drawn.nbytes, mapped, plan.nbytes))
 
-        plan = plan_checkpoint(self._cast(checkpoint), self.max_shard_size)
+        plan = plan_checkpoint(self.stored(checkpoint), self.max_shard_size)
         done = write_checkpoint(
             plan,
             self.folder,
@@ -173,7 +186,8 @@ class NewFolder:
         )
         return Sizes(graph_bytes(done), plan.nbytes, 0) if done.found else sizes[0]
 
-    def _cast(self, checkpoint: Checkpoint) -> Checkpoint:
+    def stored(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Its weights in `dtype`, as the folder gets them."""
         if self.dtype == "keep":
             return checkpoint
         tensors = {name: cast(tensor, BY_NAME[self.dtype]) for name, tensor in checkpoint.items()}
@@ -195,9 +209,11 @@ def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:
 
 
 def _bind_all(graphs: Mapping[str, TracedGraph], tensors: Mapping[str, FileTensor]) -> int:
-    """Binds each graph once; returns how many bytes of weights the largest maps."""
-    distinct = {id(traced): traced for traced in graphs.values()}
-    return max(bind(traced, tensors) for traced in distinct.values())
+    """Binds each graph once; returns how many bytes of weights they map together."""
+    distinct = {id(traced): traced for traced in graphs.values()}.values()
+    for traced in distinct:
+        bind(traced, tensors)
+    return mapped_bytes(distinct)
 
 
 def _files(tensors: Mapping[str, FileTensor]) -> tuple[str, ...]:

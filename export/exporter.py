@@ -7,19 +7,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmconv.calls import checked, require_choice, require_least
 from llmconv.checkpoint import open_checkpoint, read_json
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.bind import match_weights
+from llmconv.export.context_limit import check_context
 from llmconv.export.decoder import open_decoder
 from llmconv.export.destination import Destination, InPlace, NewFolder, Sizes
 from llmconv.export.drawing import Drawing
 from llmconv.export.fake_model import depth
-from llmconv.export.form import forms
+from llmconv.export.form import CACHES, SHAPES, TARGETS, forms
 from llmconv.export.graph_options import GraphOptions
 from llmconv.export.input_maps import decoder_config
 from llmconv.export.layouts import Dressing, Model, by_names, roles_for
 from llmconv.manifest import step
+from llmconv.paths import Written
+from llmconv.plan import DEFAULT_SIZE
+from llmconv.runtime.context import context_length
 from llmconv.runtime.own_code import code_files, runs_own_code
-from llmconv.storage import local_path, require_named
+from llmconv.storage import fetches, is_remote, local_path
+from llmconv.tensors import FLOATS
 
 
 @dataclass(frozen=True)
@@ -29,8 +36,9 @@ class Exported:
     Attributes:
         folder: where the graphs lie.
         graphs: role (`prefill`, `decode`, `unified`, `embeddings`) -> file names, several where there are stages.
-        sizes: bytes of graphs, of mapped and of copied weights; None for a dry run.
-        weight_bytes: bytes of the model's weights.
+        sizes: bytes of graphs, of mapped and of written weights; None for a dry run.
+        weight_bytes: bytes of the weights that the folder holds.
+        weight_bytes_written: bytes of them that the export wrote, or would write: none where the folder is the model's.
         traced_layers: how many layers were traced; the rest was replicated.
         num_layers: how many the model has.
         beside: other files that clients want, by path in the folder.
@@ -40,14 +48,27 @@ class Exported:
     graphs: dict[str, list[str]]
     sizes: Sizes | None
     weight_bytes: int
+    weight_bytes_written: int
     traced_layers: int
     num_layers: int
     beside: tuple[str, ...] = ()
 
+    @property
+    def weight_bytes_mapped(self) -> int:
+        """Bytes of weights that the graphs map, each counted once; for a dry run, all that the folder would hold."""
+        return self.sizes.mapped if self.sizes else self.weight_bytes
 
+    def __repr__(self) -> str:
+        files = ", ".join(name for names in self.graphs.values() for name in names)
+        state = "a dry run" if self.sizes is None else f"{self.sizes.graphs:,} bytes"
+        return f"<Exported {self.folder}: {files}; {state}, {self.weight_bytes_mapped:,} bytes of weights mapped>"
+
+
+@fetches
+@checked
 def export(  # noqa: PLR0913 - one parameter per option of the command
     model: str | Path,
-    output: Path | None = None,
+    output: Written | None = None,
     *,
     prefill: bool = False,
     incremental: bool = False,
@@ -56,7 +77,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     last_logits: bool = False,
     postprocess: str | None = None,
     stages: int = 1,
-    prefix: Path | None = None,
+    prefix: str | Path | None = None,
     opset: int | None = None,
     shapes: str = "dynamic",
     batch_size: int | None = None,
@@ -65,7 +86,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     cache: str = "growing",
     target: str | None = None,
     dtype: str = "keep",
-    max_shard_size: str = "5GB",
+    max_shard_size: str | int = DEFAULT_SIZE,
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
@@ -94,22 +115,25 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: a `model_type` without input map, weights that do not fit the config, existing graphs, …
         OutputFailed: writing failed.
     """
-    require_named(model, output, prefix)
     layouts = by_names([layout] if isinstance(layout, str) else layout)
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
-    options = GraphOptions.read(last_logits, postprocess, stages, prefix, opset)
+    _require_positive(stages=stages, batch_size=batch_size, max_seq_len=max_seq_len, prompt_len=prompt_len)
+    _require_words(shapes, cache, target, dtype)
+    _require_place(model, output, max_shard_size, resume)
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
+    options = GraphOptions.read(last_logits, postprocess, stages, local_path(prefix) if prefix else None, opset)
     code = folder if runs_own_code(checkpoint.config, trust_remote_code) else None
     if code:
         checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
     decoder = open_decoder(checkpoint, code)
     wanted = forms(roles, shapes, cache, batch_size, max_seq_len, prompt_len, decoder.embeddings, target)
+    check_context(decoder.config, context_length(folder), max_seq_len)
     dressing = Dressing(layouts, Model(decoder_config(decoder.config), decoder.input_map, _generation(folder), cache))
     drawing = Drawing(wanted, dressing, options)
     destination: Destination = InPlace(folder, dtype, overwrite or dry_run, resume)
-    if output and output.resolve() != folder.resolve():
-        destination = NewFolder(output, dtype, max_shard_size, overwrite, resume)
+    if output and Path(output).resolve() != folder.resolve():
+        destination = NewFolder(Path(output), dtype, max_shard_size, overwrite, resume)
     destination.check(checkpoint, drawing)
     graphs, traced_layers = decoder.build(wanted)
     for traced in graphs.values():
@@ -117,11 +141,49 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     drawing.check(graphs)
     sizes = None
     if not dry_run:
-        done = step("export", Path(model), dtype=dtype, layers_traced=traced_layers, **drawing.recorded())
+        source = folder if is_remote(model) else Path(model)
+        done = step("export", source, dtype=dtype, layers_traced=traced_layers, **drawing.recorded())
         sizes = destination.write(graphs, checkpoint, drawing, done)
     files = {role: drawing.names(role) for role in graphs}
     layers = depth(decoder.config)
-    return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, layers, dressing.names)
+    held = destination.stored(checkpoint).nbytes
+    written = held if isinstance(destination, NewFolder) else 0
+    return Exported(destination.folder, files, sizes, held, written, traced_layers, layers, dressing.names)
+
+
+def _require_place(model: str | Path, output: str | Path | None, max_shard_size: str | int, resume: bool) -> None:
+    """Refuses to write graphs into a folder that was fetched for this call, and options of weights that nobody writes.
+
+    Raises:
+        InputRefused: the model is not on this machine, and no `output` is given.
+        UsageProblem: an option would be ignored.
+    """
+    if output is not None:
+        return
+    if is_remote(model):
+        raise InputRefused(
+            f"`{model}` is not a folder of this machine, so its graphs cannot be written into it",
+            hint="give `-o OUT`: the weights are copied there once",
+        )
+    if resume or max_shard_size != DEFAULT_SIZE:
+        name = "--resume" if resume else "--max-shard-size"
+        raise UsageProblem(
+            f"`{name}` is for weights that are written, and none are", hint="give `-o OUT`, or leave it out"
+        )
+
+
+def _require_words(shapes: str, cache: str, target: str | None, dtype: str) -> None:
+    """Refuses words that mean nothing; any of them would pass for the default."""
+    require_choice(shapes, SHAPES, "shapes")
+    require_choice(cache, CACHES, "cache")
+    require_choice(target or TARGETS[0], TARGETS, "target")
+    require_choice(dtype, ("keep", *FLOATS), "dtype")
+
+
+def _require_positive(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None:
+            require_least(size, 1, name)
 
 
 def _asked(prefill: bool, incremental: bool, unified: bool) -> list[str]:

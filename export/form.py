@@ -18,6 +18,8 @@ from llmconv.runtime.buffers import SLOTS, WRITE_INDICES
 from llmconv.runtime.embeddings import INPUTS_EMBEDS
 
 CACHE_RANK = 4
+SHAPES, CACHES, TARGETS = ("dynamic", "static"), ("growing", "shared-buffer"), ("ort-cpu",)
+"""The words of the command."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ class Form:
         """The inputs of a family's growing graph as this form has them; `write_indices` stands before the cache.
 
         Raises:
-            UnsupportedInput: the family keeps states, for which there are no buffers to fill.
+            UnsupportedInput: an input that no graph has, or the family keeps states, for which there are no buffers.
         """
+        _require_known(ports)
         if self.cache != "growing" and any(port.name.startswith("past_") and PAST not in port.axes for port in ports):
             raise UnsupportedInput(
                 "a cache of fixed length holds keys and values, and this family keeps states too",
@@ -147,6 +150,19 @@ def _piece(slots: int | None, prompt: int | None) -> int:
             hint="make `--max-seq-len` a multiple of `--prompt-len`",
         )
     return prompt
+
+
+TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+
+def _require_known(ports: Sequence[Port]) -> None:
+    """Refuses an input that a row of the registry adds: the trace would call the model without it."""
+    odd = [port.name for port in ports if port.name not in TOKEN_INPUTS and not port.name.startswith("past_")]
+    if odd:
+        raise UnsupportedInput(
+            f"the input map has an input `{odd[0]}`, which exported graphs cannot have",
+            hint=f"leave it out of `InputMap.inputs`: graphs take {', '.join(TOKEN_INPUTS)} and the cache",
+        )
 
 
 def _embedded(port: Port, size: int) -> Port:

@@ -13,6 +13,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
+from llmconv.calls import checked
 from llmconv.errors import UnsupportedInput
 from llmconv.export.caches import CACHE_KINDS
 from llmconv.export.caches.kind import CacheKind
@@ -313,6 +314,7 @@ INPUT_MAPS: dict[str, InputMap] = {
 }
 
 
+@checked
 def register_input_map(model_type: str, input_map: InputMap) -> None:
     """Adds or replaces the row of a `model_type`."""
     INPUT_MAPS[model_type] = input_map

@@ -24,7 +24,6 @@ class StoredValues:
     def __init__(self, graph: ir.Graph, tensors: Mapping[str, FileTensor]) -> None:
         self._graph, self._tensors = graph, tensors
         self._values: dict[Expression, ir.Value] = {}
-        self.mapped = 0
 
     def value(self, expression: Expression) -> ir.Value:
         """The float32 value of an expression."""
@@ -44,7 +43,6 @@ class StoredValues:
         stored = ir.Value(name=rows.label, shape=ir.Shape(rows.shape), type=ir.TensorType(dtype))
         stored.const_value = ir.ExternalTensor(*place, dtype, shape=ir.Shape(rows.shape), name=rows.label)
         self._graph.initializers[rows.label] = stored
-        self.mapped += length
         if dtype == ir.DataType.FLOAT:
             return stored
         return self._node("Cast", [stored], {"to": ir.DataType.FLOAT}, rows.label, f"{rows.label}:float32")

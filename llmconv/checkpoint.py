@@ -85,6 +85,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __len__(self) -> int:
         return len(self.tensors)
 
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path}: {self.format}, {self.kind}, {len(self)} tensors>"
+
     @property
     def kind(self) -> str:
         """The model's type for people: `llama`, or `chatglm_v2 as glm` where the writer calls it otherwise."""

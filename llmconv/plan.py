@@ -37,6 +37,9 @@ class Shard:
     container: Container = safetensors_pieces
     copy_of: Path | None = None
 
+    def __repr__(self) -> str:
+        return f"<Shard {self.name}: {len(self.tensors)} tensors, {self.nbytes:,} bytes>"
+
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data."""
@@ -60,6 +63,10 @@ class Plan:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     found: bool = False
+
+    def __repr__(self) -> str:
+        count = sum(len(shard.tensors) for shard in self.shards)
+        return f"<Plan {self.checkpoint.kind}: {count} tensors, {self.nbytes:,} bytes in {len(self.shards)} file(s)>"
 
     @property
     def nbytes(self) -> int:

@@ -6,13 +6,20 @@ import atexit
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused
+from llmconv.paths import is_address, path_of
 from llmconv.pointers import TEXT_LIMIT, LocalTree, follow, follow_local
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PARTIAL = ".llmconv-partial"
 """How the name of a folder ends in which an output is being made."""
@@ -20,21 +27,23 @@ PARTIAL = ".llmconv-partial"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
-def local_path(name: str | Path, *, keep: bool = True) -> Path:
+def local_path(name: str | Path) -> Path:
     """A local path for `name`: itself when it exists, a download when it is a URI or a hub id (`org/name[@revision]`).
 
-    A pointer file of Composer is followed, on the disk and in a bucket.
+    A pointer file of Composer is followed, on the disk and in a bucket. What a URI names is fetched into a temporary
+    folder, which is removed when the call that needed it ends (see `fetching`), and at the latest with the process.
 
     Args:
         name: path, URI or hub id.
-        keep: whether what is fetched from a URI stays when the process ends.
 
     Raises:
         InputRefused: there is no such path, and it is neither a reachable URI nor a hub id.
-        UsageProblem: the name is empty.
+        UsageProblem: it is not a path, such as an open model.
     """
-    require_named(name)
-    path = follow_local(Path(name))
+    given = path_of(name, "path")
+    if is_address(name):
+        return _download(_uri(name))
+    path = follow_local(given)
     if path.exists():
         return path
     if path.is_symlink():
@@ -42,21 +51,9 @@ def local_path(name: str | Path, *, keep: bool = True) -> Path:
             f"`{path}` is a link to `{path.readlink()}`, which is not there", hint="fetch that too, or mend the link"
         )
     text = str(name)
-    if "://" in text:
-        return _download(text, keep)
     if HUB_ID.fullmatch(text):
         return _from_hub(*text.partition("@")[::2])
     raise InputRefused(f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name`")
-
-
-def require_named(*paths: str | Path | None) -> None:
-    """Refuses an empty name, which `Path` would take for the current folder.
-
-    Raises:
-        UsageProblem: one of the paths is the empty string; None is one that is not given.
-    """
-    if any(isinstance(path, str) and not path.strip() for path in paths):
-        raise UsageProblem("an empty string is the name of no file or folder", hint="`.` is the current folder")
 
 
 @contextmanager
@@ -71,18 +68,94 @@ def reading_safely(source: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _download(uri: str, keep: bool) -> Path:
+_folders: set[Path] = set()
+"""Temporary folders of this process that hold downloads."""
+
+
+def is_remote(name: str | Path) -> bool:
+    """Whether `local_path` would fetch `name`, or find it in the hub's cache."""
+    return is_address(name) or (not follow_local(Path(name)).exists() and bool(HUB_ID.fullmatch(str(name))))
+
+
+def remove_downloads(folders: set[Path] | None = None) -> None:
+    """Removes temporary folders, all of this process by default: for an end at which nothing else runs."""
+    for folder in set(_folders if folders is None else folders):
+        shutil.rmtree(folder, ignore_errors=True)
+        _folders.discard(folder)
+
+
+atexit.register(remove_downloads)
+
+
+class Fetched:
+    """The temporary folders of one call."""
+
+    def __init__(self) -> None:
+        self.folders: set[Path] = set()
+
+    def keep_for(self, owner: object) -> None:
+        """Keeps them for as long as `owner` is alive: it still reads them."""
+        weakref.finalize(owner, remove_downloads, set(self.folders)).atexit = False
+        self.folders.clear()
+
+
+_fetched: ContextVar[Fetched | None] = ContextVar("_fetched", default=None)
+
+
+@contextmanager
+def fetching() -> Iterator[Fetched]:
+    """Removes what `local_path` fetches inside, however the block ends, unless it is kept for something."""
+    fetched = Fetched()
+    token = _fetched.set(fetched)
+    try:
+        yield fetched
+    finally:
+        _fetched.reset(token)
+        remove_downloads(fetched.folders)
+
+
+def fetches(function: Callable[P, R]) -> Callable[P, R]:
+    """The function; what it fetches is removed when it ends. After a dry run it stays as long as the result does."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with fetching() as fetched:
+            result = function(*args, **kwargs)
+            if kwargs.get("dry_run"):
+                fetched.keep_for(result)
+            return result
+
+    return call
+
+
+def _uri(name: str | Path) -> str:
+    """The text of a URI.
+
+    Raises:
+        InputRefused: it went through pathlib, which makes one slash of two.
+    """
+    text = str(name).strip()
+    if "://" not in text:
+        raise InputRefused(
+            f"`{text}` is neither a local path nor a whole address",
+            hint=f"give a URI as text, with `://`; a local folder of that name is `./{text}`",
+        )
+    return text
+
+
+def _download(uri: str) -> Path:
     import fsspec  # noqa: PLC0415 - a local path does without it
 
     folder = Path(tempfile.mkdtemp(prefix="llmconv-"))
-    if not keep:
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    _folders.add(folder)
+    if fetched := _fetched.get():
+        fetched.folders.add(folder)
     try:
         filesystem, remote = fsspec.url_to_fs(uri)
         remote = follow(remote, LocalTree() if uri.startswith(("file:", "local:")) else Bucket(filesystem))
         filesystem.get(remote, str(folder) + "/", recursive=filesystem.isdir(remote))
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_downloads({folder})
         if not isinstance(error, OSError | ImportError | ValueError):
             raise
         raise InputRefused(

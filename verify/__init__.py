@@ -8,3 +8,8 @@ from llmconv.verify.report import Check, Report
 from llmconv.verify.session import verify
 
 __all__ = ["Check", "PortMap", "Report", "register_port_map", "verify", "verify_graphs"]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

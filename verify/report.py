@@ -102,6 +102,9 @@ class Report:
     def __bool__(self) -> bool:
         return self.verdict == "pass"
 
+    def __repr__(self) -> str:
+        return f"<Report of {self.folder}: {self.summary()}>"
+
     @property
     def verdict(self) -> str:
         """`pass`, `fail`, or `inconclusive` when no output was compared."""

@@ -9,8 +9,10 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
+from llmconv.calls import checked
 from llmconv.errors import OutputFailed
 from llmconv.folder import Folder
+from llmconv.paths import Written
 from llmconv.verify.html import render_html
 from llmconv.verify.report import LINE_LIMIT, NAME_LIMIT, Check, Report, clean
 
@@ -29,12 +31,14 @@ ROOM = 1 << 20
 """Bytes that a report may take."""
 
 
-def write_report(report: Report, folder: Path) -> None:
+@checked
+def write_report(report: Report, folder: Written) -> None:
     """Writes the four files into `folder`, which is made if need be.
 
     Raises:
         OutputFailed: a file cannot be written.
     """
+    folder = Path(folder)
     texts = (render_json(report), render_junit(report), render_markdown(report), render_html(report))
     files = dict(zip(NAMES, texts, strict=True))
     try:

@@ -11,14 +11,16 @@ from typing import Any
 import onnx
 
 from llmconv import __version__
+from llmconv.calls import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
+from llmconv.paths import Written
 from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import SessionSettings
-from llmconv.storage import require_named
+from llmconv.storage import fetches, local_path
 from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.comparison import Comparison, open_graphs, paths_of
@@ -43,6 +45,8 @@ PATH_LIMIT = 4096
 """Characters of a path (`PATH_MAX`)."""
 
 
+@fetches
+@checked
 def verify(  # noqa: PLR0913 - one parameter per option of the command
     folder: str | Path,
     *,
@@ -55,7 +59,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     eager: Eager | None = None,
     trust_remote_code: bool = False,
     bisect: bool = False,
-    minimize: str | Path | None = None,
+    minimize: Written | None = None,
     low_memory: bool = False,
 ) -> Report:
     """Compares every graph of a folder with the eager model: every output, every scenario.
@@ -77,14 +81,13 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
         UsageProblem: an unknown suite, or a folder for the smallest failing piece that holds something.
     """
-    require_named(folder, reference, minimize)
-    folder, piece, settings = Path(folder), new_piece(minimize), settings or SessionSettings()
+    folder, piece, settings = local_path(folder), new_piece(minimize), settings or SessionSettings()
     _require_usable(folder, suite)
     report = new_report(folder.name, suite, only, repeat, settings)
     if not (entries := graph_entries(folder)):
         report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
         return report
-    truth_folder = Path(reference or recorded_reference(folder))
+    truth_folder = local_path(reference) if reference else recorded_reference(folder)
     report.reference = truth_folder.name
     verified = Folder(folder, entries, _models(folder, entries), settings)
     add = collector(report, on_checks)

@@ -26,6 +26,9 @@ from llmconv.torch_writer import torch_pieces
 QKV = re.compile(r"(.*\.self_attention)\.query_key_value\.(weight|bias)")
 TURNED = re.compile(r"\.(?:wq|wk)\.(?:weight|bias)$")
 
+BESIDE = ("chat_template.jinja", "generation_config.json", "special_tokens_map.json")
+"""Files that upstream passes over, and that `to-hf` reads back."""
+
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
     """The files of an Accessory checkpoint; `open` of the format gives the same tensors back, bit for bit.
@@ -106,9 +109,10 @@ def _parts(name: str, tensor: LazyTensor, params: Params, shards: int) -> Mappin
 
 
 def _tokenizer(checkpoint: Checkpoint) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """The files that upstream looks for: `tokenizer.model`, else both of a Hugging Face tokenizer."""
+    """The files that upstream looks for: `tokenizer.model`, else both of a Hugging Face tokenizer; and `BESIDE`."""
     files = checkpoint.side_files
+    beside = {name: files[name] for name in BESIDE if name in files}
     for names in (("tokenizer.model",), ("tokenizer.json", "tokenizer_config.json")):
         if all(name in files for name in names):
-            return {name: files[name] for name in names}, ()
-    return {}, (f"`{checkpoint.path.name}` has no tokenizer that LLaMA2-Accessory reads",)
+            return {name: files[name] for name in names} | beside, ()
+    return beside, (f"`{checkpoint.path.name}` has no tokenizer that LLaMA2-Accessory reads",)

@@ -12,11 +12,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.accessory.names import ATTENTION, MLP, has_biases, to_hugging_face
 from llmconv.convert.accessory.params import Params, is_field, read_params, to_config
 from llmconv.convert.accessory.plugins import kinds, leave_out, plugin_family
-from llmconv.convert.accessory.save import save
+from llmconv.convert.accessory.save import BESIDE, save
 from llmconv.convert.accessory.shapes import check_shapes
 from llmconv.convert.accessory.shards import DELTA, SHARD, Tensors, differing_copies, join, open_shards, peek
 from llmconv.convert.beside import left_beside
@@ -51,6 +51,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         warnings.append(f"merged {pairs} LoRA pairs; Accessory's have no alpha, so each is B·A")
     settings = _config(path, params, tensors)
     words, more = _tokenizer(path, tokenizer, base, settings["vocab_size"])
+    kept = BESIDE if tokenizer is None else ("generation_config.json",)
+    beside = {name: content for name, content in read_side_files(path).items() if name in kept}
     extra, code = without_code({name: value for name, value in config.items() if name not in (*given, *FORMAT.options)})
     if code:
         warnings.append(f"dropped {listing(code)} from the configuration: no code comes from a checkpoint")
@@ -62,7 +64,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         FORMAT.name,
         tensors,
         settings,
-        words.files,
+        {**beside, **words.files},
         (*warnings, *more),
         shards=len(own) + len(below),
         source_type=params.family,

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint
+from llmconv.checkpoint import Checkpoint, read_side_files
 from llmconv.convert.configs import with_architecture
 from llmconv.convert.formats import Format
+from llmconv.convert.mapping import listing
 from llmconv.convert.mindformers.families import family_of
 from llmconv.convert.mindformers.files import is_mindspore, open_parameters, peek
 from llmconv.convert.mindformers.parts import merge_lora
@@ -29,9 +30,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     warnings = [*found.warnings, *merged, *model.warnings]
     if run.beside:
         warnings.append(f"the configuration is that of `{run.beside}`, which lies beside the checkpoint")
-    side_files = read_tokenizer(tokenizer) if tokenizer else {}
-    if not side_files:
-        warnings.append("a MindSpore checkpoint holds no tokenizer; give one with `--tokenizer` if you need it")
+    side_files, more = _side_files(path, tokenizer)
+    warnings += more
     release = run.fields.get("mindformers_version")
     return Checkpoint(
         path,
@@ -46,6 +46,21 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         source_type=run.arch,
     )
 
+
+def _side_files(path: Path, tokenizer: Path | None) -> tuple[dict[str, bytes], list[str]]:
+    """Tokenizer and generation files: the given ones, else those beside the checkpoint, as `save` leaves them."""
+    folder = path if path.is_dir() else path.parent
+    beside = read_side_files(folder)
+    if tokenizer:
+        kept = {name: content for name, content in beside.items() if name == GENERATION_CONFIG}
+        return {**kept, **read_tokenizer(tokenizer)}, []
+    if any(name in TOKENIZERS for name in beside):
+        return beside, [f"the tokenizer is that of {listing(sorted(beside))}, which lies beside the checkpoint"]
+    return beside, ["a MindSpore checkpoint holds no tokenizer; give one with `--tokenizer` if you need it"]
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
+GENERATION_CONFIG = "generation_config.json"
 
 FORMAT = Format(
     name="mindformers",

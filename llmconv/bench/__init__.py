@@ -7,3 +7,8 @@ from llmconv.bench.candidate import Candidate
 from llmconv.bench.result import Cell, Comparison
 
 __all__ = ["Candidate", "Cell", "Comparison", "bench"]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

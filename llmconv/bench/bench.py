@@ -14,9 +14,11 @@ import numpy as np
 
 from llmconv.bench.candidate import Candidate, Worker
 from llmconv.bench.result import Cell, Comparison, first_difference
+from llmconv.calls import checked, require_least
 from llmconv.checkpoint import read_json
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
-from llmconv.generation.context import context_length
+from llmconv.runtime.context import context_length
+from llmconv.storage import fetches
 
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3
@@ -26,10 +28,12 @@ PAUSE = 0.1
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+@fetches
+@checked
 def bench(
     model: str | Path | Candidate,
     *,
-    against: Sequence[str | Candidate] = (),
+    against: Sequence[str | Path | Candidate] = (),
     lengths: Sequence[int] = (),
     batch_sizes: Sequence[int] = (1,),
     new_tokens: int = NEW_TOKENS,
@@ -55,9 +59,12 @@ def bench(
         UsageProblem: a length beyond the context, or a candidate that is none.
         Inconclusive: no candidate ran anywhere.
     """
+    _require_positive(lengths=lengths, batch_sizes=batch_sizes, repeat=(repeat,))
+    require_least(new_tokens, 2, "new_tokens")
+    require_least(threads, 0, "threads")
     threads = threads or len(os.sched_getaffinity(0))
     first = model if isinstance(model, Candidate) else Candidate.parse(str(model))
-    others = (other if isinstance(other, Candidate) else Candidate.parse(other, first.folder) for other in against)
+    others = (other if isinstance(other, Candidate) else Candidate.parse(str(other), first.folder) for other in against)
     candidates = [first, *others]
     _require_distinct(candidates)
     lengths = lengths_within(first.folder, lengths, new_tokens)
@@ -77,6 +84,12 @@ def bench(
     if all(cell.error for cell in cells):
         raise Inconclusive(f"nothing could be measured: {cells[0].error}", hint="see `llmconv generate` on the folder")
     return Comparison([candidate.name for candidate in candidates], versions, cells, new_tokens, repeat, threads)
+
+
+def _require_positive(**given: Sequence[int]) -> None:
+    for name, numbers in given.items():
+        for number in numbers:
+            require_least(number, 1, name)
 
 
 def _measure(workers: Sequence[Worker], prompts: list[list[int]], new: int, repeat: int) -> list[Cell]:

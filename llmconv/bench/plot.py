@@ -10,27 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.bench.result import Cell, Comparison
+from llmconv.calls import checked
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.folder import replace_file
+from llmconv.paths import Written
 
 KINDS = (".png", ".svg", ".pdf")
 PANELS = (("prefill", "prompt tokens/s"), ("decode", "new tokens/s"))
 
 
-def require_plotting(path: Path) -> None:
+@checked
+def require_plotting(path: Written) -> None:
     """Before anything is measured.
 
     Raises:
         InputRefused: matplotlib is not installed.
         UsageProblem: the name ends in no kind of picture.
     """
-    if path.suffix.lower() not in KINDS:
+    if Path(path).suffix.lower() not in KINDS:
         raise UsageProblem(f"`{path}` is no kind of picture", hint=f"end the name in {', '.join(KINDS)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise InputRefused("`--plot` needs matplotlib", hint="`pip install 'llmconv[plot]'`, or `--csv FILE`")
 
 
-def write_plot(result: Comparison, path: Path) -> None:
+@checked
+def write_plot(result: Comparison, path: Written) -> None:
     """Tokens per second over the length, a row of panels per batch size; bars go from the least to the most."""
     require_plotting(path)
     figure_module = importlib.import_module("matplotlib.figure")

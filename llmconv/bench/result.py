@@ -86,6 +86,10 @@ class Comparison:
     repeat: int
     threads: int
 
+    def __repr__(self) -> str:
+        names, said = ", ".join(self.candidates), "same tokens" if self.agrees else "other tokens"
+        return f"<Comparison of {names}: {len(self.cells)} cells, {said}>"
+
     @property
     def agrees(self) -> bool:
         """Whether all candidates gave the same tokens wherever they ran."""

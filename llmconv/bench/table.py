@@ -6,10 +6,11 @@ import csv
 import io
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 from llmconv.bench.result import Cell, Comparison
+from llmconv.calls import checked
 from llmconv.folder import replace_file
+from llmconv.paths import Written
 
 HEAD = ("batch", "length", "candidate", "prompt tokens/s", "new tokens/s", "times first's", "peak MB", "tokens")
 
@@ -55,7 +56,8 @@ def _differences(result: Comparison) -> list[str]:
     ]
 
 
-def write_csv(result: Comparison, path: Path) -> None:
+@checked
+def write_csv(result: Comparison, path: Written) -> None:
     """One line per cell, with the versions of what ran."""
     rows = [
         {**cell.as_dict(), "versions": " ".join(f"{p}={v}" for p, v in result.versions[cell.candidate].items())}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.cli import options
-from llmconv.errors import OutputFailed
+from llmconv.errors import OutputFailed, UsageProblem
 from llmconv.progress import say
 
 if TYPE_CHECKING:
@@ -54,10 +54,8 @@ class Numbers(click.ParamType):  # type: ignore[type-arg] # generic for the type
     metavar="RUNTIME=PATH",
     help="An interpreter that has the runtime, such as optimum=PATH.",
 )
-@click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Write the figures there.")
-@click.option(
-    "--plot", "plot_file", type=click.Path(path_type=Path), help="Draw the curves there, as .png, .svg or .pdf."
-)
+@click.option("--csv", "csv_file", type=options.Output(), help="Write the figures there.")
+@click.option("--plot", "plot_file", type=options.Output(), help="Draw the curves there, as .png, .svg or .pdf.")
 @options.as_json
 @options.talk
 @click.pass_context
@@ -83,12 +81,8 @@ def command(
     from llmconv.bench import Candidate, bench
     from llmconv.bench.plot import require_plotting, write_plot
     from llmconv.bench.table import table, write_csv
-    from llmconv.folder import require_plain
 
-    for file in filter(None, (csv_file, plot_file)):
-        if not file.parent.is_dir():
-            raise OutputFailed(f"`{file}` lies in no folder", hint=f"make the folder `{file.parent}` first")
-        require_plain(file)
+    _require_places(csv_file, plot_file)
     if plot_file:
         require_plotting(plot_file)
     interpreters = _interpreters(pythons)
@@ -114,9 +108,25 @@ def command(
     ctx.exit(0 if result.agrees else 1)
 
 
+def _require_places(csv_file: Path | None, plot_file: Path | None) -> None:
+    """Before anything is measured."""
+    from llmconv.folder import require_plain
+
+    if csv_file and csv_file == plot_file:
+        raise UsageProblem(f"`--csv` and `--plot` are both `{csv_file}`", hint="give each a name of its own")
+    for file in filter(None, (csv_file, plot_file)):
+        if not file.parent.is_dir():
+            raise OutputFailed(f"`{file}` lies in no folder", hint=f"make the folder `{file.parent}` first")
+        require_plain(file)
+
+
 def _interpreters(given: tuple[str, ...]) -> dict[str, str]:
     pairs = [text.partition("=") for text in given]
+    from llmconv.bench.candidate import RUNTIMES
+
     for text, (runtime, _, path) in zip(given, pairs, strict=True):
+        if path and runtime not in RUNTIMES:
+            raise UsageProblem(f"`--python {text}` names no runtime", hint=f"one of: {', '.join(RUNTIMES)}")
         if not runtime or not path:
             raise click.UsageError(f"`{text}` is no RUNTIME=PATH")
     return {runtime: path for runtime, _, path in pairs}

@@ -11,7 +11,7 @@ from llmconv.cli import options
 
 @click.command("export")
 @click.argument("model")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="New folder; by default graphs go into MODEL.")
+@click.option("-o", "--output", type=options.Output(), help="New folder; by default graphs go into MODEL.")
 @click.option("--prefill", is_flag=True, help="Write prefill.onnx.")
 @click.option("--incremental", is_flag=True, help="Write decode.onnx.")
 @click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
@@ -28,9 +28,7 @@ from llmconv.cli import options
 @click.option(
     "--stages", type=click.IntRange(1), default=1, help="Split each graph into K, for K devices.", metavar="K"
 )
-@click.option(
-    "--prefix", type=click.Path(path_type=Path), help="Prefix or prompt tuning: PEFT adapter, pre_caches.npy."
-)
+@click.option("--prefix", metavar="PATH", help="Prefix or prompt tuning: PEFT adapter, pre_caches.npy.")
 @click.option("--opset", type=click.Choice([21, 23, 24]), help="21 is for older runtimes; default: 23, static: 24.")
 @click.option(
     "--shapes",
@@ -70,14 +68,16 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
 
     exported = export(model, output, **choices)  # type: ignore[arg-type]
     sizes = exported.sizes
+    mapped, copied = exported.weight_bytes_mapped, exported.weight_bytes_written
     result = {
         "folder": str(exported.folder),
         "graphs": {role: names[0] if len(names) == 1 else names for role, names in exported.graphs.items()},
         "beside": exported.beside,
         "graph_bytes": sizes.graphs if sizes else 0,
         "weight_bytes": exported.weight_bytes,
-        "weight_bytes_copied": sizes.copied if sizes else 0,
-        "weight_bytes_not_copied": (sizes.mapped if sizes else exported.weight_bytes) * len(exported.graphs),
+        "weight_bytes_mapped": mapped,
+        "weight_bytes_copied": copied,
+        "weight_bytes_not_copied": max(mapped - copied, 0),
         "layers_traced": exported.traced_layers,
         "layers": exported.num_layers,
         "dry_run": sizes is None,
@@ -90,8 +90,8 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
         click.echo(exported.folder / name)
     verb = "would map" if sizes is None else "map"
     click.echo(
-        f"{_counted(len(exported.graphs), verb)} {exported.weight_bytes:,} bytes of weights, "
-        f"{result['weight_bytes_copied']:,} copied; {exported.traced_layers} of {exported.num_layers} layers traced",
+        f"{_counted(len(exported.graphs), verb)} {mapped:,} bytes of weights, {copied:,} copied; "
+        f"{exported.traced_layers} of {exported.num_layers} layers traced",
         err=True,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
     from llmconv.generation.prompts import Prompt
 
 
+def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    """`--prefix` is a tuned prefix everywhere, and graphs have it in them."""
+    if value is not None:
+        raise UsageProblem(
+            "`--prefix` is a tuned prefix, which `llmconv export --prefix PATH` makes part of the graphs",
+            hint="a text before every prompt is `--prompt-prefix TEXT`",
+        )
+
+
 @click.command("generate")
 @click.argument("model", metavar="FOLDER")
 @click.argument("texts", metavar="[PROMPT]...", nargs=-1)
@@ -28,14 +38,15 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="One prompt per line, or JSON lines with `prompt` or `messages`; - is standard input.",
 )
-@click.option("--output-file", type=click.Path(path_type=Path), metavar="FILE", help="Completions as JSON lines.")
+@click.option("--output-file", type=options.Output(), metavar="FILE", help="Completions as JSON lines.")
 @click.option("--overwrite", is_flag=True, help="Begin the output file again; else a run goes on where it ended.")
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Prompts side by side.")
 @click.option("--stream", is_flag=True, help="Print the text while it grows.")
 @click.option("--chat", is_flag=True, help="A prompt is a user's message in the tokenizer's chat template.")
 @click.option("--template", default="", metavar="NAME", help="The same in alpaca, v1_2, vicuna, or a file in Jinja.")
 @click.option("--system", default="", metavar="TEXT", help="The message of the system that a chat begins with.")
-@click.option("--prefix", default="", metavar="TEXT", help="Put before every prompt; run once for all of them.")
+@click.option("--prompt-prefix", default="", metavar="TEXT", help="Text before every prompt; run once for all of them.")
+@click.option("--prefix", hidden=True, expose_value=False, callback=refuse_prefix, help="See --prompt-prefix.")
 @generation_options.picking
 @generation_options.running
 @options.trust_remote_code
@@ -53,7 +64,7 @@ def command(
     chat: bool,
     template: str,
     system: str,
-    prefix: str,
+    prompt_prefix: str,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -68,7 +79,8 @@ def command(
     from llmconv.generation import Wording
     from llmconv.generation.generate import settings_for
 
-    wording = Wording(prefix, template or ("tokenizer" if chat or system else ""), system)
+    _require_fitting(texts, output_file, prompt_prefix, overwrite=overwrite, stream=stream, as_json=as_json)
+    wording = Wording(prompt_prefix, template or ("tokenizer" if chat or system else ""), system)
     picked = generation_options.settings(given)
     asked = _prompts((*texts, *prompts), prompt_file, output_file)
     opened = generation_options.opener(model, given)()
@@ -141,6 +153,38 @@ class _Run:
             self.costs.append(cost)
             if len(self.prompts) > self._batch_size:
                 say(f"batch {len(self.costs)}: {_told(cost)}")
+
+
+def _require_fitting(
+    texts: Sequence[str], output: Path | None, prompt_prefix: str, *, overwrite: bool, stream: bool, as_json: bool
+) -> None:
+    """Refuses options of which one would be ignored, and names of files that would pass for texts.
+
+    Raises:
+        UsageProblem: see there.
+    """
+    if stream and as_json:
+        raise UsageProblem("`--stream` and `--json` both write to stdout", hint="give one of them")
+    if overwrite and not output:
+        raise UsageProblem("`--overwrite` is for `--output-file`, which is not given", hint="leave it out")
+    for text in texts:
+        if is_file(text):
+            raise UsageProblem(
+                f"the prompt `{text}` is the name of a file",
+                hint=f"`--prompt-file {text}` reads its prompts; `--prompt {text}` continues the name itself",
+            )
+    if is_file(prompt_prefix):
+        raise UsageProblem(
+            f"`--prompt-prefix` is a text, and `{prompt_prefix}` is the name of a file",
+            hint="a tuned prefix is part of the graphs: `llmconv export MODEL --prefix PATH`; a text is given itself",
+        )
+
+
+def is_file(text: str) -> bool:
+    """Whether a text is the name of a file, as far as its ending shows."""
+    with suppress(OSError, ValueError):  # too long for a name, or with a character that no name has
+        return bool(Path(text).suffix) and Path(text).is_file()
+    return False
 
 
 def _prompts(texts: tuple[str, ...], file: str | None, output: Path | None) -> list[Prompt]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from llmconv.errors import UsageProblem
+
 if TYPE_CHECKING:
     from llmconv.generation import TextModel
     from llmconv.runtime import SessionSettings
@@ -63,6 +65,11 @@ def _with(command: Command, decorators: tuple[Callable[[Command], Command], ...]
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `GenerationSettings` from what `picking` took; how to draw is said by drawing."""
     fields = {name: given[name] for name in NAMES if given[name] is not None}
+    if {"max_new_tokens", "max_length"} <= fields.keys():
+        raise UsageProblem(
+            "`--max-new-tokens` and `--max-length` both say when a text ends",
+            hint="give one of them: `--max-length` counts the prompt, too",
+        )
     if not fields.get("stop_strings"):
         fields.pop("stop_strings", None)
     if "temperature" in fields:
@@ -93,6 +100,8 @@ def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
         model: a folder, a graph, or a name in the hub's cache.
         given: all that these options took; others beside them are left alone.
     """
+    if given["backend"] == "torch":
+        _refuse_session(given)
     settings = _session(given["provider"], given["threads"], given["session_config"], given["prepack"])
 
     def opened() -> TextModel:
@@ -101,6 +110,16 @@ def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
         return TextModel.open(model, settings=settings, **{name: given[name] for name in OPENING})
 
     return opened
+
+
+def _refuse_session(given: Mapping[str, Any]) -> None:
+    """Options of onnxruntime, which the eager model does without."""
+    odd = next((name for name in ("provider", "session_config", "prepack") if given[name]), None)
+    if odd:
+        raise UsageProblem(
+            f"`--{odd.replace('_', '-')}` is for onnxruntime, which `--backend torch` does without",
+            hint="leave it out, the eager model runs on the CPU; or leave out `--backend torch`",
+        )
 
 
 OPENING = ("backend", "adapter", "trust_remote_code")

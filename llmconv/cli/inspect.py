@@ -8,6 +8,7 @@ import click
 
 from llmconv.cli import options
 from llmconv.errors import printable
+from llmconv.paths import is_address
 
 if TYPE_CHECKING:
     from llmconv.convert.inspect import Inspection
@@ -26,10 +27,11 @@ def command(path: str, as_json: bool) -> None:
     from llmconv.convert.inspect import inspect
 
     found = inspect(path)
+    named = path if is_address(path) else str(found.path)  # what was fetched lies nowhere when this is read
     if as_json:
-        options.print_json(found.summary())
+        options.print_json({**found.summary(), "path": named})
         return
-    rows = shown_rows(found)
+    rows = [(title, named if title == "path" else value) for title, value in shown_rows(found)]
     width = max(len(title) for title, _ in rows)
     for title, value in rows:
         click.echo(f"{title:<{width}}  {printable(value)}")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from llmconv.paths import output_path
 from llmconv.progress import set_quiet
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -57,7 +58,17 @@ class NamedText(click.types.StringParamType):
         return super().convert(value, param, ctx)
 
 
-output = click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder to make.")
+class Output(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
+    """A file or folder to write, on this machine: the type of every option that names one."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """See `output_path`; click.Path would make `s3:/…` of `s3://…` before anybody can look at it."""
+        return output_path(value, param.opts[-1] if param else "output")
+
+
+output = click.option("-o", "--output", type=Output(), required=True, help="Folder to make.")
 dtype = click.option(
     "--dtype",
     type=click.Choice(["keep", "float32", "float16", "bfloat16"]),

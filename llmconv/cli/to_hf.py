@@ -17,10 +17,10 @@ from llmconv.cli import options, plans
 @click.option(
     "--config",
     multiple=True,
-    type=click.Path(path_type=Path),
+    metavar="PATH",
     help="JSON or YAML file with configuration fields to add; may be repeated, later ones win.",
 )
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="Tokenizer file or folder to use instead.")
+@click.option("--tokenizer", metavar="PATH", help="Tokenizer file or folder to use instead.")
 @click.option(
     "--base", metavar="PATH", help="Model that training started from, where SOURCE holds only what was trained."
 )

@@ -23,7 +23,7 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 
 
 @click.command("verify")
-@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@click.argument("folder", required=False)
 @click.option(
     "--graph",
     "graphs",
@@ -37,7 +37,7 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
     metavar="NAME",
     help="How it names its inputs: auto (default), genai, llmconv, mobius, optimum, transformers, a JSON file.",
 )
-@click.option("--reference", type=click.Path(path_type=Path), help="HF folder of the model; default: as recorded.")
+@click.option("--reference", metavar="PATH", help="HF folder of the model; default: as recorded.")
 @click.option("--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How much.")
 @click.option("--scenario", "only", multiple=True, metavar="NAME", help="This scenario only; may be repeated.")
 @click.option(
@@ -51,10 +51,10 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
     "--min-agreement", type=click.FloatRange(0, 1), metavar="SHARE", help="Fewer equal likeliest tokens fail."
 )
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Run every call so often; all must give equal bits.")
-@click.option("--report", "report_folder", type=click.Path(path_type=Path), help="Write JSON, JUnit, Markdown, HTML.")
+@click.option("--report", "report_folder", type=options.Output(), help="Write JSON, JUnit, Markdown, HTML.")
 @click.option("--github", is_flag=True, help="Print failures as annotations of GitHub Actions, too.")
 @click.option("--bisect", is_flag=True, help="After a failure, name the first node that differs.")
-@click.option("--minimize", type=click.Path(path_type=Path), help="Write the smallest failing piece to a new folder.")
+@click.option("--minimize", type=options.Output(), help="Write the smallest failing piece to a new folder.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
 @click.option("--low-memory", is_flag=True, help="Hold no more of the model than one layer: slower, for large models.")
 @options.trust_remote_code
@@ -64,7 +64,7 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 def command(
     ctx: click.Context,
     /,
-    folder: Path | None,
+    folder: str | None,
     graphs: tuple[Path, ...],
     threads: int,
     report_folder: Path | None,
@@ -103,7 +103,7 @@ def command(
 
 
 def _verified(
-    folder: Path | None, graphs: tuple[Path, ...], asked: dict[str, Any], *, settings: SessionSettings, show: bool
+    folder: str | None, graphs: tuple[Path, ...], asked: dict[str, Any], *, settings: SessionSettings, show: bool
 ) -> Report:
     """The report; `asked` are the options that the library takes under the same names."""
     from llmconv.verify import verify, verify_graphs
@@ -120,7 +120,7 @@ def _verified(
     return verify(folder, **{name: asked[name] for name in OF_FOLDER}, **given)
 
 
-def _require_fitting(folder: Path | None, graphs: tuple[Path, ...], asked: dict[str, Any]) -> None:
+def _require_fitting(folder: str | None, graphs: tuple[Path, ...], asked: dict[str, Any]) -> None:
     """Raises UsageProblem where options do not fit each other."""
     if (folder is None) is not bool(graphs):
         raise UsageProblem("give either FOLDER or `--graph FILE`", hint="FOLDER is what `llmconv export` left")

@@ -23,3 +23,8 @@ __all__ = [
     "Wording",
     "generate",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

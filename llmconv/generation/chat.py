@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
+from llmconv.calls import checked
+from llmconv.errors import UsageProblem
 from llmconv.generation.conversation import Conversation
 from llmconv.generation.model import TextModel
 from llmconv.generation.row import Piece
 from llmconv.generation.settings import GenerationSettings
 from llmconv.generation.templates import TOKENIZER, find_template
+from llmconv.paths import kind_of
 
 ANSWER_TOKENS = 2048
 """At most so many, where nothing says how many; the context may end before."""
@@ -32,6 +35,7 @@ class Chat:
         system: may be changed between turns, which then run everything once more.
     """
 
+    @checked
     def __init__(
         self,
         model: TextModel,
@@ -56,6 +60,8 @@ class Chat:
         Raises:
             InputRefused: the template refuses the messages, or they have no room in the context; nothing has changed.
         """
+        if not isinstance(text, str):
+            raise UsageProblem(f"the message is {kind_of(text)}, not a text", hint="give one `str`")
         ids = self._encode([*self.messages, {"role": "user", "content": text}])
         said: list[str] = []
         self._ran, before = list(ids), self._ran

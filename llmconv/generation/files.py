@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.storage import HUB_ID, local_path, require_named
+from llmconv.paths import is_address, path_of
+from llmconv.storage import HUB_ID, local_path
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,12 @@ class ModelFiles:
     tokenizer: Path | None = None
     generation_config: Path | None = None
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.name == "folder":
+                object.__setattr__(self, field.name, path_of(value, field.name))
+
     @classmethod
     def find(cls, model: Any) -> ModelFiles:
         """The files of a folder, a graph, a pair of graphs, or a name that the hub's cache knows.
@@ -40,9 +47,10 @@ class ModelFiles:
             return model
         if isinstance(model, tuple | list):
             return cls._of_graphs(list(model))
-        require_named(model)
-        path = Path(model)
-        if not path.exists():
+        path = path_of(model, "model")
+        if is_address(model):
+            path = local_path(model)
+        elif not path.exists():
             path = cached(str(model)) or local_path(model)
         if path.is_dir():
             return cls(path)
@@ -51,15 +59,28 @@ class ModelFiles:
     @classmethod
     def _of_graphs(cls, paths: list[Any]) -> ModelFiles:
         """Graphs by their paths; everything else lies beside the first of them."""
-        graphs = [Path(path) for path in paths]
+        graphs = [path_of(path, "model") for path in paths]
         if not 1 <= len(graphs) <= 2:
             raise UsageProblem(
                 f"{len(graphs)} graphs are no model", hint="give the graph of prompts and the graph of steps"
             )
         for path in graphs:
             if path.suffix != ".onnx" or not path.is_file():
-                raise InputRefused(f"`{path}` is no graph", hint="give a model folder, or the path of an .onnx file")
+                raise InputRefused(f"`{path}` is not a graph", hint=_way_out(path))
         return cls(graphs[0].parent, *graphs)
+
+
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".pdparams", ".distcp")
+
+
+def _way_out(path: Path) -> str:
+    """From a file that is not a graph to one that is."""
+    packed = path.suffix in (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar")
+    if path.suffix in CHECKPOINTS or (packed and Path(path.stem).suffix in CHECKPOINTS):
+        return f"convert it first: `llmconv to-hf {path} -o OUT`, then `llmconv export OUT`"
+    if path.suffix == ".safetensors" and (path.parent / "config.json").is_file():
+        return f"give the folder that it lies in: `{path.parent}`"
+    return "give a model folder, or the path of an .onnx file"
 
 
 def cached(name: str) -> Path | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from llmconv.errors import UsageProblem
+from llmconv.calls import OWN, checked, require_least
 from llmconv.generation.conversation import SharedPrefix
 from llmconv.generation.model import TextModel
-from llmconv.generation.prompts import Content, as_chat, shared_start, with_prefix
+from llmconv.generation.prompts import Content, as_chat, contents_of, shared_start, with_prefix
 from llmconv.generation.report import Completion, Cost, Generation, Meter
 from llmconv.generation.row import Piece
 from llmconv.generation.settings import GenerationSettings
@@ -21,6 +21,8 @@ NEW_TOKENS = 64
 """Where neither an option nor `generation_config.json` says how many."""
 
 OnPiece = Callable[[Piece], object]
+Prompts = Annotated[str | Sequence[Content], OWN]
+"""Compared by `contents_of`."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,12 @@ class Wording:
     """How prompts become the texts that a model is given.
 
     Attributes:
-        prefix: put before every prompt, and run once for all of them.
-        template: of chats, see `templates`; a text is a chat of one message where this is said.
+        prompt_prefix: a text that is put before every prompt, and run once for all of them.
+        template: of chats, see `templates`; a text is a chat of one message where this is said, or `system`.
         system: the message that a chat begins with where it has none.
     """
 
-    prefix: str = ""
+    prompt_prefix: str = ""
     template: str = ""
     system: str = ""
 
@@ -43,15 +45,20 @@ class Wording:
         Raises:
             InputRefused: it has none, or there is no chat template.
         """
-        content = with_prefix(content, self.prefix)
-        if isinstance(content, str) and not self.template:
+        content = with_prefix(content, self.prompt_prefix)
+        if isinstance(content, str) and not self._chat_template:
             return model.encode(content)
-        return model.encode_chat(as_chat(content, self.system), self.template or TOKENIZER)
+        return model.encode_chat(as_chat(content, self.system), self._chat_template or TOKENIZER)
+
+    @property
+    def _chat_template(self) -> str:
+        """Of texts: a message of the system makes a chat of them, too."""
+        return self.template or (TOKENIZER if self.system else "")
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Texts that end an answer in this wording."""
-        return find_template(self.template).stops if self.template else ()
+        return find_template(self._chat_template).stops if self._chat_template else ()
 
 
 @dataclass
@@ -61,9 +68,10 @@ class _Growing:
     finish: str = ""
 
 
+@checked
 def generate(
     model: Any,
-    prompts: Sequence[Content],
+    prompts: Prompts,
     *,
     backend: str = "onnx",
     batch_size: int = BATCH_SIZE,
@@ -78,7 +86,7 @@ def generate(
     Args:
         model: a model folder with a tokenizer, and with graphs for `backend="onnx"`; what else `TextModel.open` opens;
             or a `TextModel`, which has its backend.
-        prompts: texts, or chats as lists of messages.
+        prompts: texts, or chats as lists of messages; a single text, or a single chat, is a list of one.
         backend: `onnx` (the graphs) or `torch` (the eager model).
         batch_size: prompts that run side by side.
         wording: template of chats and prefix of all prompts.
@@ -89,17 +97,17 @@ def generate(
 
     Raises:
         InputRefused: no tokenizer, no graphs, or a prompt without tokens or longer than the context.
-        UsageProblem: no prompt, an unknown backend, or an option that cannot be.
+        UsageProblem: no prompt, an unknown backend, or an option that is unknown or cannot be.
     """
-    if not prompts or batch_size < 1:
-        raise UsageProblem("nothing to generate", hint="give at least one prompt, and batches of at least one")
+    contents = contents_of(prompts)
+    require_least(batch_size, 1, "batch_size")
     GenerationSettings().but(**options)  # refuses before anything is loaded
     opened = model
     if not isinstance(model, TextModel):
         opened = TextModel.open(model, backend=backend, settings=session, trust_remote_code=trust_remote_code)
     wording = wording or Wording()
     settings = settings_for(opened, wording, options)
-    done = list(run_batches(opened, prompts, settings, wording=wording, batch_size=batch_size, on_piece=on_piece))
+    done = list(run_batches(opened, contents, settings, wording=wording, batch_size=batch_size, on_piece=on_piece))
     completions = [completion for batch, _ in done for completion in batch]
     return Generation(completions, opened.backend, [cost for _, cost in done])
 
@@ -130,7 +138,7 @@ def run_batches(
     wording = wording or Wording()
     ids = [wording.encode(model, prompt) for prompt in prompts]
     model.limits(ids, settings)
-    shared = SharedPrefix(shared_start(ids), model.positions) if wording.prefix and len(ids) > 1 else None
+    shared = SharedPrefix(shared_start(ids), model.positions) if wording.prompt_prefix and len(ids) > 1 else None
     size = min(batch_size, model.sequences or batch_size)
     for start in range(skip, len(prompts), size):
         part = slice(start, start + size)

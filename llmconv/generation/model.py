@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from llmconv.calls import checked
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.generation.context import context_length
 from llmconv.generation.conversation import Known
 from llmconv.generation.files import ModelFiles
 from llmconv.generation.loop import Batch, Positions, grow
 from llmconv.generation.positions import positions_of
+from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Piece, Row
-from llmconv.generation.settings import GenerationSettings
+from llmconv.generation.settings import GenerationSettings, require_settings
 from llmconv.generation.templates import TOKENIZER, encode_chat
+from llmconv.paths import kind_of
+from llmconv.runtime.context import context_length
 from llmconv.runtime.ort import OrtRunner, SessionSettings
 from llmconv.runtime.runner import Runner, default_positions
 from llmconv.runtime.tokenizer import Decoder, encode_prompt, load_tokenizer
+from llmconv.storage import fetching
 
 TORCH_PARTS = "llmconv.generation.processors"
 """Imported by name, and only where it is needed: it brings torch."""
@@ -48,6 +52,7 @@ class TextModel:
     folder: Path = Path()
 
     @classmethod
+    @checked
     def open(
         cls,
         model: Any,
@@ -67,10 +72,26 @@ class TextModel:
             adapter: a folder of PEFT, for `torch`.
             trust_remote_code: run the folder's own code, of the tokenizer and, for `torch`, of the model.
 
+        What a URI names is fetched, and removed when nothing holds the model any more.
+
         Raises:
             InputRefused: no tokenizer, or nothing that runs.
             UsageProblem: an unknown backend, or an adapter for the graphs.
         """
+        with fetching() as fetched:
+            opened = cls._open(model, backend, settings, adapter, trust_remote_code)
+            fetched.keep_for(opened)
+        return opened
+
+    @classmethod
+    def _open(
+        cls,
+        model: Any,
+        backend: str,
+        settings: SessionSettings | None,
+        adapter: str | Path | None,
+        trust_remote_code: bool,
+    ) -> TextModel:
         files = ModelFiles.find(model)
         tokenizer = load_tokenizer(files.tokenizer or files.folder, trust_remote_code)
         if backend == "genai":
@@ -98,12 +119,19 @@ class TextModel:
         found: int | None = getattr(self.runner, "sequences", None)
         return found
 
+    def __repr__(self) -> str:
+        context = f", context {self.context_length:,}" if self.context_length else ""
+        return f"<{type(self).__name__} {self.folder}: {self.backend}{context}>"
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a text, with the special tokens that the tokenizer adds; an empty one is the start token.
 
         Raises:
             InputRefused: no token at all.
+            UsageProblem: it is not a text.
         """
+        if not isinstance(text, str):
+            raise UsageProblem(f"`text` is {kind_of(text)}, not a text", hint="give one `str`; a chat to `encode_chat`")
         return encode_prompt(self.tokenizer, text, self.defaults.bos_token_id)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> list[int]:
@@ -137,9 +165,10 @@ class TextModel:
 
         Raises:
             InputRefused: a prompt is longer than the context.
-            UsageProblem: settings that the graphs cannot serve.
+            UsageProblem: prompts that are not tokens, or settings that the graphs cannot serve.
         """
-        settings = settings or self.defaults
+        prompts = token_lists(prompts)
+        settings = self.defaults if settings is None else require_settings(settings)
         limits = self.limits(prompts, settings)
         if settings.num_beams > 1:
             return self._search(prompts, limits, settings)
@@ -277,6 +306,17 @@ def _refuse_adapter(adapter: str | Path | None) -> None:
         )
 
 
+def _refuse_session(settings: SessionSettings | None) -> None:
+    """Settings of onnxruntime, which runs nothing of the eager model."""
+    odd = [field.name for field in fields(SessionSettings) if field.name != "threads"]
+    odd = [name for name in odd if settings and getattr(settings, name) != getattr(SessionSettings(), name)]
+    if odd:
+        raise UsageProblem(
+            f"`{odd[0]}` is a setting of onnxruntime, which `backend` torch does without",
+            hint="leave it out, the eager model runs on the CPU; or leave out `backend`",
+        )
+
+
 def load_runner(
     files: ModelFiles,
     backend: str,
@@ -298,6 +338,7 @@ def load_runner(
         return OrtRunner.from_folder(files.folder, settings)
     if backend != "torch":
         raise UsageProblem(f"backend `{backend}` is unknown", hint="give `onnx`, `torch` or `genai`")
+    _refuse_session(settings)
     runner: Runner = importlib.import_module("llmconv.runtime.torch_runner").TorchRunner(
         files.folder,
         code=files.folder if trust_remote_code else None,

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
@@ -14,6 +13,7 @@ from llmconv.errors import InputRefused, OutputFailed
 from llmconv.folder import Folder, require_plain
 from llmconv.generation.prompts import Prompt
 from llmconv.generation.report import Completion
+from llmconv.paths import Written, output_path
 from llmconv.streaming import write_fully
 
 SIDE_FILE = ".{}.options.json"
@@ -39,8 +39,9 @@ class CompletionFile:
     """
 
     def __init__(
-        self, path: Path, prompts: Sequence[Prompt], options: Mapping[str, Any], *, overwrite: bool = False
+        self, path: Written, prompts: Sequence[Prompt], options: Mapping[str, Any], *, overwrite: bool = False
     ) -> None:
+        path = output_path(path)
         self._path, self._side = path, path.with_name(SIDE_FILE.format(path.name))
         made_with = {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}
         self._made_with = json.dumps(made_with, sort_keys=True, default=_plain)

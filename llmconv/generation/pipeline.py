@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmconv.calls import checked, fitted, require_least
 from llmconv.errors import UsageProblem
 from llmconv.generation.generate import BATCH_SIZE
 from llmconv.generation.model import TextModel
-from llmconv.generation.settings import GenerationSettings, require_known
+from llmconv.generation.settings import GenerationSettings
 from llmconv.generation.templates import TOKENIZER
+from llmconv.paths import kind_of
 from llmconv.runtime.session_settings import SessionSettings
 
 TASK = "text-generation"
@@ -21,6 +23,7 @@ DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperatu
 Chat = Sequence[Mapping[str, Any]]
 
 
+@checked
 def pipeline(
     task: str = TASK,
     model: Any = None,
@@ -45,10 +48,13 @@ def pipeline(
 
     Raises:
         InputRefused: no tokenizer, or nothing that runs.
-        UsageProblem: another task, or no model.
+        UsageProblem: another task, no model, or an option that is unknown or cannot be.
     """
-    if task != TASK or model is None:
+    if task != TASK:
         raise UsageProblem(f"there is no pipeline for `{task}` here", hint=f'`pipeline("{TASK}", model=…)`')
+    if model is None:
+        raise UsageProblem("no model is given", hint=f'`pipeline("{TASK}", model=FOLDER)`')
+    require_options(options)
     opened = model
     if not isinstance(model, TextModel):
         opened = TextModel.open(
@@ -68,8 +74,12 @@ class TextGeneration:
     task = TASK
 
     def __init__(self, model: TextModel, **options: Any) -> None:
+        require_options(options)
         self.model, self.tokenizer = model, model.tokenizer
         self._options = options
+
+    def __repr__(self) -> str:
+        return f"<TextGeneration of {self.model!r}>"
 
     def __call__(self, inputs: Any, **options: Any) -> list[Any]:
         """A list with one dict for a text or a chat; a list of such lists for a list of them.
@@ -86,7 +96,7 @@ class TextGeneration:
             UsageProblem: an option that cannot be, or an input that is neither.
         """
         given = {**self._options, **options}
-        require_known(given.keys() - set(SHAPES) - {"stop_sequence"})
+        require_options(given)
         shape = {name: given.pop(name) for name in SHAPES if name in given}
         many = not (isinstance(inputs, str) or _is_chat(inputs))
         contents = _contents(inputs) if many else [inputs]
@@ -111,7 +121,7 @@ class TextGeneration:
     def _encode(self, content: Any, shape: Mapping[str, Any]) -> list[int]:
         if _is_chat(content):
             return self.model.encode_chat(content, shape.get("template", TOKENIZER))
-        text = shape.get("prefix", "") + content
+        text = (shape.get("prefix") or "") + content
         if shape.get("add_special_tokens") is False and text:
             ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
             return ids
@@ -121,7 +131,7 @@ class TextGeneration:
         self, ids: Sequence[list[int]], settings: GenerationSettings, shape: Mapping[str, Any]
     ) -> list[list[list[int]]]:
         """For every prompt, the new tokens of as many sequences as are wanted; drawn ones have a seed of their own."""
-        count = int(shape.get("num_return_sequences", 1))
+        count = _count(shape, "num_return_sequences", 1)
         if count > 1 and settings.num_beams > 1:
             return [self.model.search(prompt, settings, count) for prompt in ids]
         if count > 1 and settings.is_greedy:
@@ -134,7 +144,7 @@ class TextGeneration:
     def _batches(
         self, ids: Sequence[list[int]], settings: GenerationSettings, shape: Mapping[str, Any]
     ) -> list[list[int]]:
-        size = int(shape.get("batch_size", BATCH_SIZE))
+        size = _count(shape, "batch_size", BATCH_SIZE)
         size = min(size, self.model.sequences or size)
         tokens: list[list[int]] = [[] for _ in ids]
         self.model.limits(ids, settings)
@@ -158,16 +168,38 @@ class TextGeneration:
         return {"generated_text": [*messages, {"role": "assistant", "content": text}]}
 
 
-SHAPES = (
-    "return_full_text",
-    "return_tensors",
-    "num_return_sequences",
-    "prefix",
-    "template",
-    "add_special_tokens",
-    "skip_special_tokens",
-    "batch_size",
-)
+KINDS: dict[str, Any] = {
+    "return_full_text": bool,
+    "return_tensors": bool,
+    "num_return_sequences": int,
+    "prefix": str,
+    "template": str,
+    "add_special_tokens": bool,
+    "skip_special_tokens": bool,
+    "batch_size": int,
+}
+"""Options that are not settings of generation, and the type of each; None leaves the default."""
+
+SHAPES = tuple(KINDS)
+
+
+def require_options(given: Mapping[str, Any]) -> None:
+    """Refuses options of no call: a slip would change nothing, silently.
+
+    Raises:
+        UsageProblem: one is unknown, or has a value that cannot be.
+    """
+    of_settings = {name: value for name, value in given.items() if name not in (*SHAPES, "stop_sequence")}
+    GenerationSettings().but(**of_settings)
+    for name in SHAPES:
+        if given.get(name) is not None:
+            value = fitted(given[name], KINDS[name], name)
+            if KINDS[name] is int:
+                require_least(value, 1, name)
+
+
+def _count(shape: Mapping[str, Any], name: str, default: int) -> int:
+    return default if shape.get(name) is None else int(shape[name])
 
 
 def _is_chat(content: Any) -> bool:
@@ -176,6 +208,11 @@ def _is_chat(content: Any) -> bool:
 
 def _contents(inputs: Any) -> list[Any]:
     """A list of texts and chats."""
+    odd = (bytes, Mapping, set, frozenset)
+    if isinstance(inputs, odd):
+        raise UsageProblem(
+            f"the input is {kind_of(inputs)}", hint="give a text, a list of messages, or a list of either"
+        )
     contents = list(inputs) if isinstance(inputs, Iterable) else [inputs]
     if not all(isinstance(content, str) or _is_chat(content) for content in contents):
         raise UsageProblem("an input is neither a text nor a chat", hint="give a text, messages, or a list of either")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.paths import kind_of, path_of
 
 Content = str | list[dict[str, Any]]
 """A text, or a chat as a list of messages."""
@@ -30,19 +33,25 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(source: Path | TextIO) -> list[Prompt]:
-    """Prompts of a file: one per line of text, or one JSON object per line, with `prompt` or `messages`.
+def read_prompts(source: str | Path | TextIO) -> list[Prompt]:
+    """Prompts of a file: one per line of text, one JSON value per line, or one JSON array.
 
-    A file whose name ends in `.jsonl`, and any text whose first line is an object, is JSON. Empty lines are no prompts.
+    An object has `prompt` or `messages`, an array of messages is a chat, a string is a text. A file whose name ends in
+    `.jsonl` or `.json` is JSON; so is any text whose first line is an object or an array, or that as a whole is one.
+    Empty lines are no prompts.
 
     Raises:
         InputRefused: the file cannot be read, or holds no prompt.
-        MalformedInput: a line of JSON has neither, or both, or is no JSON.
+        MalformedInput: an object has neither, or both; or what should be JSON is not.
     """
-    text, is_json = _text(source)
+    text, is_json = _text(path_of(source, "source") if isinstance(source, str | Path) else source)
+    document = _document(text)
+    is_named = isinstance(source, str | Path) and Path(source).suffix == ".json"
+    if document is not None or (is_named and not _is_json(text.strip().partition("\n")[0])):
+        return _of_document(document, text)
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     found = [Prompt(line) for _, line in lines]
-    if is_json or (lines and _is_object(lines[0][1])):
+    if is_json or (lines and _is_json(lines[0][1])):
         found = [_of_json(number, line) for number, line in lines]
     if not found:
         raise InputRefused("there is no prompt", hint="write one prompt per line")
@@ -60,11 +69,66 @@ def _text(source: Path | TextIO) -> tuple[str, bool]:
         raise InputRefused(f"the prompts in `{source}` cannot be read: {reason}", hint="give a text file") from error
 
 
-def _is_object(line: str) -> bool:
+def _is_json(line: str) -> bool:
+    """Whether a line is an object or an array."""
     try:
-        return line.lstrip().startswith("{") and isinstance(json.loads(line), dict)
+        return line.lstrip().startswith(("{", "[")) and isinstance(json.loads(line), dict | list)
     except (ValueError, RecursionError):
         return False
+
+
+def _document(text: str) -> list[Any] | dict[str, Any] | None:
+    """The array that a text is as a whole, or an object over several lines; None for lines.
+
+    Raises:
+        MalformedInput: the first line opens one, which does not end.
+    """
+    content = text.strip()
+    first = content.partition("\n")[0].strip()
+    if not content.startswith(("[", "{")) or (content != first and _is_json(first)):
+        return None
+    try:
+        said = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        if first in ("[", "{", "[{"):
+            raise MalformedInput(f"the prompts are JSON that is broken: {_reason(error)}", hint=FORMS) from error
+        return None
+    return said if isinstance(said, list) or (isinstance(said, dict) and content != first) else None
+
+
+FORMS = "give one text per line, an object with `prompt` or `messages` per line, or an array of these"
+
+
+def _of_document(document: Any, text: str) -> list[Prompt]:
+    """The prompts of a JSON document: an array, or one object with the fields of a prompt."""
+    if document is None:
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise MalformedInput(f"the prompts are JSON that is broken: {_reason(error)}", hint=FORMS) from error
+    if isinstance(document, list) and document and all(map(_is_message, document)):
+        return [Prompt(document)]
+    if isinstance(document, dict) and not {"prompt", "messages"} & document.keys():
+        raise MalformedInput("the prompts are one JSON object without `prompt` or `messages`", hint=FORMS)
+    items = document if isinstance(document, list) else [document]
+    found = [_of_item(f"item {number}", item) for number, item in enumerate(items, start=1)]
+    if not found:
+        raise InputRefused("there is no prompt", hint="the array is empty")
+    return found
+
+
+def _of_item(name: str, item: Any) -> Prompt:
+    if isinstance(item, str):
+        return Prompt(item)
+    if isinstance(item, list) and item and all(map(_is_message, item)):
+        return Prompt(item)
+    return _of_object(name, item)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at line {error.lineno}, column {error.colno}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _of_json(number: int, line: str) -> Prompt:
@@ -75,17 +139,22 @@ def _of_json(number: int, line: str) -> Prompt:
         raise MalformedInput(
             f"line {number} of the prompts is no JSON: {reason}", hint="one object per line"
         ) from error
+    return _of_item(f"line {number}", said)
+
+
+def _of_object(name: str, said: Any) -> Prompt:
+    """The prompt of a JSON object; `name` says where it stands."""
     given = said if isinstance(said, dict) else {}
-    return Prompt(_content(number, given), {name: value for name, value in given.items() if name not in OWN})
+    return Prompt(_content(name, given), {name: value for name, value in given.items() if name not in OWN})
 
 
-def _content(number: int, given: Mapping[str, Any]) -> Content:
+def _content(name: str, given: Mapping[str, Any]) -> Content:
     prompt, messages = given.get("prompt"), given.get("messages")
     if isinstance(messages, list) and prompt is None and all(_is_message(message) for message in messages) and messages:
         return messages
     if not isinstance(prompt, str) or messages is not None:
         raise MalformedInput(
-            f"line {number} of the prompts has no `prompt` that is a text, and no `messages` that are a chat",
+            f"{name} of the prompts has no `prompt` that is a text, and no `messages` that are a chat",
             hint='write {"prompt": "…"} or {"messages": [{"role": "user", "content": "…"}]}',
         )
     if isinstance(given.get("input"), str):  # of Alpaca
@@ -95,6 +164,63 @@ def _content(number: int, given: Mapping[str, Any]) -> Content:
 
 def _is_message(message: Any) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+NOT_TOKENS = "give lists of token ids: `model.encode(text)`; texts go to `llmconv.generation.generate`"
+NOT_PROMPTS = "give a text, a list of texts, or chats as lists of messages"
+
+
+def contents_of(prompts: Any) -> list[Content]:
+    """Texts and chats in order; a single text, or a single chat, is a list of one.
+
+    Raises:
+        UsageProblem: something else.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    odd = (bytes, bytearray, Mapping, set, frozenset, os.PathLike)
+    if isinstance(prompts, odd) or not isinstance(prompts, Iterable):
+        raise UsageProblem(f"`prompts` is {kind_of(prompts)}", hint=NOT_PROMPTS)
+    found = list(prompts)
+    if not found:
+        raise UsageProblem("there is no prompt", hint="give at least one")
+    if all(map(_is_message, found)):
+        return [found]
+    for number, one in enumerate(found, start=1):
+        if isinstance(one, str):
+            continue
+        if not isinstance(one, list | tuple) or not one or not all(map(_is_message, one)):
+            tokens = isinstance(one, int) or isinstance(one, Sequence) and one and isinstance(one[0], int)
+            hint = "tokens go to `TextModel.stream`" if tokens else NOT_PROMPTS
+            raise UsageProblem(f"prompt {number} is {kind_of(one)}, neither a text nor a chat", hint=hint)
+    return [one if isinstance(one, str) else list(one) for one in found]
+
+
+def token_lists(prompts: Any) -> list[list[int]]:
+    """Prompts as lists of token ids.
+
+    Raises:
+        UsageProblem: they are texts, one flat list, or no whole numbers from 0 on.
+    """
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise UsageProblem(f"`prompts` is {kind_of(prompts)}, not a list of lists of tokens", hint=NOT_TOKENS)
+    lists = []
+    for number, prompt in enumerate(prompts, start=1):
+        if isinstance(prompt, str | bytes | Mapping):
+            raise UsageProblem(f"prompt {number} is {kind_of(prompt)}, not a list of tokens", hint=NOT_TOKENS)
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            hint = "one prompt is a list in a list: `[tokens]`" if _is_number(prompt) else NOT_TOKENS
+            raise UsageProblem(f"prompt {number} is {kind_of(prompt)}, not a list of tokens", hint=hint) from error
+        if min(tokens, default=0) < 0:
+            raise UsageProblem(f"prompt {number} has the token {min(tokens)}", hint="tokens count from 0")
+        lists.append(tokens)
+    return lists
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__index__") and not hasattr(value, "__len__")
 
 
 def with_prefix(content: Content, prefix: str) -> Content:

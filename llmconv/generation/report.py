@@ -31,6 +31,9 @@ class Completion:
     prompt_tokens: int
     finish: str
 
+    def __repr__(self) -> str:
+        return f"<Completion {shortened(self.text)!r}: {len(self.tokens)} tokens, {self.finish}>"
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -130,10 +133,20 @@ class Generation:
     backend: str
     batches: list[Cost]
 
+    def __repr__(self) -> str:
+        tokens = sum(len(one.tokens) for one in self.completions)
+        first = f", first {shortened(self.completions[0].text)!r}" if self.completions else ""
+        return f"<Generation: {len(self.completions)} completion(s), {tokens} tokens, {self.backend}{first}>"
+
     @property
     def total(self) -> Cost:
         """Of all batches."""
         return Cost.sum(self.batches)
+
+
+def shortened(text: str, length: int = 60) -> str:
+    """The beginning of a text."""
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def peak_memory() -> int:

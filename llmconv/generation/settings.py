@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UsageProblem
+from llmconv.paths import kind_of, path_of
 
 GENERATION_CONFIG = "generation_config.json"
 DEFAULT_NEW_TOKENS = 20
@@ -104,6 +106,8 @@ class GenerationSettings:
     said: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        for name, value in _values({name: getattr(self, name) for name in KINDS}).items():
+            object.__setattr__(self, name, value)
         for name, least, most in RANGES:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
@@ -130,7 +134,7 @@ class GenerationSettings:
         return DEFAULT_NEW_TOKENS
 
     @classmethod
-    def of(cls, folder: Path, **overrides: Any) -> GenerationSettings:
+    def of(cls, folder: str | Path, **overrides: Any) -> GenerationSettings:
         """What a folder's `generation_config.json` says, under the options that are given.
 
         Args:
@@ -141,9 +145,10 @@ class GenerationSettings:
             MalformedInput: a field of the file is no value of its kind.
             UsageProblem: an option cannot be.
         """
+        folder = path_of(folder, "folder")
         said = {**_special_tokens(folder), **_read(folder / GENERATION_CONFIG)}
         try:
-            settings = cls().but(**said)
+            settings = cls()._changed(said)
         except UsageProblem as error:
             raise MalformedInput(f"`{GENERATION_CONFIG}`: {error.message}", hint="mend or remove the file") from error
         return settings.but(**overrides)
@@ -152,16 +157,18 @@ class GenerationSettings:
         """These settings with other fields; None is not given, and a temperature of 0 is greedy.
 
         Raises:
-            UsageProblem: a value cannot be, or is of the wrong kind.
+            UsageProblem: no field of `GenerationConfig`, one that has no effect here, or a value that cannot be.
         """
+        require_known(name for name, value in changes.items() if value is not None)
+        require_effect(changes)
+        return self._changed(changes)
+
+    def _changed(self, changes: Mapping[str, Any]) -> GenerationSettings:
+        """These settings with other fields; those of a file that mean nothing here are passed over."""
         given = {name: value for name, value in changes.items() if value is not None}
         if given.get("max_new_tokens") is None and given.get("max_length") is not None:
             given["max_new_tokens"] = None  # the latest word counts
-        own = KINDS.keys()
-        try:
-            values = {name: KINDS[name](value) for name, value in given.items() if name in own}
-        except (TypeError, ValueError, OverflowError) as error:
-            raise UsageProblem(f"a setting is no value of its kind: {error}", hint="give numbers") from error
+        values = _values({name: value for name, value in given.items() if name in KINDS})
         said = self.said | {name for name, value in given.items() if value is not None}
         return replace(self, **values, extra={**self.extra, **changes_text(given)}, said=said)
 
@@ -173,13 +180,46 @@ def require_known(names: Iterable[str]) -> None:
         UsageProblem: there is one, and which is meant.
     """
     known = {*KINDS, *NEUTRAL, *NO_NEUTRAL}
-    if unknown := sorted(set(names) - known):  # the rest is known to transformers, which takes seconds to load
+    names = set(names)
+    for name in sorted(names & ELSEWHERE.keys()):
+        raise UsageProblem(f"`{name}` is not a setting of generation", hint=ELSEWHERE[name])
+    if unknown := sorted(names - known):  # the rest is known to transformers, which takes seconds to load
         known |= importlib.import_module("transformers").GenerationConfig().to_dict().keys()
     for name in unknown:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"is `{near[0]}` meant?" if near else "see transformers' `GenerationConfig`"
-            raise UsageProblem(f"`{name}` is no setting of generation", hint=hint)
+            raise UsageProblem(f"`{name}` is not a setting of generation", hint=hint)
+
+
+def require_settings(settings: Any) -> GenerationSettings:
+    """The settings themselves.
+
+    Raises:
+        UsageProblem: a dictionary, or transformers' own object.
+    """
+    if not isinstance(settings, GenerationSettings):
+        raise UsageProblem(
+            f"`settings` is {kind_of(settings)}, not a `GenerationSettings`",
+            hint="give `model.defaults.but(max_new_tokens=20, …)`",
+        )
+    return settings
+
+
+def require_effect(changes: Mapping[str, Any]) -> None:
+    """Refuses fields of `GenerationConfig` that change what transformers returns, and nothing here.
+
+    Raises:
+        UsageProblem: one is set.
+    """
+    if (changes.get("num_return_sequences") or 1) != 1:
+        raise UsageProblem(
+            "`num_return_sequences` has no effect here: each prompt is continued once",
+            hint='`llmconv.pipeline("text-generation", …)` returns several, or repeat the prompt with another `seed`',
+        )
+    for name in RETURNED:
+        if changes.get(name):
+            raise UsageProblem(f"`{name}` has no effect here: texts and tokens are returned", hint="leave it out")
 
 
 RANGES = (
@@ -196,35 +236,98 @@ RANGES = (
 """Field, least and largest value; NaN is in none of them."""
 
 
+RETURNED = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
+
+ELSEWHERE = {
+    "tokenizer": "the tokenizer is the model folder's; `model=ModelFiles(FOLDER, tokenizer=OTHER)` names another one",
+    "device": 'give `session=SessionSettings(provider="cuda")`; `backend="torch"` runs on the CPU',
+    "device_map": "one process runs a model whole; `llmconv export --stages` divides its graphs",
+    "torch_dtype": "graphs compute in float32; `llmconv export --dtype` says how weights are stored",
+    "dtype": "graphs compute in float32; `llmconv export --dtype` says how weights are stored",
+    "streamer": "`TextModel.stream` gives pieces as they come; `generate` takes `on_piece`",
+    "model_kwargs": "give its fields by name",
+    "prompt": "is `prompts` meant?",
+    "stop": "is `stop_strings` meant?",
+    "max_tokens": "is `max_new_tokens` meant?",
+}
+"""Words of transformers' pipeline and of other libraries, and the way to what they are for."""
+
+
+def _whole(value: Any) -> int:
+    """A whole number, also as `20.0` or `"20"`, as some files have it."""
+    if isinstance(value, str) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    return operator.index(_number(value))
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise TypeError("True and False are not numbers")
+    return value
+
+
 def _optional_int(value: Any) -> int | None:
-    return None if value is None else int(value)
+    return None if value is None else _whole(value)
+
+
+def _real(value: Any) -> float:
+    return float(_number(value))
+
+
+def _optional_real(value: Any) -> float | None:
+    return None if value is None else _real(value)
+
+
+def _flag(value: Any) -> bool:
+    if value not in (True, False) or isinstance(value, float):
+        raise TypeError(f"{value!r:.40} is neither True nor False")
+    return bool(value)
 
 
 def _tokens(value: Any) -> frozenset[int]:
-    return frozenset(map(int, value)) if isinstance(value, list | tuple | set | frozenset) else frozenset({int(value)})
+    return frozenset(map(_whole, value if isinstance(value, list | tuple | set | frozenset) else (value,)))
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(map(str, value))
+    texts = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("a stop string is a text")
+    return texts
 
 
 KINDS: dict[str, Any] = {
     "max_new_tokens": _optional_int,
     "max_length": _optional_int,
-    "do_sample": bool,
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repetition_penalty": float,
-    "num_beams": int,
+    "do_sample": _flag,
+    "temperature": _real,
+    "top_k": _whole,
+    "top_p": _real,
+    "min_p": _optional_real,
+    "repetition_penalty": _real,
+    "num_beams": _whole,
     "stop_strings": _texts,
     "eos_token_id": _tokens,
-    "pad_token_id": int,
-    "bos_token_id": int,
-    "seed": int,
+    "pad_token_id": _optional_int,
+    "bos_token_id": _optional_int,
+    "seed": _whole,
 }
 """Field to what makes its value of what a file or an option says."""
+
+
+def _values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields as values of their kinds.
+
+    Raises:
+        UsageProblem: one is of another kind.
+    """
+    values = {}
+    for name, value in given.items():
+        try:
+            values[name] = KINDS[name](value)
+        except (TypeError, ValueError, OverflowError) as error:
+            problem = f"`{name}` is {kind_of(value)} ({value!r:.40}), which is not a value of its kind"
+            raise UsageProblem(problem, hint=f"see `{name}` of transformers' `GenerationConfig`") from error
+    return values
 
 
 def changes_text(said: Mapping[str, Any]) -> dict[str, Any]:

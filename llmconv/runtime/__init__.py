@@ -14,3 +14,8 @@ __all__ = [
     "Step",
     "default_positions",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

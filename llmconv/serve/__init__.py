@@ -5,3 +5,8 @@ from __future__ import annotations
 from llmconv.serve.server import ServerSettings, serve
 
 __all__ = ["ServerSettings", "serve"]
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return __all__

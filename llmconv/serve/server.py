@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
+from llmconv.calls import checked
 from llmconv.errors import OutputFailed
 from llmconv.generation import TextModel
 from llmconv.generation.templates import TOKENIZER
@@ -21,6 +23,7 @@ from llmconv.serve.answering import Answering
 from llmconv.serve.app import make_app
 from llmconv.serve.guard import Access
 from llmconv.serve.scheduler import Scheduler
+from llmconv.storage import remove_downloads
 
 MOST_CONNECTIONS = 900
 """Below the 1024 open files that a process may have by default."""
@@ -59,15 +62,17 @@ class ServerSettings:
     api_key: str = ""
 
 
+@checked
 def serve(
-    open_model: Callable[[], TextModel],
+    open_model: Callable[[], TextModel] | TextModel | str | Path,
     settings: ServerSettings | None = None,
     on_ready: Callable[[str, str], None] | None = None,
 ) -> None:
     """Serves until SIGINT or SIGTERM: running answers get a short grace, then everything ends.
 
     Args:
-        open_model: called once the port is ours: a port that is taken is told before a model is loaded.
+        open_model: called once the port is ours: a port that is taken is reported before a model is loaded. Or the
+            model itself, or its folder.
         settings: where, and for whom.
         on_ready: called with the address and the name of the model when requests are taken.
 
@@ -78,7 +83,7 @@ def serve(
     settings = settings or ServerSettings()
     access = Access((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
     with listen(settings.host, settings.port) as listener:
-        model = open_model()
+        model = _opened(open_model)
         if settings.template == TOKENIZER and not model.tokenizer.chat_template:
             warn("the tokenizer has no chat template: chats are refused unless `--template` names one")
         answering = Answering(
@@ -96,7 +101,14 @@ def serve(
             server.run([listener])
     if scheduler.is_running:  # a step that takes longer than anybody wants to wait: its thread cannot be ended
         sys.stdout.flush()
+        remove_downloads()
         os._exit(0)
+
+
+def _opened(model: Callable[[], TextModel] | TextModel | str | Path) -> TextModel:
+    if isinstance(model, TextModel):
+        return model
+    return TextModel.open(model) if isinstance(model, str | Path) else model()
 
 
 def listen(host: str, port: int) -> socket.socket:

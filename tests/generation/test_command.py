@@ -99,7 +99,7 @@ def test_a_finished_file_is_left_alone(talking: Path, prompts: Path, tmp_path: P
     assert result.exit_code == 0 and out.read_bytes() == before
 
 
-@pytest.mark.parametrize("other", [["--max-new-tokens", "3"], ["--temperature", "1"], ["--prefix", "x"]])
+@pytest.mark.parametrize("other", [["--max-new-tokens", "3"], ["--temperature", "1"], ["--prompt-prefix", "x"]])
 def test_other_options_are_refused_with_a_way_out(
     talking: Path, prompts: Path, tmp_path: Path, other: list[str]
 ) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmconv.generation.context import context_length
 
 from llmconv.checkpoint import DEPTH_LIMIT, read_json
 from llmconv.convert.blueprint.names import model_folder
 from llmconv.convert.inspect import inspect
 from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece
 from llmconv.errors import LlmconvError, MalformedInput
-from llmconv.generation.context import context_length
 from llmconv.generation.settings import GenerationSettings
 from llmconv.manifest import read_manifest
 from llmconv.runtime.graph_entry import graph_entries

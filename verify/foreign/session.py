@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 
+from llmconv.calls import checked
 from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.paths import Written
 from llmconv.runtime.ort import SessionSettings
-from llmconv.storage import require_named
+from llmconv.storage import fetches, local_path
 from llmconv.tensors import LazyTensor
 from llmconv.verify.bisect import name_node
 from llmconv.verify.foreign.comparison import ForeignComparison, OnChecks
@@ -36,6 +39,8 @@ from llmconv.verify.session import collector, new_piece, new_report, require_sui
 from llmconv.verify.truth import Eager
 
 
+@fetches
+@checked
 def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     paths: Sequence[str | Path],
     *,
@@ -49,7 +54,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     eager: Eager | None = None,
     trust_remote_code: bool = False,
     bisect: bool = False,
-    minimize: str | Path | None = None,
+    minimize: Written | None = None,
     text: str | Path | None = None,
     max_divergence: float | None = None,
     min_agreement: float | None = None,
@@ -69,7 +74,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         UsageProblem: no graph or too many, no reference, an unknown map, or a graph of steps without one of the prompt.
         InputRefused: a graph fits no map, or refers to what it must not.
     """
-    require_named(reference, minimize, text)
+    require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
     require_suite(suite)
     piece, settings = new_piece(minimize), settings or SessionSettings()
     files = read_graphs(paths, input_map)
@@ -86,6 +91,17 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         if bisect or piece:
             name_node(report, verified, eager, piece)
     return report
+
+
+def require_numbers(**limits: float | None) -> None:
+    """Refuses NaN, which nothing is larger or smaller than: the gate would always be open.
+
+    Raises:
+        UsageProblem: one is NaN.
+    """
+    for name, value in limits.items():
+        if value is not None and isnan(value):
+            raise UsageProblem(f"`{name}` is not a number", hint="with NaN nothing would fail")
 
 
 def _compare(
@@ -135,7 +151,7 @@ def _eager(verified: Graphs, reference: Eager | Path, half: str, code: Path | No
 
 
 def _reference(path: Path, reference: str | Path | None) -> Path:
-    folder = Path(reference) if reference else path.parent
+    folder = local_path(reference) if reference else path.parent
     if reference is None and not any(folder.glob("*.safetensors")):
         raise UsageProblem(
             f"`{folder}` holds no model to compare `{path.name}` with", hint="give `--reference HF_FOLDER`"

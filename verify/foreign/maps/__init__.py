@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from llmconv.calls import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.verify.foreign.ports import PortMap
@@ -24,6 +25,7 @@ ENTRY_POINTS = "llmconv.port_maps"
 _registered: dict[str, PortMap] = {}
 
 
+@checked
 def register_port_map(port_map: PortMap) -> None:
     """Adds a row, or replaces the one of that name."""
     _registered[port_map.name] = port_map

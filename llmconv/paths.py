@@ -1,0 +1,107 @@
+"""Paths that a caller gives: what is not one is named, and what is written must lie on this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from llmconv.errors import InputRefused, UsageProblem
+
+ADDRESS = re.compile(r"\s*(?P<scheme>[A-Za-z][\w.+@-]+):/+(?P<rest>.*)", re.DOTALL)
+"""`scheme://…` (RFC 3986), `scheme:/…` as pathlib leaves it, and `user@host:/…`; `C:/…` is a drive."""
+
+COPY_TOOLS = {
+    "s3": "aws s3 cp --recursive",
+    "s3a": "aws s3 cp --recursive",
+    "gs": "gcloud storage cp -r",
+    "gcs": "gcloud storage cp -r",
+    "az": "azcopy copy --recursive",
+    "abfs": "azcopy copy --recursive",
+    "abfss": "azcopy copy --recursive",
+    "oci": "oci os object bulk-upload",
+    "hf": "hf upload",
+}
+"""Scheme to the command that copies a folder to such a store."""
+
+WRITTEN = "a place that is written"
+Written = Annotated[str | Path, WRITTEN]
+"""A parameter that names a file or folder to write; see `output_path`."""
+
+
+def output_path(value: Any, name: str = "output") -> Path:
+    """The local path of something that is to be written.
+
+    Args:
+        value: `str` or `Path`; `./s3:/x` is a local folder `s3:`, which `s3:/x` is not.
+        name: of the option or parameter, for messages.
+
+    Raises:
+        InputRefused: it is the address of a store, or `-`.
+        UsageProblem: it is not a path, or empty.
+    """
+    path = path_of(value, name)
+    text = os.fspath(value)
+    if text == "-":
+        raise InputRefused(
+            f"`{name}` is `-`, which is not a file", hint="give a path; a file of that name would be `./-`"
+        )
+    if found := ADDRESS.fullmatch(text):
+        raise InputRefused(
+            f"`{text.strip()}` is not on this machine: `{name}` takes a local path",
+            hint=_way_out(found["scheme"], found["rest"], text.strip()),
+        )
+    # pathlib drops a leading `./`, without which the same path would be taken for an address when it is looked at again
+    return path.absolute() if ADDRESS.fullmatch(str(path)) else path
+
+
+def _way_out(scheme: str, rest: str, text: str) -> str:
+    if scheme.lower() in ("file", "local"):
+        return f"give the plain path: `/{rest}`"
+    tool = COPY_TOOLS.get(scheme.lower())
+    copied = f"write to a local path, then copy it: `{tool} …`" if tool else "write to a local path, then copy it"
+    return f"{copied}; a local folder `{scheme}:` would be `./{text}`"
+
+
+def is_address(value: str | Path) -> bool:
+    """Whether `value` is a URI, also as pathlib leaves it."""
+    return ADDRESS.fullmatch(os.fspath(value)) is not None
+
+
+def path_of(value: Any, name: str) -> Path:
+    """A `str` or `Path` as a Path.
+
+    Args:
+        value: what the caller gave.
+        name: of the parameter, for messages.
+
+    Raises:
+        UsageProblem: it is neither, or empty; the message says what it is instead.
+    """
+    if not isinstance(value, str | os.PathLike) or isinstance(text := os.fspath(value), bytes):
+        raise UsageProblem(f"`{name}` is {kind_of(value)}, not a path", hint=_instead(value))
+    if not text or "\0" in text:
+        raise UsageProblem(f"`{name}` is {'not' if text else 'an empty text, not'} a path", hint="give a path")
+    return Path(text)
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in two words: `None`, `a list`, `an int`, `a LlamaForCausalLM`."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _instead(value: Any) -> str:
+    """The way out for what is often given in the place of a path."""
+    if hasattr(value, "save_pretrained"):
+        return "save it first: `model.save_pretrained(FOLDER)`, `tokenizer.save_pretrained(FOLDER)`; then give FOLDER"
+    if hasattr(value, "state_dict"):
+        return "save it first: `torch.save(model.state_dict(), FILE)`, then `llmconv.convert.to_hf(FILE, FOLDER)`"
+    if isinstance(folder := getattr(value, "folder", None), Path):
+        return f"give its folder: `{folder}`"
+    if isinstance(value, bytes):
+        return "give a `str`: `os.fsdecode(…)`"
+    return "give a `str` or a `pathlib.Path`"

@@ -1,0 +1,137 @@
+"""What an export reports of weights is what the folder holds, what the graphs map, and what was written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
+
+from llmconv.checkpoint import open_checkpoint
+from llmconv.cli import main
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
+from llmconv.export import InputMap, export, register_input_map
+from llmconv.export.input_maps import INPUT_MAPS, Port
+
+DEMO = Path(__file__).parents[2] / "examples/demo.py"
+BYTES = ("weight_bytes", "weight_bytes_mapped", "weight_bytes_copied", "weight_bytes_not_copied")
+
+
+def told(*line: Any) -> tuple[list[int], str]:
+    """The sizes in JSON, and the sentence of the same run."""
+    words = [str(word) for word in line]
+    dry = CliRunner().invoke(main, ["export", *words, "--dry-run"])
+    result = CliRunner().invoke(main, ["export", *words, "--json"])
+    assert (dry.exit_code, result.exit_code) == (0, 0), result.output
+    printed = json.loads(result.stdout)
+    return [printed[name] for name in BYTES], dry.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--unified"], ["--stages", "2"]], ids=["two graphs", "one", "stages"])
+def test_in_place_nothing_is_copied_and_each_weight_counts_once(llama: Path, more: list[str]) -> None:
+    held = open_checkpoint(llama).nbytes
+    sizes, said = told(llama, *more)
+    assert sizes == [held, held, 0, held]
+    assert f"{held:,} bytes of weights, 0 copied" in said
+
+
+@pytest.mark.parametrize(
+    "more",
+    [["--dtype", "float16"], ["--dtype", "bfloat16", "--max-shard-size", "100KB"], ["--max-shard-size", "200KB"]],
+    ids=["cast", "cast and sharded", "sharded"],
+)
+def test_in_a_new_folder_the_weights_of_that_folder_count(llama: Path, tmp_path: Path, more: list[str]) -> None:
+    sizes, said = told(llama, "-o", tmp_path / "out", *more)
+    held = open_checkpoint(tmp_path / "out").nbytes
+    assert held == open_checkpoint(llama).nbytes // (2 if "--dtype" in more else 1)
+    assert sizes == [held, held, held, 0]
+    assert f"{held:,} bytes of weights, {held:,} copied" in said
+
+
+def test_a_weight_that_no_graph_reads_is_not_mapped(llama: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    unread = next(iter(tensors.values()))[:1].copy()
+    save_file({**tensors, "model.rotary_emb.inv_freq": unread}, llama / "model.safetensors", {"format": "pt"})
+    exported = export(llama)
+    assert exported.weight_bytes == exported.weight_bytes_mapped + unread.nbytes
+
+
+def test_a_result_is_one_short_line(llama: Path) -> None:
+    exported = export(str(llama), dry_run=True)
+    assert "prefill.onnx, decode.onnx; a dry run" in repr(exported)
+    assert len(repr(exported)) < 400
+
+
+def test_the_demo_counts_a_weight_once(exported: Path) -> None:
+    spec = importlib.util.spec_from_file_location("demo", DEMO)
+    assert spec
+    assert spec.loader
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    graphs = [exported / "prefill.onnx", exported / "decode.onnx"]
+    assert demo.mapped_bytes(graphs) == open_checkpoint(exported).nbytes
+
+
+def test_rotary_positions_beyond_the_context_are_warned_of(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export(llama, tmp_path / "out", shapes="static", max_seq_len=4096, dry_run=True)
+    assert "4,096 tokens is longer than the model's context of 128" in capsys.readouterr().err
+    export(llama, tmp_path / "out", shapes="static", max_seq_len=128, dry_run=True)
+    assert "longer than" not in capsys.readouterr().err
+
+
+def test_a_table_of_positions_ends_at_the_context(tiny: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputRefused, match="its table of positions ends there") as caught:
+        export(tiny("gpt2"), tmp_path / "out", shapes="static", max_seq_len=129, dry_run=True)
+    assert "`--max-seq-len 128`" in caught.value.hint
+
+
+class Counting(InputMap):
+    """A row with an input of its own."""
+
+    def inputs(self, config: Any) -> tuple[Port, ...]:
+        """As every family's, and one more."""
+        tokens, *rest = super().inputs(config)
+        return (tokens, Port("token_type_ids", "int64", tokens.axes), *rest)
+
+
+def test_an_input_that_no_graph_has_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INPUT_MAPS, "llama", Counting())
+    with pytest.raises(UnsupportedInput, match="an input `token_type_ids`"):
+        export(llama)
+
+
+def test_a_row_of_the_registry_is_an_input_map() -> None:
+    with pytest.raises(UsageProblem, match="not a `InputMap`"):
+        register_input_map("x", {"position_ids": True})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "int8", "output": "out"},
+        {"dtype": "fp16", "output": "out"},
+        {"shapes": "statik"},
+        {"cache": "shared_buffer"},
+        {"target": "ort-gpu"},
+        {"stages": 0},
+        {"batch_size": -1, "shapes": "static", "max_seq_len": 8},
+        {"max_seq_len": 0, "shapes": "static"},
+        {"resume": True},
+        {"max_shard_size": "1MB"},
+        {"layout": "genais"},
+    ],
+    ids=str,
+)
+def test_words_and_numbers_that_mean_nothing_are_refused(
+    tiny: Any, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageProblem):
+        export(tiny("llama"), **options)
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,277 @@
+"""Slips of the pen in Python and on the command line: named, and never completed as something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import llmconv
+from llmconv.cli import main
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.generation import GenerationSettings, ModelFiles, TextModel, Wording, generate
+from llmconv.generation.chat import Chat
+from llmconv.generation.prompts import contents_of, read_prompts, token_lists
+from llmconv.runtime import SessionSettings
+
+CHECKPOINT = Path(__file__).parents[2] / "examples/tiny-llama/ep4-ba2400-rank0.pt"
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def model(chatting: Path) -> TextModel:
+    """An open model."""
+    return TextModel.open(str(chatting))
+
+
+def run(*line: Any, **more: Any) -> Any:
+    return CliRunner().invoke(main, ["generate", *(str(word) for word in line)], **more)
+
+
+def test_a_single_text_is_one_prompt(model: TextModel) -> None:
+    found = generate(model, "Once there", max_new_tokens=3)
+    assert [one.prompt for one in found.completions] == ["Once there"]
+    assert found.completions == generate(model, ["Once there"], max_new_tokens=3).completions
+
+
+def test_a_single_chat_is_one_prompt(model: TextModel) -> None:
+    assert len(generate(model, CHAT, max_new_tokens=1).completions) == 1  # type: ignore[arg-type]
+
+
+def test_an_iterator_of_prompts_is_a_list_of_them() -> None:
+    assert contents_of(text for text in ("a", "b")) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "prompts", [b"ab", {"a": 1}, {"a", "b"}, Path("a"), None, 3, [1, 2], [[1, 2]], ["a", None], [b"a"], []], ids=str
+)
+def test_what_is_neither_a_text_nor_a_chat_is_refused(prompts: Any) -> None:
+    with pytest.raises(UsageProblem):
+        contents_of(prompts)
+
+
+@pytest.mark.parametrize(
+    "prompts", ["Once", ["Once"], [3, 4], [[0.5]], [[-1]], {"input_ids": [[1]]}, None, b"a"], ids=str
+)
+def test_what_are_no_lists_of_tokens_is_refused(model: TextModel, prompts: Any) -> None:
+    with pytest.raises(UsageProblem):
+        model.stream(prompts)
+
+
+def test_arrays_of_tokens_are_lists_of_tokens() -> None:
+    assert token_lists(np.array([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
+
+
+NAMED: dict[str, Callable[[TextModel, dict[str, Any]], Any]] = {
+    "generate": lambda model, options: generate(model, "a", **options),
+    "but": lambda model, options: model.defaults.but(**options),
+    "of": lambda model, options: GenerationSettings.of(str(model.folder), **options),
+    "pipeline": lambda model, options: llmconv.pipeline(model=model, **options),
+    "a call": lambda model, options: llmconv.pipeline(model=model)("a", **options),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"max_new_token": 2}, "`max_new_tokens`"),
+        ({"temprature": 2}, "`temperature`"),
+        ({"max_tokens": 2}, "`max_new_tokens`"),
+        ({"stop": "a"}, "`stop_strings`"),
+        ({"device": "cuda"}, "SessionSettings"),
+        ({"tokenizer": object()}, "ModelFiles"),
+        ({"streamer": object()}, "on_piece"),
+        ({"output_scores": True}, "leave it out"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call", NAMED.values(), ids=NAMED)
+def test_a_setting_that_is_none_is_named(
+    model: TextModel, call: Callable[[TextModel, dict[str, Any]], Any], options: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(UsageProblem) as caught:
+        call(model, options)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": "false"},
+        {"max_new_tokens": 2.5},
+        {"max_new_tokens": True},
+        {"max_new_tokens": -1},
+        {"temperature": "hot"},
+        {"temperature": float("nan")},
+        {"top_k": [1]},
+        {"stop_strings": [b"a"]},
+        {"eos_token_id": [0.5]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("call", NAMED.values(), ids=NAMED)
+def test_a_value_of_another_kind_is_named(
+    model: TextModel, call: Callable[[TextModel, dict[str, Any]], Any], options: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageProblem):
+        call(model, options)
+
+
+def test_a_stop_string_is_not_a_list_of_letters() -> None:
+    assert GenerationSettings(stop_strings="END").stop_strings == ("END",)  # type: ignore[arg-type]
+    assert GenerationSettings(eos_token_id=2).eos_token_id == {2}  # type: ignore[arg-type]
+
+
+def test_what_generate_does_not_return_is_refused(model: TextModel) -> None:
+    with pytest.raises(UsageProblem, match="num_return_sequences") as caught:
+        generate(model, "a", num_return_sequences=2)
+    assert "pipeline" in caught.value.hint
+
+
+def test_fields_of_a_file_that_mean_nothing_here_are_passed_over(tmp_path: Path) -> None:
+    content = {"output_scores": True, "_from_model_config": True, "max_new_tokens": 5.0, "anything": 1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    assert GenerationSettings.of(tmp_path).max_new_tokens == 5
+
+
+@pytest.mark.parametrize("settings", [{"max_new_tokens": 2}, "greedy", 3])
+def test_settings_are_an_object_of_their_own(model: TextModel, settings: Any) -> None:
+    with pytest.raises(UsageProblem, match="not a `GenerationSettings`"):
+        model.stream([[1]], settings)
+
+
+def test_a_message_of_the_system_makes_a_chat_of_a_text(model: TextModel) -> None:
+    plain, told = (generate(model, "a", max_new_tokens=1, wording=Wording(system=text)) for text in ("", "Be brief"))
+    assert told.completions[0].prompt_tokens > plain.completions[0].prompt_tokens + len("Be brief")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: model.encode(["a"]),
+        lambda model: Chat("folder"),  # type: ignore[arg-type]
+        lambda model: Chat(model, {"seed": 1}),  # type: ignore[arg-type]
+        lambda model: next(iter(Chat(model).ask(["a"]))),  # type: ignore[arg-type]
+        lambda model: generate(model, "a", wording={"system": "b"}),  # type: ignore[arg-type]
+        lambda model: generate(model, "a", session={"threads": 1}),  # type: ignore[arg-type]
+        lambda model: generate(model, "a", batch_size=0),
+        lambda model: generate(model, "a", trust_remote_code="no"),  # type: ignore[arg-type]
+        lambda model: ModelFiles(3),  # type: ignore[arg-type]
+        lambda model: llmconv.pipeline(model=model)({"role": "user", "content": "a"}),
+        lambda model: llmconv.pipeline(model=model)({"a", "b"}),
+        lambda model: llmconv.pipeline(model=model)(b"a"),
+        lambda model: llmconv.pipeline(model=model)("a", num_return_sequences=0),
+        lambda model: llmconv.pipeline(model=model)("a", batch_size=0),
+        lambda model: llmconv.pipeline(model=model)("a", return_full_text="no"),
+        lambda model: llmconv.pipeline(),
+    ],
+)
+def test_every_other_slip_is_named_too(model: TextModel, call: Callable[[TextModel], Any]) -> None:
+    with pytest.raises(UsageProblem):
+        call(model)
+
+
+def test_settings_of_onnxruntime_are_not_ignored_by_the_eager_model(chatting: Path) -> None:
+    with pytest.raises(UsageProblem, match="`prepack` is a setting of onnxruntime"):
+        TextModel.open(chatting, backend="torch", settings=SessionSettings(prepack=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--prefix", "x"], "tuned prefix"),
+        (["--stream", "--json"], "both write to stdout"),
+        (["--overwrite"], "`--output-file`, which is not given"),
+        (["--max-length", "9", "--max-new-tokens", "3"], "both say when"),
+        (["--backend", "torch", "--provider", "cuda"], "`--provider` is for onnxruntime"),
+        (["--backend", "torch", "--prepack"], "`--prepack` is for onnxruntime"),
+        (["--backend", "torch", "--session-config", "x.ini"], "`--session-config` is for onnxruntime"),
+        ([str(CHECKPOINT)], "is the name of a file"),
+        (["--prompt-prefix", str(CHECKPOINT)], "is the name of a file"),
+    ],
+    ids=str,
+)
+def test_options_that_would_be_ignored_or_misread_are_refused(options: list[str], problem: str) -> None:
+    result = run("missing", "a", *options)
+    assert result.exit_code == 2
+    assert problem in result.stderr
+
+
+def test_a_text_before_every_prompt_has_a_name_of_its_own(chatting: Path) -> None:
+    result = run(chatting, "--prompt", "b", "--prompt-prefix", "a", "--max-new-tokens", "1", "--json")
+    assert json.loads(result.stdout)["completions"][0]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("call", [lambda path: generate(path, "a"), lambda path: TextModel.open(path)])
+def test_a_training_checkpoint_is_to_be_converted_first(call: Callable[[Path], Any]) -> None:
+    with pytest.raises(InputRefused, match="is not a graph") as caught:
+        call(CHECKPOINT)
+    assert "llmconv to-hf" in caught.value.hint
+
+
+def test_weights_alone_are_given_by_their_folder(chatting: Path) -> None:
+    with pytest.raises(InputRefused) as caught:
+        generate(chatting / "model.safetensors", "a")
+    assert f"`{chatting}`" in caught.value.hint
+
+
+DOCUMENTS: dict[str, tuple[str, list[Any]]] = {
+    "texts": ('["ab", "cd"]', ["ab", "cd"]),
+    "over several lines": ('[\n  "ab",\n  {"prompt": "cd", "id": 7}\n]\n', ["ab", "cd"]),
+    "chats": (json.dumps([{"messages": CHAT}, CHAT, "a"]), [CHAT, CHAT, "a"]),
+    "one chat": (json.dumps(CHAT), [CHAT]),
+    "chats in lines": (f"{json.dumps(CHAT)}\n{json.dumps(CHAT)}\n", [CHAT, CHAT]),
+    "an object over several lines": ('{\n"prompt": "ab"\n}', ["ab"]),
+    "lines of objects": ('{"prompt": "a"}\n{"prompt": "b"}\n', ["a", "b"]),
+    "text that begins with a bracket": ("[INST] hello\nsecond\n", ["[INST] hello", "second"]),
+    "text that begins with a brace": ("{x} is a set\n", ["{x} is a set"]),
+}
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.json"])
+@pytest.mark.parametrize(("text", "found"), DOCUMENTS.values(), ids=DOCUMENTS)
+def test_a_file_of_prompts_is_lines_or_json(tmp_path: Path, name: str, text: str, found: list[Any]) -> None:
+    (tmp_path / name).write_text(text)
+    if name == "p.json" and not text.startswith(("[{", '["', "[[", "[\n", "{\n", '{"')):
+        with pytest.raises(MalformedInput):
+            read_prompts(tmp_path / name)
+        return
+    assert [prompt.content for prompt in read_prompts(str(tmp_path / name))] == found
+
+
+def test_fields_beside_a_prompt_of_an_array_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "p").write_text('[{"prompt": "a", "id": 7}]')
+    assert read_prompts(tmp_path / "p")[0].fields == {"id": 7}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 1}',
+        '{\n"a": 1\n}',
+        "[1, 2]",
+        "[]",
+        "[[1]]",
+        '[\n"a",',
+        "[{\n",
+        '["a"]\n[1]',
+        '{"prompt": "a"}\n3',
+        "[null]",
+    ],
+)
+def test_other_json_is_not_continued_as_text(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p").write_text(text)
+    with pytest.raises(InputRefused):
+        read_prompts(tmp_path / "p")
+
+
+def test_results_are_one_short_line(model: TextModel) -> None:
+    made = generate(model, ["Once " * 200, "b"], max_new_tokens=40)
+    for result in (model, made, made.completions[0], llmconv.pipeline(model=model)):
+        assert "\n" not in repr(result)
+        assert len(repr(result)) < 300
