@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from llmconv.convert.adapters.foreign import foreign_kind
+from llmconv.convert.alone import checkpoint_files
+from llmconv.convert.beside import what_is_left
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import formats
+from llmconv.convert.torch_state.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.pickles.machine import Stub
+from llmconv.refusals import foreign_file, known_folder
 from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
 
-PACKED = re.compile(r"\.(?:(?:pth?|bin|ckpt)\.(?:gz|bz2|xz|lzma|lz4|zst)|tar(?:\.\w+)?|tgz)$")
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 MEGATRON = {"checkpoint_version", "args", "model"}
-FOREIGN = {
-    b"version https://git-lfs": "a pointer of Git LFS, whose file was not fetched (`git lfs pull`)",
-    b"<!DOCTYPE html": "a web page; the download may need a login",
-    b"<html": "a web page; the download may need a login",
-    b"GGUF": "a GGUF file of llama.cpp",
-    b"\x89HDF\r\n\x1a\n": "an HDF5 file, as Keras writes",
-    b"\x7fELF": "a program",
-    b"\x93NUMPY": "a numpy array",
-}
-"""First bytes of files that people take for checkpoints."""
 
 
 def explain(path: Path) -> LlmconvError:
@@ -43,9 +35,10 @@ def _explain_folder(folder: Path) -> LlmconvError:
         return UnsupportedInput(f"`{folder}` is a delta", hint="use `llmconv delta apply BASE DELTA -o OUT`")
     if "adapter_config.json" in names:
         return UnsupportedInput(f"`{folder}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
-    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+    if is_model_folder(folder):
         return UnsupportedInput(
-            f"`{folder}` already is a Hugging Face folder", hint="go on with `merge-lora` or `export`"
+            f"`{folder}` already is a Hugging Face folder",
+            hint="go on with `merge-lora` or `export`; `--dtype` and `--max-shard-size` write it anew",
         )
     if any(name.endswith((".pdiparams", ".pdmodel")) for name in names):
         return UnsupportedInput(
@@ -57,17 +50,13 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` is a Lightning checkpoint that DeepSpeed wrote",
             hint=f"give the folder inside: `{folder / 'checkpoint'}`",
         )
-    checkpoints = sorted(name for name in names if PACKED.search(name) or _is_torch(folder / name))
+    checkpoints = checkpoint_files(folder)
     if checkpoints:
         return InputRefused(
-            f"`{folder}` is a folder with {len(checkpoints)} checkpoint file(s), not one of them",
-            hint=f"name the file, such as `{folder / checkpoints[-1]}`",
+            f"`{folder}` contains {len(checkpoints)} checkpoint files, and not as the shards of one",
+            hint=f"name the file, such as `{checkpoints[-1]}`",
         )
-    return _unknown(folder)
-
-
-def _is_torch(path: Path) -> bool:
-    return path.suffix in TORCH_SUFFIXES and is_torch_file(path)
+    return known_folder(folder) or _unknown(folder)
 
 
 def _explain_file(path: Path) -> LlmconvError:
@@ -77,6 +66,8 @@ def _explain_file(path: Path) -> LlmconvError:
         return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     with open(path, "rb") as file:
         head = file.read(300)
+    if left := what_is_left(path.name):
+        return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=_weights_beside(path))
     if head.startswith(b"PK") or is_torch_file(path):
         try:
             content = open_torch_file(path).content
@@ -100,11 +91,15 @@ def _explain_file(path: Path) -> LlmconvError:
         return UnsupportedInput(
             f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
         )
-    foreign = next((what for magic, what in FOREIGN.items() if head.startswith(magic)), None)
-    if foreign:
-        return UnsupportedInput(f"`{path.name}` is no training checkpoint, but {foreign}", hint=_known())
+    if foreign := foreign_file(head, path.name):
+        return foreign
     no_zip = explain_no_zip(path, head)
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
+
+
+def _weights_beside(path: Path) -> str:
+    files = checkpoint_files(path.parent)
+    return f"give the weights next to it: `{files[0]}`" if files else "give the file or folder with the weights"
 
 
 def _unknown(path: Path) -> LlmconvError:
