@@ -8,17 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
-from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.adapters.checking import Check, check_written
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.opening import open_adapters
+from llmconv.convert.adapters.origin import warn_of_origin
 from llmconv.convert.adapters.placement import Edits
 from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.adapters.recipe import DEFAULTS, MergeOptions, Recipe, recipe_of
 from llmconv.convert.quantization.base import QuantizedBase, check_choice, quantized_base
 from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.state_dict import check_complete
-from llmconv.errors import MalformedInput, UsageProblem
+from llmconv.convert.torch_state.safetensors_files import is_model_folder
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.plan import Plan, plan_checkpoint
 from llmconv.progress import warn_all
@@ -90,13 +92,14 @@ def merge_lora(
     options = DEFAULTS | options
     if check:
         _require_checkable(options, dry_run)
+    paths = [adapters] if isinstance(adapters, str | Path) else adapters
+    _require_order(base, paths)
     with reading_safely(base):
         checkpoint = open_checkpoint(local_path(base))
-    paths = [adapters] if isinstance(adapters, str | Path) else adapters
     opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])
     recipe = recipe_of(options, opened)
     merge = plan_merge(checkpoint, opened, recipe)
-    warn_all(merge.warnings)
+    warn_all((*warn_of_origin(checkpoint, opened, str(base)), *merge.warnings))
     inputs = [checkpoint.path, *map(Path, paths), *(file for item in opened for file in item.weights)]
     check_output(merge.plan, Path(output), overwrite, inputs)
     if not dry_run:
@@ -104,6 +107,16 @@ def merge_lora(
         sources = _sources(checkpoint, opened)
         write_checkpoint(merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
     return _checked(merge, Path(output), recipe) if check else merge
+
+
+def _require_order(base: str | Path, adapters: Sequence[str | Path]) -> None:
+    """Refuses a base and an adapter that were given in each other's place."""
+    other = next((Path(path) for path in adapters if is_model_folder(Path(path))), None)
+    if other and (Path(base) / ADAPTER_CONFIG).is_file() and not is_model_folder(Path(base)):
+        raise InputRefused(
+            f"the arguments are swapped: BASE `{base}` is an adapter, and ADAPTER `{other}` is a model",
+            hint=f"give the base first: `llmconv merge-lora {other} {base} -o OUT`",
+        )
 
 
 def _require_checkable(options: MergeOptions, dry_run: bool) -> None:

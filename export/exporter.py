@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import open_checkpoint, read_json
+from llmconv.checkpoint import ADAPTER_CONFIG, open_checkpoint, read_json
+from llmconv.errors import InputRefused
 from llmconv.export.bind import match_weights
 from llmconv.export.decoder import open_decoder
 from llmconv.export.destination import Destination, InPlace, NewFolder, Sizes
@@ -18,8 +19,10 @@ from llmconv.export.graph_options import GraphOptions
 from llmconv.export.input_maps import decoder_config
 from llmconv.export.layouts import Dressing, Model, by_names, roles_for
 from llmconv.manifest import step
+from llmconv.progress import warn
 from llmconv.runtime.own_code import code_files, runs_own_code
-from llmconv.storage import local_path
+from llmconv.storage import is_remote, local_path
+from llmconv.tasks import require_causal
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,12 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     layouts = by_names([layout] if isinstance(layout, str) else layout)
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
     options = GraphOptions.read(last_logits, postprocess, stages, prefix, opset)
+    _require_folder(model, output)
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
+    require_causal(checkpoint.config, model)
+    if (folder / ADAPTER_CONFIG).is_file():
+        warn(f"`{model}` contains an adapter, too; the graphs are those of the weights without it")
     code = folder if runs_own_code(checkpoint.config, trust_remote_code) else None
     if code:
         checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
@@ -121,6 +128,15 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     files = {role: drawing.names(role) for role in graphs}
     layers = depth(decoder.config)
     return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, layers, dressing.names)
+
+
+def _require_folder(model: str | Path, output: Path | None) -> None:
+    """Refuses to write graphs next to weights that are not in a folder of the user's, before they are fetched."""
+    if output is None and is_remote(model):
+        raise InputRefused(
+            f"`{model}` is not a local folder that graphs could be written into",
+            hint=f"give a folder for weights and graphs: `llmconv export {model} -o OUT`",
+        )
 
 
 def _asked(prefill: bool, incremental: bool, unified: bool) -> list[str]:

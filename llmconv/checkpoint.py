@@ -165,10 +165,9 @@ def _require_shards(folder: Path, index: str, names: list[str]) -> None:
             f"`{index}` names the shard {odd[0]!r}", hint="shards are plain file names beside the index"
         )
     if missing := [name for name in names if not (folder / name).is_file()]:
-        count = f"{len(missing)} of {len(names)} shards are" if len(names) > 1 else "the weights file is"
+        rest = f" and {len(missing) - 1} more of {len(names)} shards are" if len(missing) > 1 else " is"
         raise MalformedInput(
-            f"{count} missing from `{folder}`: shard `{missing[0]}`"
-            + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            f"shard `{missing[0]}`{rest} missing from `{folder}`",
             hint="copy or download the folder again; an interrupted download goes on where it stopped",
         )
 

@@ -188,13 +188,18 @@ def _weights_without_config(folder: Path, names: set[str]) -> InputRefused | Non
     weights = sorted(name for name in names if name.endswith((".safetensors", ".safetensors.index.json")))
     if not weights:
         return None
-    if "config.json" in names:
+    if odd := next((name for name in weights if not (folder / name).is_file()), None):
+        return MalformedInput(
+            f"`{folder}` contains no safetensors weights: `{odd}` is not a regular file",
+            hint="a folder, a pipe or a broken link is in its place; copy the folder again",
+        )
+    if (folder / "config.json").is_file():
         return InputRefused(
-            f"`{folder}` contains no `model.safetensors` and no index of shards, but `{weights[0]}`",
+            f"`{folder}` contains no safetensors weights of the name `model.safetensors`, only `{weights[0]}`",
             hint=f"write it as a Hugging Face folder: `llmconv to-hf {folder} -o OUT`",
         )
     return InputRefused(
-        f"`{folder}` contains weights (`{weights[0]}`), but not the model's `config.json`",
+        f"`{folder}` contains weights (`{weights[0]}`), but no `config.json`",
         hint=f"put `config.json` into the folder, or `llmconv to-hf {folder} --config CONFIG -o OUT`",
     )
 
@@ -227,7 +232,12 @@ def _mark(folder: Path) -> str:
 def _config_alone(folder: Path, names: set[str]) -> InputRefused | None:
     if "config.json" not in names:
         return None
+    if not (folder / "config.json").is_file():
+        return MalformedInput(
+            f"`{folder}` has no `config.json` that is a regular file",
+            hint="a folder, a pipe or a broken link is in its place; copy the folder again",
+        )
     return InputRefused(
-        f"`{folder}` contains a `config.json`, but no weights of the model",
+        f"`{folder}` contains no safetensors weights next to its `config.json`",
         hint="it needs `model.safetensors`, or shards with `model.safetensors.index.json`; is the copy complete?",
     )

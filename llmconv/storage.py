@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused
+from llmconv.hub import from_hub
 from llmconv.pointers import TEXT_LIMIT, LocalTree, follow, follow_local
 
 PARTIAL = ".llmconv-partial"
 """How the name of a folder ends in which an output is being made."""
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+"""`org/name[@revision]`, or the bare name of one of the hub's oldest models, such as `gpt2`."""
+
+FILE_NAME = re.compile(
+    r".*\.(?:pth?|bin|ckpt|safetensors|pdparams|onnx|gguf|npz?|json|ya?ml|jinja|txt|tar|t?gz|zip|zst|h5|msgpack|distcp)"
+)
+"""Bare names that are those of files: nobody means a model of the hub."""
 
 
 def local_path(name: str | Path, *, keep: bool = True) -> Path:
@@ -42,9 +49,22 @@ def local_path(name: str | Path, *, keep: bool = True) -> Path:
     text = str(name)
     if "://" in text:
         return _download(text, keep)
-    if HUB_ID.fullmatch(text):
-        return _from_hub(*text.partition("@")[::2])
-    raise InputRefused(f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name`")
+    if is_hub_id(text):
+        return from_hub(text)
+    raise InputRefused(
+        f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name` or `gpt2`"
+    )
+
+
+def is_hub_id(name: str | Path) -> bool:
+    """Whether `name` may be a model of the hub: there is nothing of that name on the disk, nor is it a file's."""
+    text = str(name)
+    return bool(HUB_ID.fullmatch(text)) and not FILE_NAME.fullmatch(text) and not Path(text).exists()
+
+
+def is_remote(name: str | Path) -> bool:
+    """Whether `name` is a URI or a hub id, whose files are not ones to write next to."""
+    return not Path(name).exists() and ("://" in str(name) or is_hub_id(name))
 
 
 @contextmanager
@@ -101,22 +121,6 @@ class Bucket:
         scheme, mark, rest = path.rpartition("://")
         parts = rest.split("/")
         yield from (scheme + mark + "/".join(parts[:count]) for count in range(1, len(parts) + 1))
-
-
-def _from_hub(repository: str, revision: str) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - 0.3 s that a local path does not pay
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        return Path(snapshot_download(repository, revision=revision or None))
-    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
-        raise InputRefused(
-            f"`{repository}` is no local path, and the hub does not give it", hint="check the spelling, or the network"
-        ) from error
 
 
 def files_under(path: Path, without: Path | None = None) -> list[Path]:

@@ -23,6 +23,7 @@ from llmconv.convert.torch_state.dialects import ADAPTER, dialect
 from llmconv.convert.torch_state.files import StateFile
 from llmconv.convert.torch_state.safetensors_files import (
     SUFFIX,
+    header_of,
     is_model_folder,
     is_shard,
     one_checkpoint,
@@ -31,7 +32,6 @@ from llmconv.convert.torch_state.safetensors_files import (
 )
 from llmconv.convert.torch_state.whole import assemble, stored_config
 from llmconv.errors import InputRefused
-from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor
 
 
@@ -61,7 +61,7 @@ def _in_hugging_face_names(found: StateFile) -> bool:
 
 def _is_mindspores(path: Path) -> bool:
     files = [path] if path.is_file() else one_checkpoint(path)
-    return any(read_header(file).metadata.get("format") == "ms" for file in files[:1])
+    return any(header_of(file).metadata.get("format") == "ms" for file in files[:1])
 
 
 def _read(path: Path, config: Mapping[str, Any]) -> StateFile:

@@ -17,7 +17,7 @@ from llmconv.convert.mapping import equal, listing
 from llmconv.convert.paddle.families import FAMILIES
 from llmconv.convert.paddle.file import as_bfloat16, is_pdparams, open_pdparams
 from llmconv.convert.raw import joined
-from llmconv.convert.torch_state.safetensors_files import numbered, open_safetensors
+from llmconv.convert.torch_state.safetensors_files import header_of, numbered, open_safetensors
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor
@@ -88,7 +88,7 @@ def first_names(path: Path) -> tuple[dict[str, str], list[str]]:
     files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
     file = next((entry for entry in files if entry.is_file()), None)
     try:
-        header = read_header(file) if file else None
+        header = header_of(file) if file else None
     except (LlmconvError, OSError):
         header = None
     return (header.metadata, list(header.tensors)) if header else ({}, [])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from llmconv.checkpoint import INDEX, SINGLE, open_shards
@@ -16,7 +17,7 @@ from llmconv.convert.beside import what_is_left
 from llmconv.convert.mapping import listing
 from llmconv.convert.torch_state.files import StateFile
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput
-from llmconv.safetensors_io import FileTensor, read_header
+from llmconv.safetensors_io import FileTensor, Header, read_header
 from llmconv.tensors import LazyTensor
 
 SUFFIX = ".safetensors"
@@ -86,12 +87,12 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
         MalformedInput: a file is damaged or missing, or the index and the shards disagree.
     """
     if path.is_file():
-        return dict(read_header(path).tensors)
+        return dict(header_of(path).tensors)
     if index := _index(path):
         return open_shards(path, index)
     files = numbered(path) or one_checkpoint(path)
     if len(files) == 1:
-        return dict(read_header(files[0]).tensors)
+        return dict(header_of(files[0]).tensors)
     if not files:
         raise several_files(path)
     return _union(path, files)
@@ -108,6 +109,21 @@ def several_files(folder: Path) -> InputRefused:
     )
 
 
+def header_of(path: Path) -> Header:
+    """The header of a file; the latest ones are kept, as several formats look at them.
+
+    Raises:
+        MalformedInput: see `read_header`.
+    """
+    found = path.stat()
+    return _header(path, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=2)
+def _header(path: Path, _size: int, _changed: int) -> Header:
+    return read_header(path)
+
+
 def open_state(path: Path) -> StateFile:
     """The state dict of a file or folder, with the names that share a tensor with another one.
 
@@ -116,7 +132,7 @@ def open_state(path: Path) -> StateFile:
     """
     tensors = open_safetensors(path)
     files = [path] if path.is_file() else sorted({tensor.path for tensor in _in_files(tensors)})
-    shared = {name: kept for file in files for name, kept in read_header(file).metadata.items() if kept in tensors}
+    shared = {name: kept for file in files for name, kept in header_of(file).metadata.items() if kept in tensors}
     state = {**{name: tensors[kept] for name, kept in shared.items() if name not in tensors}, **tensors}
     return StateFile(path, state, lambda name, leaf: leaf, shards=len(files))
 
@@ -156,7 +172,7 @@ def _index(folder: Path) -> str | None:
 def _union(folder: Path, files: list[Path]) -> dict[str, LazyTensor]:
     tensors: dict[str, LazyTensor] = {}
     for file in files:
-        own = read_header(file).tensors
+        own = header_of(file).tensors
         if doubled := sorted(own.keys() & tensors.keys()):
             raise MalformedInput(
                 f"`{folder.name}` holds {len(doubled)} tensors in more than one file: {listing(doubled)}",

@@ -10,6 +10,7 @@ from pathlib import Path
 from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.runtime.ort import SessionSettings
+from llmconv.storage import local_path
 from llmconv.tensors import LazyTensor
 from llmconv.verify.bisect import name_node
 from llmconv.verify.foreign.comparison import ForeignComparison, OnChecks
@@ -133,7 +134,7 @@ def _eager(verified: Graphs, reference: Eager | Path, half: str, code: Path | No
 
 
 def _reference(path: Path, reference: str | Path | None) -> Path:
-    folder = Path(reference) if reference else path.parent
+    folder = local_path(reference) if reference else path.parent
     if reference is None and not any(folder.glob("*.safetensors")):
         raise UsageProblem(
             f"`{folder}` holds no model to compare `{path.name}` with", hint="give `--reference HF_FOLDER`"
