@@ -122,13 +122,13 @@ def inspect(path: str | Path) -> Inspection:
 
 def _inspect(place: Path) -> Inspection:
     found = detect(place)
-    if found is None and (file := alone(place)) and not ({ADAPTER_CONFIG, "config.json"} & _names(place)):
+    if found is None and (file := alone(place)) and not is_model_folder(place) and not _is_adapter(place):
         place, found = file, detect(file)
     if found:
         return _inspect_training(place, found)
     if (place / DELTA_FILE).is_file():
         return _inspect_delta(place)
-    if place.is_dir() and (place / ADAPTER_CONFIG).is_file():
+    if _is_adapter(place):
         return _inspect_adapter(place)
     if place.is_dir() and (place / "config.json").is_file() and any(place.glob("*.safetensors")):
         return _inspect_model(open_checkpoint(place))
@@ -139,8 +139,8 @@ def _inspect(place: Path) -> Inspection:
     raise explain(place)
 
 
-def _names(folder: Path) -> set[str]:
-    return {entry.name for entry in folder.iterdir()}
+def _is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def _inspect_training(path: Path, found: Format) -> Inspection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 from llmconv.convert.adapters.foreign import foreign_kind
@@ -9,10 +10,11 @@ from llmconv.convert.alone import checkpoint_files
 from llmconv.convert.beside import what_is_left
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import formats
+from llmconv.convert.torch_state.files import SUFFIXES
 from llmconv.convert.torch_state.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.pickles.machine import Stub
-from llmconv.refusals import foreign_file, known_folder
+from llmconv.refusals import foreign_file, known_refusal
 from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -56,7 +58,7 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` contains {len(checkpoints)} checkpoint files, and not as the shards of one",
             hint=f"name the file, such as `{checkpoints[-1]}`",
         )
-    return known_folder(folder) or _unknown(folder)
+    return known_refusal(folder) or _unknown(folder)
 
 
 def _explain_file(path: Path) -> LlmconvError:
@@ -68,33 +70,40 @@ def _explain_file(path: Path) -> LlmconvError:
         head = file.read(300)
     if left := what_is_left(path.name):
         return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=_weights_beside(path))
+    if path.suffix not in SUFFIXES and zipfile.is_zipfile(path) and not is_torch_file(path):
+        return known_refusal(path) or _unknown(path)
     if head.startswith(b"PK") or is_torch_file(path):
-        try:
-            content = open_torch_file(path).content
-        except LlmconvError as problem:
-            return problem
-        if isinstance(content, Stub):
-            return UnsupportedInput(
-                f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
-                hint="load it where its code is, and save its `state_dict()`",
-            )
-        if isinstance(content, dict) and "ds_version" in content:
-            return InputRefused(
-                f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
-            )
-        if isinstance(content, dict) and {*content} >= MEGATRON:
-            return UnsupportedInput(
-                f"`{path.name}` is one rank's file of Megatron-LM, which is not converted",
-                hint="convert it with Megatron's own `tools/checkpoint/convert.py`, and go on from there",
-            )
-        keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "no dict"
-        return UnsupportedInput(
-            f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
-        )
-    if foreign := foreign_file(head, path.name):
+        return _explain_torch(path)
+    foreign = known_refusal(path) if path.suffix == ".onnx" else foreign_file(head, path.name)
+    if foreign:
         return foreign
     no_zip = explain_no_zip(path, head)
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
+
+
+def _explain_torch(path: Path) -> LlmconvError:
+    try:
+        content = open_torch_file(path).content
+    except LlmconvError as problem:
+        return problem
+    if isinstance(content, Stub):
+        return UnsupportedInput(
+            f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
+            hint="load it where its code is, and save its `state_dict()`",
+        )
+    if isinstance(content, dict) and "ds_version" in content:
+        return InputRefused(
+            f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
+        )
+    if isinstance(content, dict) and {*content} >= MEGATRON:
+        return UnsupportedInput(
+            f"`{path.name}` is one rank's file of Megatron-LM, which is not converted",
+            hint="convert it with Megatron's own `tools/checkpoint/convert.py`, and go on from there",
+        )
+    keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "no dict"
+    return UnsupportedInput(
+        f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
+    )
 
 
 def _weights_beside(path: Path) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import ADAPTER_CONFIG, open_checkpoint, read_json
-from llmconv.errors import InputRefused
 from llmconv.export.bind import match_weights
 from llmconv.export.decoder import open_decoder
 from llmconv.export.destination import Destination, InPlace, NewFolder, Sizes
@@ -21,7 +20,7 @@ from llmconv.export.layouts import Dressing, Model, by_names, roles_for
 from llmconv.manifest import step
 from llmconv.progress import warn
 from llmconv.runtime.own_code import code_files, runs_own_code
-from llmconv.storage import is_remote, local_path
+from llmconv.storage import local_path, require_own_folder
 from llmconv.tasks import require_causal
 
 
@@ -100,7 +99,8 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     layouts = by_names([layout] if isinstance(layout, str) else layout)
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
     options = GraphOptions.read(last_logits, postprocess, stages, prefix, opset)
-    _require_folder(model, output)
+    if output is None:
+        require_own_folder(model)
     folder = local_path(model)
     checkpoint = open_checkpoint(folder)
     require_causal(checkpoint.config, model)
@@ -128,15 +128,6 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     files = {role: drawing.names(role) for role in graphs}
     layers = depth(decoder.config)
     return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, layers, dressing.names)
-
-
-def _require_folder(model: str | Path, output: Path | None) -> None:
-    """Refuses to write graphs next to weights that are not in a folder of the user's, before they are fetched."""
-    if output is None and is_remote(model):
-        raise InputRefused(
-            f"`{model}` is not a local folder that graphs could be written into",
-            hint=f"give a folder for weights and graphs: `llmconv export {model} -o OUT`",
-        )
 
 
 def _asked(prefill: bool, incremental: bool, unified: bool) -> list[str]:

@@ -28,6 +28,11 @@ TO_HF = "convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`"
 SUFFIXES_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
 TORCH_WEIGHTS = re.compile(r"pytorch_model.*\.bin(?:\.index\.json)?|(?:pytorch_)?model-\d+-of-\d+\.bin")
+TRAINERS_STATE = re.compile(
+    r"(?:.*[-_.])?optim(?:izer)?[-_.]|scheduler|training_args|rng_state|random_state|scaler|sampler"
+)
+"""How the names of torch files begin that are not weights."""
+
 OTHER_LIBRARIES = {
     "tf_model.h5": "TensorFlow",
     "flax_model.msgpack": "Flax",
@@ -51,9 +56,9 @@ def refused_model(path: Path) -> InputRefused:
     )
 
 
-def known_folder(folder: Path) -> InputRefused | None:
-    """As `refused_model`, None where nothing particular is known of the folder."""
-    return _folder(folder)
+def known_refusal(path: Path) -> InputRefused | None:
+    """As `refused_model`, None where nothing particular is known of the path."""
+    return _folder(path) if path.is_dir() else _file(path)
 
 
 def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
@@ -92,13 +97,19 @@ def _file(path: Path) -> InputRefused | None:
             f"`{path.name}` is an ONNX graph, not a model folder",
             hint="give the Hugging Face folder that it was exported from",
         )
+    if TRAINERS_STATE.match(path.name):
+        return InputRefused(
+            f"`{path.name}` is what a trainer keeps for itself (optimizer, schedule, settings), not a model",
+            hint="give the folder or file with the weights",
+        )
     if path.suffix in SUFFIXES_OF_TORCH and is_torch_file(path):
         return InputRefused(
             f"`{path.name}` is a torch file, not a Hugging Face model folder",
             hint=f"convert it first: `llmconv to-hf {path} -o OUT`",
         )
-    if head.startswith(ZIP):
-        return UnsupportedInput(f"`{path.name}` is a zip archive", hint="unpack it, and give the folder inside")
+    if head.startswith(ZIP) or head[257:262] == b"ustar":
+        kind = "zip" if head.startswith(ZIP) else "tar"
+        return UnsupportedInput(f"`{path.name}` is a {kind} archive", hint="unpack it, and give the folder inside")
     return None
 
 
@@ -160,6 +171,11 @@ def _weights_of_others(folder: Path, names: set[str]) -> InputRefused | None:
             f"the weights in `{folder}` are torch files (`{found[0]}`), not safetensors",
             hint=f"convert them: `llmconv to-hf {folder} -o OUT`",
         )
+    if found := sorted(name for name in names if _is_checkpoint(folder / name)):
+        return InputRefused(
+            f"`{folder}` contains a torch checkpoint (`{found[0]}`), and no safetensors weights",
+            hint=f"convert it: `llmconv to-hf {folder} -o OUT`",
+        )
     if found := sorted(name for name in names if name in OTHER_LIBRARIES):
         return UnsupportedInput(
             f"the weights in `{folder}` are those of {OTHER_LIBRARIES[found[0]]} (`{found[0]}`)",
@@ -178,6 +194,10 @@ def _weights_of_others(folder: Path, names: set[str]) -> InputRefused | None:
             f"`llmconv verify --graph {folder / found[0]} --reference HF_FOLDER`",
         )
     return None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.suffix in SUFFIXES_OF_TORCH and not TRAINERS_STATE.match(path.name) and is_torch_file(path)
 
 
 def _graphs_inside(folder: Path, names: set[str]) -> list[str]:

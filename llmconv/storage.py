@@ -67,6 +67,19 @@ def is_remote(name: str | Path) -> bool:
     return not Path(name).exists() and ("://" in str(name) or is_hub_id(name))
 
 
+def require_own_folder(model: str | Path) -> None:
+    """Refuses to write next to weights that are fetched from elsewhere, before they are.
+
+    Raises:
+        InputRefused: `model` is a URI or a hub id.
+    """
+    if is_remote(model):
+        raise InputRefused(
+            f"`{model}` is not a local folder that graphs could be written into",
+            hint=f"give a folder for weights and graphs: `llmconv export {model} -o OUT`",
+        )
+
+
 @contextmanager
 def reading_safely(source: str | Path) -> Iterator[None]:
     """Turns an OSError about `source` (a link to nothing, a file that may not be read) into InputRefused."""

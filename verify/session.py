@@ -201,7 +201,8 @@ def _require_model(folder: Path) -> None:
             "HF_FOLDER`",
         )
     require_causal_folder(folder)
-    if not any((folder / name).is_file() for name in ("config.json", MANIFEST)):
+    has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX))
+    if not (folder / MANIFEST).is_file() and not (has_weights and (folder / "config.json").is_file()):
         raise refused_model(folder)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmconv.checkpoint import INDEX, SINGLE
 from llmconv.errors import UsageProblem
 from llmconv.hub import cached
 from llmconv.refusals import refused_model
@@ -71,5 +72,5 @@ class ModelFiles:
 def _require_runnable(folder: Path) -> None:
     """Refuses a folder that has neither graphs nor a model, and one of a model that does not continue texts."""
     require_causal_folder(folder)
-    if not (folder / "config.json").is_file() and not any(folder.glob("*.onnx")):
+    if not any(folder.glob("*.onnx")) and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
         raise refused_model(folder)
