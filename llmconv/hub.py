@@ -11,6 +11,9 @@ from llmconv.errors import InputRefused
 TORCH_WEIGHTS = re.compile(r"pytorch_model.*\.bin(?:\.index\.json)?|(?:pytorch_)?model-\d+-of-\d+\.bin")
 SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors(?:\.index\.json)?")
 ADAPTER = re.compile(r"adapter_(?:model\.(?:safetensors|bin)|config\.json)")
+MARKS = ("config.json", "adapter_config.json", "llmconv.json", "params.json")
+"""Files by which a folder of the cache is found."""
+
 SECONDS = 10
 """How long the hub is waited for, before the cache is looked at."""
 
@@ -76,15 +79,21 @@ def _unreachable(name: str) -> InputRefused:
 
 
 def cached(name: str) -> Path | None:
-    """The folder of a hub id (`[org/]name[@revision]`) in the hub's cache; None where it is not there."""
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - 0.3 s that a local path does not pay
+    """The folder of a hub id (`[org/]name[@revision]`) in the hub's cache; None where it is not there.
+
+    A folder without the files that were not needed is there, too, which `snapshot_download` would call incomplete.
+    """
+    from huggingface_hub import snapshot_download, try_to_load_from_cache  # noqa: PLC0415 - see above
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     repository, _, revision = name.partition("@")
     try:
         return Path(snapshot_download(repository, revision=revision or None, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
+    except HFValidationError:
         return None
+    except LocalEntryNotFoundError:
+        found = (try_to_load_from_cache(repository, file, revision=revision or None) for file in MARKS)
+        return next((Path(file).parent for file in found if isinstance(file, str)), None)
 
 
 def needed(files: Iterable[str]) -> list[str]:

@@ -39,12 +39,15 @@ class Hub(BaseHTTPRequestHandler):
     def _answer(self, *, with_content: bool) -> None:
         path = self.path.partition("?")[0]
         if path.startswith("/api/models/"):
-            name = path.removeprefix("/api/models/").partition("/revision/")[0]
+            name, tree, _ = path.removeprefix("/api/models/").partition("/revision/")[0].partition("/tree/")
             folder = self.root / name
             if not folder.is_dir():
                 return self._send(404, b"", {"X-Error-Code": "RepoNotFound"}, with_content)
             files = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
-            told = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
+            told: object = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
+            if tree:
+                sizes = {file: (folder / file).stat().st_size for file in files}
+                told = [{"type": "file", "path": file, "size": sizes[file], "oid": file} for file in files]
             return self._send(200, json.dumps(told).encode(), {}, with_content)
         name, _, rest = path.lstrip("/").partition("/resolve/")
         file = self.root / name / rest.partition("/")[2]
@@ -74,7 +77,11 @@ def hub(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str], list[str]]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "c")}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "c"),
+    }
     environment.pop("HF_HUB_OFFLINE", None)
     yield tmp_path / "hub", {**environment, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}, kind.fetched
     server.shutdown()
@@ -160,7 +167,9 @@ def test_these_may_be_models_of_the_hub(name: str) -> None:
     assert is_hub_id(name) and is_remote(name)
 
 
-@pytest.mark.parametrize("name", ["model.pt", "x.safetensors", "run.yaml", "a/b/c", "/tmp/none", "../x", "x.tar.gz", ""])
+@pytest.mark.parametrize(
+    "name", ["model.pt", "x.safetensors", "run.yaml", "a/b/c", "/tmp/none", "../x", "x.tar.gz", ""]
+)
 def test_these_are_paths(name: str) -> None:
     assert not is_hub_id(name)
 
@@ -192,7 +201,10 @@ FILES: dict[str, tuple[list[str], list[str]]] = {
         ["adapter_config.json", "adapter_model.safetensors", "tokenizer.model"],
     ),
     "a training checkpoint": (["consolidated.00.pth", "params.json"], ["consolidated.00.pth", "params.json"]),
-    "an export": (["llmconv.json", "model.safetensors", "decode.onnx"], ["llmconv.json", "model.safetensors", "decode.onnx"]),
+    "an export": (
+        ["llmconv.json", "model.safetensors", "decode.onnx"],
+        ["llmconv.json", "model.safetensors", "decode.onnx"],
+    ),
 }
 
 
@@ -229,9 +241,8 @@ def cached(folder: Path, hub: Path, name: str) -> None:
     (home / "refs" / "main").write_text(COMMIT)
 
 
-def test_generate_takes_an_adapter_by_its_name(
-    talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft about its own use of transformers
+def test_generate_takes_an_adapter_by_its_name(talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 

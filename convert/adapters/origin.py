@@ -133,7 +133,11 @@ def _chooses_layers(config: Mapping[str, Any]) -> bool:
     chosen = [config.get(name) for name in ("layers_to_transform", "exclude_modules", "layer_replication")]
     targets = config.get("target_modules")
     named = targets if isinstance(targets, list) else [str(targets)]
-    return any(value not in (None, [], "") for value in chosen) or any(re.search(r"(?:^|\.)\d+(?:\.|$)", str(name)) for name in named) or _is_pattern(targets)
+    return (
+        any(value not in (None, [], "") for value in chosen)
+        or any(re.search(r"(?:^|\.)\d+(?:\.|$)", str(name)) for name in named)
+        or _is_pattern(targets)
+    )
 
 
 def _is_pattern(targets: Any) -> bool:

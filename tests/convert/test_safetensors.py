@@ -296,7 +296,9 @@ def test_a_hugging_face_folder_is_sharded_anew_and_joined_again(tmp_path: Path, 
     assert len(plan.shards) > 1
     to_hf(tmp_path / "shards", tmp_path / "one", max_shard_size="5GB")
     assert set(open_checkpoint(tmp_path / "one")) == set(llama_state())
-    assert json.loads((tmp_path / "one" / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert json.loads((tmp_path / "one" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
 
 
 def test_a_quantized_folder_is_not_cast(tmp_path: Path, folder: Path) -> None:
