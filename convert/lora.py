@@ -93,9 +93,7 @@ def merge_lora(
     if check:
         _require_checkable(options, dry_run)
     paths = [adapters] if isinstance(adapters, str | Path) else adapters
-    _require_order(base, paths)
-    with reading_safely(base):
-        checkpoint = open_checkpoint(local_path(base))
+    checkpoint = _open_base(base, paths)
     opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])
     recipe = recipe_of(options, opened)
     merge = plan_merge(checkpoint, opened, recipe)
@@ -109,14 +107,16 @@ def merge_lora(
     return _checked(merge, Path(output), recipe) if check else merge
 
 
-def _require_order(base: str | Path, adapters: Sequence[str | Path]) -> None:
-    """Refuses a base and an adapter that were given in each other's place."""
+def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
+    """The base; refused where it and an adapter were given in each other's place."""
     other = next((Path(path) for path in adapters if is_model_folder(Path(path))), None)
     if other and (Path(base) / ADAPTER_CONFIG).is_file() and not is_model_folder(Path(base)):
         raise InputRefused(
             f"the arguments are swapped: BASE `{base}` is an adapter, and ADAPTER `{other}` is a model",
             hint=f"give the base first: `llmconv merge-lora {other} {base} -o OUT`",
         )
+    with reading_safely(base):
+        return open_checkpoint(local_path(base))
 
 
 def _require_checkable(options: MergeOptions, dry_run: bool) -> None:

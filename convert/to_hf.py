@@ -45,13 +45,12 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
 ) -> Plan:
     """Converts `source` into the Hugging Face folder `output` and returns what was (or would be) written.
 
-    A Hugging Face folder is written anew where `dtype`, `max_shard_size`, `config` or `tokenizer` ask for a change.
-
     Args:
-        source, output: a checkpoint file or folder, or its URI or hub id; the folder to make.
+        source, output: a checkpoint file or folder, or its URI or hub id; the folder to make. A Hugging Face folder is
+            written anew where `dtype`, `max_shard_size`, `config` or `tokenizer` ask for a change.
         format: name of the training format; detected by content when None.
-        config: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones winning.
-        tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
+        config, tokenizer: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones
+            winning; a tokenizer file or folder to use instead of the checkpoint's own.
         base: the model that training started from, where the checkpoint holds only what was trained.
         drop: leave out parts of the model that no model of transformers can hold, instead of refusing it.
         qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
@@ -67,16 +66,16 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     configs = tuple(Path(path) for path in config)
     base = local_path(base) if base else None
     options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
+    tokenizer = Path(tokenizer) if tokenizer else None
     changes = dtype != "keep" or bool(max_shard_size or configs or tokenizer)
-    given = Path(tokenizer) if tokenizer else None
-    checkpoint = open_training(source, format, configs, given, options, rewrite=changes)
-    plan = plan_checkpoint(_with_dtype(checkpoint, dtype), max_shard_size or DEFAULT_SIZE)
+    checkpoint = open_training(source, format, configs, tokenizer, options, rewrite=changes)
     warn_all(checkpoint.warnings)
+    plan = plan_checkpoint(_with_dtype(checkpoint, dtype), max_shard_size or DEFAULT_SIZE)
     check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path])
     if not dry_run:
-        told = {"config": [path.name for path in configs] or None, "dtype": dtype}
-        named = {"tokenizer": Path(tokenizer).name if tokenizer else None, "base": base.name if base else None}
-        _write(plan, Path(output), base, options | named | told, overwrite=overwrite, resume=resume)
+        named = {name: path.name if path else None for name, path in (("tokenizer", tokenizer), ("base", base))}
+        told = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
+        _write(plan, Path(output), base, told, overwrite=overwrite, resume=resume)
     return plan
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import ADAPTER_CONFIG, open_checkpoint, read_json
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.export.bind import match_weights
 from llmconv.export.decoder import open_decoder
 from llmconv.export.destination import Destination, InPlace, NewFolder, Sizes
@@ -99,13 +99,8 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     layouts = by_names([layout] if isinstance(layout, str) else layout)
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
     options = GraphOptions.read(last_logits, postprocess, stages, prefix, opset)
-    if output is None:
-        require_own_folder(model)
-    folder = local_path(model)
-    checkpoint = open_checkpoint(folder)
-    require_causal(checkpoint.config, model)
-    if (folder / ADAPTER_CONFIG).is_file():
-        warn(f"`{model}` contains an adapter, too; the graphs are those of the weights without it")
+    checkpoint = _open(model, output)
+    folder = checkpoint.path
     code = folder if runs_own_code(checkpoint.config, trust_remote_code) else None
     if code:
         checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
@@ -128,6 +123,17 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     files = {role: drawing.names(role) for role in graphs}
     layers = depth(decoder.config)
     return Exported(destination.folder, files, sizes, checkpoint.nbytes, traced_layers, layers, dressing.names)
+
+
+def _open(model: str | Path, output: Path | None) -> Checkpoint:
+    """The checkpoint of a causal language model, in a folder of the user's where graphs go beside the weights."""
+    if output is None:
+        require_own_folder(model)
+    checkpoint = open_checkpoint(local_path(model))
+    require_causal(checkpoint.config, model)
+    if (checkpoint.path / ADAPTER_CONFIG).is_file():
+        warn(f"`{model}` contains an adapter, too; the graphs are those of the weights without it")
+    return checkpoint
 
 
 def _asked(prefill: bool, incremental: bool, unified: bool) -> list[str]:

@@ -73,7 +73,8 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str], list[str]]]:
     """A folder that is served as the hub, the environment that finds it, and the names of the files it gave."""
-    kind = type("Served", (Hub,), {"root": tmp_path / "hub", "fetched": []})
+    fetched: list[str] = []
+    kind = type("Served", (Hub,), {"root": tmp_path / "hub", "fetched": fetched})
     server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -83,7 +84,7 @@ def hub(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str], list[str]]]:
         "HF_HOME": str(tmp_path / "c"),
     }
     environment.pop("HF_HUB_OFFLINE", None)
-    yield tmp_path / "hub", {**environment, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}, kind.fetched
+    yield tmp_path / "hub", {**environment, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}, fetched
     server.shutdown()
     server.server_close()
 

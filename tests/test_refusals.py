@@ -70,8 +70,8 @@ def archive(kind: str) -> Callable[[Path], Path]:
     return lambda path: Path(shutil.make_archive(str(path), kind, model(path.with_name("inside"))))
 
 
-def with_pointer(folder: Path) -> Path:
-    (model(folder) / "model.safetensors").write_bytes(POINTER)
+def weights_alone(folder: Path) -> Path:
+    (model(folder) / "config.json").unlink()
     return folder
 
 
@@ -111,7 +111,7 @@ GIVEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         "model.safetensors",
     ),
     "weights without a config": (
-        lambda path: (model(path) / "config.json").unlink() or path,
+        weights_alone,
         "contains weights (`model.safetensors`), but no `config.json`",
         "--config CONFIG",
     ),
@@ -121,7 +121,7 @@ GIVEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
         "give its folder",
     ),
     "a lone safetensors file": (
-        lambda path: shutil.copy(model(path) / "model.safetensors", path.with_name("x.safetensors")),
+        lambda path: Path(shutil.copy(model(path) / "model.safetensors", path.with_name("x.safetensors"))),
         "without the model's `config.json`",
         "--config CONFIG",
     ),

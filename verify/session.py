@@ -11,16 +11,13 @@ from typing import Any
 import onnx
 
 from llmconv import __version__
-from llmconv.checkpoint import INDEX, SINGLE, read_json
+from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
-from llmconv.refusals import refused_model
 from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import SessionSettings
-from llmconv.storage import is_remote, local_path
-from llmconv.tasks import require_causal_folder
 from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.comparison import Comparison, open_graphs, paths_of
@@ -34,6 +31,7 @@ from llmconv.verify.replay import Folder
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import Scenario, chosen
 from llmconv.verify.truth import Eager
+from llmconv.verify.usable import require_folder, require_model, require_weights
 from llmconv.verify.weights import Source, audit_files, audit_weights
 from llmconv.verify.whole import load_whole
 
@@ -75,15 +73,13 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
         UsageProblem: an unknown suite, or a folder for the smallest failing piece that holds something.
     """
-    folder, piece, settings = Path(folder), new_piece(minimize), settings or SessionSettings()
-    _require_usable(folder, suite)
+    require_suite(suite)
+    folder, piece, settings = require_folder(folder), new_piece(minimize), settings or SessionSettings()
     report = new_report(folder.name, suite, only, repeat, settings)
     if not (entries := graph_entries(folder)):
-        _require_model(folder)
-        report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
+        report.notes.append(f"no graphs in `{require_model(folder)}`; make them with `llmconv export {folder}`")
         return report
-    truth_folder = local_path(reference) if reference else recorded_reference(folder)
-    _require_weights(folder, entries[0], truth_folder)
+    truth_folder = require_weights(folder, entries[0], reference or recorded_reference(folder))
     report.reference = truth_folder.name
     verified = Folder(folder, entries, _models(folder, entries), settings)
     add = collector(report, on_checks)
@@ -162,26 +158,6 @@ def collector(report: Report, on_checks: OnChecks | None) -> OnChecks:
     return add
 
 
-def _require_usable(folder: Path, suite: str) -> None:
-    require_suite(suite)
-    if folder.is_dir():
-        return
-    if folder.suffix == ".onnx" and folder.is_file():
-        raise InputRefused(
-            f"`{folder}` is a graph, not a folder", hint=f"give it as `--graph {folder} --reference HF_FOLDER`"
-        )
-    if is_remote(folder):
-        raise InputRefused(
-            f"`{folder}` is not a local folder; what is verified are the graphs of a local one",
-            hint=f"export it first: `llmconv export {folder} -o OUT`, then `llmconv verify OUT`",
-        )
-    raise (
-        refused_model(folder)
-        if folder.is_file()
-        else InputRefused(f"`{folder}` is not a folder", hint="give the folder that `llmconv export` wrote to")
-    )
-
-
 def _require_floats(folder: Path, models: dict[str, onnx.ModelProto]) -> None:
     """Refuses graphs that somebody quantised in place: they are asked other questions."""
     for name, model in models.items():
@@ -190,33 +166,6 @@ def _require_floats(folder: Path, models: dict[str, onnx.ModelProto]) -> None:
                 f"`{name}` has quantised weights ({operators[0]})",
                 hint=f"give it as `--graph {folder / name} --reference HF_FOLDER`, for each graph of the folder",
             )
-
-
-def _require_model(folder: Path) -> None:
-    """Refuses a folder without graphs of llmconv's that could not have any; a model's folder is let pass."""
-    if others := sorted(graph for pattern in ("*.onnx", "onnx/*.onnx") for graph in folder.glob(pattern)):
-        raise InputRefused(
-            f"`{folder}` contains graphs that llmconv did not export (`{others[0].relative_to(folder)}`)",
-            hint=f"compare them with the model that they are of: `llmconv verify --graph {others[0]} --reference "
-            "HF_FOLDER`",
-        )
-    require_causal_folder(folder)
-    has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX))
-    if not (folder / MANIFEST).is_file() and not (has_weights and (folder / "config.json").is_file()):
-        raise refused_model(folder)
-
-
-def _require_weights(folder: Path, entry: GraphEntry, reference: Path) -> None:
-    """Refuses graphs of another exporter without the model's weights: nothing says which model they are of."""
-    if any((reference / name).is_file() for name in (SINGLE, INDEX)):
-        return
-    if (folder / MANIFEST).is_file() or reference != folder:
-        raise refused_model(reference)
-    graph = folder / entry.files[0]
-    raise InputRefused(
-        f"`{folder}` contains graphs that llmconv did not export (no `{MANIFEST}`), and no weights of their model",
-        hint=f"compare them with the model that they are of: `llmconv verify --graph {graph} --reference HF_FOLDER`",
-    )
 
 
 def require_suite(suite: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import warnings
@@ -50,13 +51,11 @@ def built(name: str) -> Any:
 @pytest.fixture
 def accelerator() -> Any:
     """accelerate in one process on the CPU, forgotten afterwards."""
-    from accelerate import Accelerator  # noqa: PLC0415 - 2 s that only these tests pay
-    from accelerate.state import AcceleratorState  # noqa: PLC0415
-
+    accelerate = importlib.import_module("accelerate")  # 2 s that only these tests pay
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
+        yield accelerate.Accelerator(cpu=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def saved_state(accelerator: Any, model: Any, folder: Path) -> Path:
@@ -68,18 +67,27 @@ def saved_state(accelerator: Any, model: Any, folder: Path) -> Path:
     return folder
 
 
+def saved_model(accelerator: Any, model: Any, folder: Path) -> Path:
+    accelerator.save_model(model, str(folder))
+    return folder
+
+
+def saved_shards(accelerator: Any, model: Any, folder: Path) -> Path:
+    accelerator.save_model(model, str(folder), max_shard_size="10KB")
+    return folder
+
+
+def saved_file(_: Any, model: Any, folder: Path) -> Path:
+    folder.mkdir()
+    save_model(model, str(folder / "x.safetensors"))
+    return folder / "x.safetensors"
+
+
 SAVES: dict[str, Callable[[Any, Any, Path], Path]] = {
     "save_state": saved_state,
-    "save_model": lambda accelerator, model, folder: (accelerator.save_model(model, str(folder)), folder)[1],
-    "save_model, sharded": lambda accelerator, model, folder: (
-        accelerator.save_model(model, str(folder), max_shard_size="10KB"),
-        folder,
-    )[1],
-    "safetensors' save_model": lambda _, model, folder: (
-        folder.mkdir(),
-        save_model(model, str(folder / "x.safetensors")),
-        folder / "x.safetensors",
-    )[2],
+    "save_model": saved_model,
+    "save_model, sharded": saved_shards,
+    "safetensors' save_model": saved_file,
 }
 
 
@@ -116,9 +124,8 @@ def test_what_training_left_beside_the_weights_is_told(tmp_path: Path, accelerat
 
 @pytest.mark.slow
 def test_the_weights_that_accelerate_merges_from_fsdp_become_the_same_model(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp  # noqa: PLC0415
-    from accelerate.utils import merge_fsdp_weights  # noqa: PLC0415
-
+    dcp = importlib.import_module("torch.distributed.checkpoint")
+    merge_fsdp_weights = importlib.import_module("accelerate.utils").merge_fsdp_weights
     model = built("llama")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
