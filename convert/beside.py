@@ -8,13 +8,23 @@ from pathlib import Path
 from llmconv.convert.mapping import listing
 
 KINDS = {
-    "the optimizer's state": re.compile(r".*optim.*\.(?:pth?|bin|pdopt|ckpt|safetensors)|.*\.pdopt|.*master_weights.*"),
+    "the optimizer's state": re.compile(
+        r"(?:.*[-_.])?optim(?:izers?)?(?:[-_.].*)?\.(?:pth?|bin|pdopt|ckpt|safetensors)|.*\.pdopt|.*master_weights.*"
+    ),
     "the learning-rate schedule": re.compile(r"(?:lr_)?scheduler.*"),
     "the loss scale": re.compile(r"(?:grad_)?scaler.*"),
     "random number states": re.compile(r"(?:rng|random)_state.*|rank-specific.*"),
     "the trainer's state": re.compile(r"trainer_state\.json|training_args\.bin|.*\.other\.pth"),
+    "the data loader's state": re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin"),
+    "objects registered for checkpointing": re.compile(r"custom_checkpoint_\d+\.pkl"),
 }
-"""Phrase to the names of its files: torch's, PaddleNLP's (`utils/env.py`), LLaMA2-Accessory's (`util/misc.py`)."""
+"""Phrase to the names of its files: torch's, PaddleNLP's (`utils/env.py`), LLaMA2-Accessory's (`util/misc.py`),
+accelerate's (`utils/constants.py`)."""
+
+
+def what_is_left(name: str) -> str | None:
+    """What a file of this name holds, if training leaves it beside the weights: `the optimizer's state`."""
+    return next((what for what, pattern in KINDS.items() if pattern.fullmatch(name)), None)
 
 
 def left_beside(path: Path) -> tuple[str, ...]:

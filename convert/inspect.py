@@ -9,13 +9,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint, open_checkpoint, read_json
+from llmconv.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint, read_json
+from llmconv.convert.alone import alone
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import Format, detect
 from llmconv.convert.mapping import comparing_samples
 from llmconv.convert.quantization.base import method_name, quantized_base
 from llmconv.convert.raw import raw_tensors, torch_tensors
+from llmconv.convert.torch_state.safetensors_files import is_model_folder
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import InputRefused
 from llmconv.packing.unpacking import unpacked
@@ -44,6 +46,7 @@ class Inspection:
         dropped: what is in the files and would not be converted, one phrase each.
         kind: the model's type, and what its writer calls it where that differs, such as `chatglm_v2 as glm`.
         plain: of quantized weights, the tensors of the model that they stand for; empty where there are none.
+        adapter: of an adapter: `peft_type`, `base`, `r`, `alpha`, `targets`, `modules_to_save`; else empty.
     """
 
     path: Path
@@ -57,6 +60,7 @@ class Inspection:
     dropped: tuple[str, ...] = ()
     kind: str = ""
     plain: Mapping[str, LazyTensor] = field(default_factory=dict)
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         kind = f", {self.kind}" if self.kind else ""
@@ -104,6 +108,7 @@ class Inspection:
             "file_bytes": self.file_bytes,
             "dropped": list(self.dropped),
             "side_files": list(self.side_files),
+            **({"adapter": dict(self.adapter)} if self.adapter else {}),
             "warnings": list(self.warnings),
         }
 
@@ -123,11 +128,13 @@ def inspect(path: str | Path) -> Inspection:
 
 def _inspect(place: Path) -> Inspection:
     found = detect(place)
+    if found is None and (file := alone(place)) and not is_model_folder(place) and not _is_adapter(place):
+        place, found = file, detect(file)
     if found:
         return _inspect_training(place, found)
     if (place / DELTA_FILE).is_file():
         return _inspect_delta(place)
-    if place.is_dir() and (place / ADAPTER_CONFIG).is_file():
+    if _is_adapter(place):
         return _inspect_adapter(place)
     if place.is_dir() and (place / "config.json").is_file() and any(place.glob("*.safetensors")):
         return _inspect_model(open_checkpoint(place))
@@ -136,6 +143,10 @@ def _inspect(place: Path) -> Inspection:
     if is_torch_file(place):
         return Inspection(place, "torch-file", {}, torch_tensors(place))
     raise explain(place)
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_CONFIG).is_file()
 
 
 def _inspect_training(path: Path, found: Format) -> Inspection:
@@ -206,4 +217,32 @@ def _inspect_adapter(folder: Path) -> Inspection:
             f"`{folder}` has `{ADAPTER_CONFIG}` but no weights", hint=f"it needs {' or '.join(ADAPTER_FILES)}"
         )
     tensors = torch_tensors(file) if file.suffix == ".bin" else read_header(file).tensors
-    return Inspection(folder, "adapter", read_json(folder / ADAPTER_CONFIG), tensors)
+    config = read_json(folder / ADAPTER_CONFIG)
+    side_files = tuple(sorted(name for name in SIDE_FILES if (folder / name).is_file()))
+    also = is_model_folder(folder)
+    warnings = ("the folder contains a whole model, too; this is about the adapter",) if also else ()
+    return Inspection(folder, "adapter", config, tensors, side_files, warnings, adapter=_adapter_of(config))
+
+
+ADAPTER_FIELDS = {
+    "peft_type": "peft_type",
+    "base": "base_model_name_or_path",
+    "r": "r",
+    "alpha": "lora_alpha",
+    "targets": "target_modules",
+    "modules_to_save": "modules_to_save",
+}
+"""What `inspect` calls the fields of PEFT's `adapter_config.json`; mlx-lm has its own in `lora_parameters`."""
+
+
+def _adapter_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What an adapter's config tells of it; None for what it does not say."""
+    told = {name: config.get(field) for name, field in ADAPTER_FIELDS.items()}
+    parameters = config.get("lora_parameters")
+    if isinstance(parameters, dict):
+        told |= {"r": parameters.get("rank"), "alpha": parameters.get("alpha"), "targets": parameters.get("keys")}
+        told |= {"peft_type": config.get("fine_tune_type"), "base": config.get("model")}
+    for name in ("targets", "modules_to_save"):
+        value = told[name]
+        told[name] = sorted(map(str, value)) if isinstance(value, list) else value
+    return told

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Unpack
 
 from llmconv.calls import checked
-from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.adapters.checking import Check, check_written
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.opening import open_adapters
+from llmconv.convert.adapters.origin import warn_of_origin
 from llmconv.convert.adapters.placement import Edits
 from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.adapters.recipe import DEFAULTS, MergeOptions, Recipe, recipe_of
 from llmconv.convert.quantization.base import QuantizedBase, check_choice, quantized_base
 from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.state_dict import check_complete
-from llmconv.errors import MalformedInput, UsageProblem
+from llmconv.convert.torch_state.safetensors_files import is_model_folder
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.paths import Written
 from llmconv.plan import Plan, plan_checkpoint
@@ -98,13 +100,12 @@ def merge_lora(
     options = DEFAULTS | options
     if check:
         _require_checkable(options, dry_run)
-    with reading_safely(base):
-        checkpoint = open_checkpoint(local_path(base))
     paths = [adapters] if isinstance(adapters, str | Path) else adapters
+    checkpoint = _open_base(base, paths)
     opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])
     recipe = recipe_of(options, opened)
     merge = plan_merge(checkpoint, opened, recipe)
-    warn_all(merge.warnings)
+    warn_all((*warn_of_origin(checkpoint, opened, str(base)), *merge.warnings))
     inputs = [checkpoint.path, *map(Path, paths), *(file for item in opened for file in item.weights)]
     check_output(merge.plan, Path(output), overwrite, inputs, resume=resume)
     if not dry_run:
@@ -115,6 +116,18 @@ def merge_lora(
         )
         merge = replace(merge, plan=replace(merge.plan, found=done.found))
     return _checked(merge, Path(output), recipe) if check else merge
+
+
+def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
+    """The base; refused where it and an adapter were given in each other's place."""
+    other = next((Path(path) for path in adapters if is_model_folder(Path(path))), None)
+    if other and (Path(base) / ADAPTER_CONFIG).is_file() and not is_model_folder(Path(base)):
+        raise InputRefused(
+            f"the arguments are swapped: BASE `{base}` is an adapter, and ADAPTER `{other}` is a model",
+            hint=f"give the base first: `llmconv merge-lora {other} {base} -o OUT`",
+        )
+    with reading_safely(base):
+        return open_checkpoint(local_path(base))
 
 
 def _require_checkable(options: MergeOptions, dry_run: bool) -> None:

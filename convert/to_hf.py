@@ -9,15 +9,18 @@ from typing import Any
 
 from llmconv.calls import checked
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.again import open_again, refuse_options
+from llmconv.convert.alone import alone
 from llmconv.convert.configs import merged_configs, with_dtype
 from llmconv.convert.formats import by_name, detect
 from llmconv.convert.state_dict import check_complete
+from llmconv.convert.torch_state.safetensors_files import is_model_folder
 from llmconv.convert.unclaimed import explain
 from llmconv.errors import UsageProblem
 from llmconv.manifest import Manifest, step
 from llmconv.packing.unpacking import unpacked
 from llmconv.paths import Written
-from llmconv.plan import Plan, plan_checkpoint
+from llmconv.plan import DEFAULT_SIZE, Plan, plan_checkpoint
 from llmconv.progress import warn_all
 from llmconv.storage import fetches, files_under, local_path, reading_safely
 from llmconv.tensors import BY_NAME, FLOATS, cast
@@ -39,7 +42,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     adapter: str | None = None,
     root: str | None = None,
     dtype: str = "keep",
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int | None = None,
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
@@ -47,16 +50,17 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     """Converts `source` into the Hugging Face folder `output` and returns what was (or would be) written.
 
     Args:
-        source, output: a checkpoint file or folder, or its URI or hub id; the folder to make.
+        source, output: a checkpoint file or folder, or its URI or hub id; the folder to make. A Hugging Face folder is
+            written anew where `dtype`, `max_shard_size`, `config` or `tokenizer` ask for a change.
         format: name of the training format; detected by content when None.
-        config: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones winning.
-        tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
+        config, tokenizer: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones
+            winning; a tokenizer file or folder to use instead of the checkpoint's own.
         base: the model that training started from, where the checkpoint holds only what was trained.
         drop: leave out parts of the model that no model of transformers can hold, instead of refusing it.
         qkv_layout: order of fused matrices in a MindFormers file: `plain` up to 1.4, `interleaved` since 1.5.
         adapter: what becomes of a LoRA adapter in a Composer checkpoint: `merge` or `split`; merged when None.
         root: keys, joined with dots, under which a distributed checkpoint holds the model, where it holds several.
-        dtype, max_shard_size: `keep` or the float type of the weights; largest safetensors file, such as `5GB`.
+        dtype, max_shard_size: `keep` or the float type of the weights; largest safetensors file, `5GB` when None.
         overwrite, resume, dry_run: replace what llmconv made; continue an interrupted run; write nothing.
 
     Raises:
@@ -67,14 +71,15 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     words = local_path(tokenizer) if tokenizer else None
     base = local_path(base) if base else None
     options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
-    checkpoint = open_training(source, format, configs, words, options)
-    plan = plan_checkpoint(with_cast(checkpoint, dtype), max_shard_size)
+    changes = dtype != "keep" or bool(max_shard_size or configs or words)
+    checkpoint = open_training(source, format, configs, words, options, rewrite=changes)
     warn_all(checkpoint.warnings)
+    plan = plan_checkpoint(_with_dtype(checkpoint, dtype), max_shard_size or DEFAULT_SIZE)
     check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
     if not dry_run:
-        told = {"config": [path.name for path in configs] or None, "dtype": dtype}
-        named = {"tokenizer": words.name if words else None, "base": base.name if base else None}
-        done = _write(plan, Path(output), base, options | named | told, overwrite=overwrite, resume=resume)
+        named = {name: path.name if path else None for name, path in (("tokenizer", words), ("base", base))}
+        told = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
+        done = _write(plan, Path(output), base, told, overwrite=overwrite, resume=resume)
         plan = replace(plan, found=done.found)
     return plan
 
@@ -94,15 +99,25 @@ def open_training(
     config: tuple[Path, ...] = (),
     tokenizer: Path | None = None,
     options: Mapping[str, Any] | None = None,
+    *,
+    rewrite: bool = False,
 ) -> Checkpoint:
     """Opens a training checkpoint of any known format, in Hugging Face names.
+
+    Args:
+        source, format, config, tokenizer: see `to_hf`.
+        options: those of `to_hf` that only some formats have.
+        rewrite: take a folder that already is a Hugging Face model, too.
 
     Raises:
         InputRefused: see `to_hf`.
     """
     with reading_safely(source):
         path = local_path(source)
-        return replace(_open(unpacked(path), path, format, config, tokenizer, options), path=path)
+        inside = unpacked(path)
+        if rewrite and not format and is_model_folder(inside) and detect(inside) is None:
+            return open_again(inside, path.name, config, tokenizer, options or {})
+        return replace(_open(inside, path, format, config, tokenizer, options), path=path)
 
 
 def _open(
@@ -114,6 +129,8 @@ def _open(
     options: Mapping[str, Any] | None,
 ) -> Checkpoint:
     chosen = by_name(format) if format else detect(inside)
+    if chosen is None and (file := alone(inside)) and not is_model_folder(inside):
+        inside, chosen = file, detect(file)
     if chosen is None:
         raise explain(inside)
     if format and not chosen.detect(inside):
@@ -121,15 +138,16 @@ def _open(
             f"`{path.name}` is not of the format `{format}`", hint="leave out `--from`; formats are told by content"
         )
     given = {name: value for name, value in (options or {}).items() if value}
-    foreign = sorted({*given} - {*chosen.options})
-    if foreign:
-        raise UsageProblem(
-            f"`--{foreign[0].replace('_', '-')}` means nothing for the format `{chosen.name}`", hint="leave it out"
-        )
+    refuse_options(given, chosen.options, f"the format `{chosen.name}`")
     opened = chosen.open(inside, {**merged_configs(config), **given}, tokenizer)
     if opened.tensors:  # whatever the user's fields have made of the configuration since the format checked its own
         check_complete(opened.tensors, opened.config, path.name)
     return opened
+
+
+def _with_dtype(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """As `with_cast`; a configuration that is kept as it is needs no new `torch_dtype`."""
+    return checkpoint if dtype == "keep" and checkpoint.format == "hf" else with_cast(checkpoint, dtype)
 
 
 def check_dtype(dtype: str) -> None:

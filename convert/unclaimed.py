@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import re
+import zipfile
 from pathlib import Path
 
 from llmconv.convert.adapters.foreign import foreign_kind
+from llmconv.convert.alone import checkpoint_files
+from llmconv.convert.beside import what_is_left
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import formats
+from llmconv.convert.torch_state.files import SUFFIXES
+from llmconv.convert.torch_state.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.pickles.machine import Stub
+from llmconv.refusals import foreign_file, known_refusal
 from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
 
-PACKED = re.compile(r"\.(?:(?:pth?|bin|ckpt)\.(?:gz|bz2|xz|lzma|lz4|zst)|tar(?:\.\w+)?|tgz)$")
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 MEGATRON = {"checkpoint_version", "args", "model"}
-FOREIGN = {
-    b"version https://git-lfs": "a pointer of Git LFS, whose file was not fetched (`git lfs pull`)",
-    b"<!DOCTYPE html": "a web page; the download may need a login",
-    b"<html": "a web page; the download may need a login",
-    b"GGUF": "a GGUF file of llama.cpp",
-    b"\x89HDF\r\n\x1a\n": "an HDF5 file, as Keras writes",
-    b"\x7fELF": "a program",
-    b"\x93NUMPY": "a numpy array",
-}
-"""First bytes of files that people take for checkpoints."""
 
 
 def explain(path: Path) -> LlmconvError:
@@ -43,9 +37,10 @@ def _explain_folder(folder: Path) -> LlmconvError:
         return UnsupportedInput(f"`{folder}` is a delta", hint="use `llmconv delta apply BASE DELTA -o OUT`")
     if "adapter_config.json" in names:
         return UnsupportedInput(f"`{folder}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
-    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+    if is_model_folder(folder):
         return UnsupportedInput(
-            f"`{folder}` already is a Hugging Face folder", hint="go on with `merge-lora` or `export`"
+            f"`{folder}` already is a Hugging Face folder",
+            hint="go on with `merge-lora` or `export`; `--dtype` and `--max-shard-size` write it anew",
         )
     if any(name.endswith((".pdiparams", ".pdmodel")) for name in names):
         return UnsupportedInput(
@@ -57,17 +52,13 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` is a Lightning checkpoint that DeepSpeed wrote",
             hint=f"give the folder inside: `{folder / 'checkpoint'}`",
         )
-    checkpoints = sorted(name for name in names if PACKED.search(name) or _is_torch(folder / name))
+    checkpoints = checkpoint_files(folder)
     if checkpoints:
         return InputRefused(
-            f"`{folder}` is a folder with {len(checkpoints)} checkpoint file(s), not one of them",
-            hint=f"name the file, such as `{folder / checkpoints[-1]}`",
+            f"`{folder}` contains {len(checkpoints)} checkpoint files, and not as the shards of one",
+            hint=f"name the file, such as `{checkpoints[-1]}`",
         )
-    return _unknown(folder)
-
-
-def _is_torch(path: Path) -> bool:
-    return path.suffix in TORCH_SUFFIXES and is_torch_file(path)
+    return known_refusal(folder) or _unknown(folder)
 
 
 def _explain_file(path: Path) -> LlmconvError:
@@ -77,34 +68,47 @@ def _explain_file(path: Path) -> LlmconvError:
         return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     with open(path, "rb") as file:
         head = file.read(300)
+    if left := what_is_left(path.name):
+        return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=_weights_beside(path))
+    if path.suffix not in SUFFIXES and zipfile.is_zipfile(path) and not is_torch_file(path):
+        return known_refusal(path) or _unknown(path)
     if head.startswith(b"PK") or is_torch_file(path):
-        try:
-            content = open_torch_file(path).content
-        except LlmconvError as problem:
-            return problem
-        if isinstance(content, Stub):
-            return UnsupportedInput(
-                f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
-                hint="load it where its code is, and save its `state_dict()`",
-            )
-        if isinstance(content, dict) and "ds_version" in content:
-            return InputRefused(
-                f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
-            )
-        if isinstance(content, dict) and {*content} >= MEGATRON:
-            return UnsupportedInput(
-                f"`{path.name}` is one rank's file of Megatron-LM, which is not converted",
-                hint="convert it with Megatron's own `tools/checkpoint/convert.py`, and go on from there",
-            )
-        keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "no dict"
-        return UnsupportedInput(
-            f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
-        )
-    foreign = next((what for magic, what in FOREIGN.items() if head.startswith(magic)), None)
+        return _explain_torch(path)
+    foreign = known_refusal(path) if path.suffix == ".onnx" else foreign_file(head, path.name)
     if foreign:
-        return UnsupportedInput(f"`{path.name}` is no training checkpoint, but {foreign}", hint=_known())
+        return foreign
     no_zip = explain_no_zip(path, head)
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
+
+
+def _explain_torch(path: Path) -> LlmconvError:
+    try:
+        content = open_torch_file(path).content
+    except LlmconvError as problem:
+        return problem
+    if isinstance(content, Stub):
+        return UnsupportedInput(
+            f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
+            hint="load it where its code is, and save its `state_dict()`",
+        )
+    if isinstance(content, dict) and "ds_version" in content:
+        return InputRefused(
+            f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
+        )
+    if isinstance(content, dict) and {*content} >= MEGATRON:
+        return UnsupportedInput(
+            f"`{path.name}` is one rank's file of Megatron-LM, which is not converted",
+            hint="convert it with Megatron's own `tools/checkpoint/convert.py`, and go on from there",
+        )
+    keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "no dict"
+    return UnsupportedInput(
+        f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
+    )
+
+
+def _weights_beside(path: Path) -> str:
+    files = checkpoint_files(path.parent)
+    return f"give the weights next to it: `{files[0]}`" if files else "give the file or folder with the weights"
 
 
 def _unknown(path: Path) -> LlmconvError:

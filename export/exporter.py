@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.calls import checked, require_choice, require_least
-from llmconv.checkpoint import open_checkpoint, read_json
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
+from llmconv.errors import UsageProblem
 from llmconv.export.bind import match_weights
 from llmconv.export.context_limit import check_context
 from llmconv.export.decoder import open_decoder
@@ -23,9 +23,11 @@ from llmconv.export.layouts import Dressing, Model, by_names, roles_for
 from llmconv.manifest import step
 from llmconv.paths import Written
 from llmconv.plan import DEFAULT_SIZE
+from llmconv.progress import warn
 from llmconv.runtime.context import context_length
 from llmconv.runtime.own_code import code_files, runs_own_code
-from llmconv.storage import fetches, is_remote, local_path
+from llmconv.storage import fetches, is_remote, local_path, require_own_folder
+from llmconv.tasks import require_causal
 from llmconv.tensors import FLOATS
 
 
@@ -119,9 +121,10 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
     _require_positive(stages=stages, batch_size=batch_size, max_seq_len=max_seq_len, prompt_len=prompt_len)
     _require_words(shapes, cache, target, dtype)
-    _require_place(model, output, max_shard_size, resume)
-    folder = local_path(model)
-    checkpoint = open_checkpoint(folder)
+    if output is None:
+        _require_used(max_shard_size, resume)
+    checkpoint = _open(model, output)
+    folder = checkpoint.path
     options = GraphOptions.read(last_logits, postprocess, stages, local_path(prefix) if prefix else None, opset)
     code = folder if runs_own_code(checkpoint.config, trust_remote_code) else None
     if code:
@@ -151,20 +154,12 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     return Exported(destination.folder, files, sizes, held, written, traced_layers, layers, dressing.names)
 
 
-def _require_place(model: str | Path, output: str | Path | None, max_shard_size: str | int, resume: bool) -> None:
-    """Refuses to write graphs into a folder that was fetched for this call, and options of weights that nobody writes.
+def _require_used(max_shard_size: str | int, resume: bool) -> None:
+    """Refuses options of weights that nobody writes.
 
     Raises:
-        InputRefused: the model is not on this machine, and no `output` is given.
-        UsageProblem: an option would be ignored.
+        UsageProblem: one would be ignored.
     """
-    if output is not None:
-        return
-    if is_remote(model):
-        raise InputRefused(
-            f"`{model}` is not a folder of this machine, so its graphs cannot be written into it",
-            hint="give `-o OUT`: the weights are copied there once",
-        )
     if resume or max_shard_size != DEFAULT_SIZE:
         name = "--resume" if resume else "--max-shard-size"
         raise UsageProblem(
@@ -184,6 +179,17 @@ def _require_positive(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None:
             require_least(size, 1, name)
+
+
+def _open(model: str | Path, output: str | Path | None) -> Checkpoint:
+    """The checkpoint of a causal language model, in a folder of the user's where graphs go beside the weights."""
+    if output is None:
+        require_own_folder(model)
+    checkpoint = open_checkpoint(local_path(model))
+    require_causal(checkpoint.config, model)
+    if (checkpoint.path / ADAPTER_CONFIG).is_file():
+        warn(f"`{model}` contains an adapter, too; the graphs are those of the weights without it")
+    return checkpoint
 
 
 def _asked(prefill: bool, incremental: bool, unified: bool) -> list[str]:

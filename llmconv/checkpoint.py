@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import MalformedInput
+from llmconv.pointers import refuse_git_lfs
+from llmconv.refusals import refused_model
 from llmconv.safetensors_io import FileTensor, read_header
 from llmconv.tensors import LazyTensor
 
@@ -108,10 +110,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         MalformedInput: a header or the index does not add up.
     """
     if not (path / "config.json").is_file():
-        raise InputRefused(
-            f"`{path}` is no Hugging Face folder: it has no `config.json`",
-            hint="convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`",
-        )
+        raise refused_model(path)
     config = read_json(own_file(path, "config.json"))
     tensors = open_weights(path)
     files = {name: tensor.path.name for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
@@ -135,41 +134,48 @@ def open_weights(folder: Path) -> dict[str, LazyTensor]:
         MalformedInput: the index and the shards disagree.
     """
     if (folder / INDEX).is_file():
-        return _open_shards(folder)
+        return open_shards(folder)
     if (folder / SINGLE).is_file():
         return dict(read_header(folder / SINGLE).tensors)
-    raise InputRefused(
-        f"`{folder}` holds no safetensors weights",
-        hint=f"it needs `{SINGLE}`, or shards with `{INDEX}`; convert a training checkpoint first with `llmconv to-hf`",
-    )
+    raise refused_model(folder)
 
 
-def _open_shards(folder: Path) -> dict[str, LazyTensor]:
-    weight_map = read_json(folder / INDEX).get("weight_map")
+def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
+    """The tensors of the shards that `index`, a file of `folder`, names.
+
+    Raises:
+        MalformedInput: the index and the shards disagree, or a shard is missing.
+    """
+    weight_map = read_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise MalformedInput(f"`{INDEX}` has no `weight_map`", hint="copy the folder again")
+        raise MalformedInput(f"`{index}` has no `weight_map`", hint="copy the folder again")
+    names = sorted({str(home) for home in weight_map.values()})
+    _require_shards(folder, index, names)
     tensors: dict[str, LazyTensor] = {}
-    for shard in sorted({str(home) for home in weight_map.values()}):
-        header = read_header(_shard_path(folder, shard))
+    for shard in names:
+        header = read_header(folder / shard)
         listed = {name for name, home in weight_map.items() if home == shard}
         if listed != set(header.tensors):
             odd = sorted(listed ^ set(header.tensors))
             raise MalformedInput(
-                f"`{INDEX}` and `{shard}` disagree about {len(odd)} tensors, first `{odd[0]}`",
+                f"`{index}` and `{shard}` disagree about {len(odd)} tensors, first `{odd[0]}`",
                 hint="shards of different models are mixed; copy the folder again",
             )
         tensors.update(header.tensors)
     return tensors
 
 
-def _shard_path(folder: Path, shard: str) -> Path:
-    if Path(shard).name != shard or not shard.endswith(".safetensors"):
+def _require_shards(folder: Path, index: str, names: list[str]) -> None:
+    if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
         raise MalformedInput(
-            f"`{INDEX}` names the shard {shard!r}", hint="shards are plain file names beside the index"
+            f"`{index}` names the shard {odd[0]!r}", hint="shards are plain file names beside the index"
         )
-    if not (folder / shard).is_file():
-        raise MalformedInput(f"shard `{shard}` is missing from `{folder}`", hint="copy the folder again")
-    return folder / shard
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        rest = f" and {len(missing) - 1} more of {len(names)} shards are" if len(missing) > 1 else " is"
+        raise MalformedInput(
+            f"shard `{missing[0]}`{rest} missing from `{folder}`",
+            hint="copy or download the folder again; an interrupted download goes on where it stopped",
+        )
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
@@ -177,8 +183,12 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
 
     Raises:
         MalformedInput: one is far larger than such files are, or a link that leads out of the folder.
+        UnsupportedInput: one is a pointer of Git LFS.
     """
-    return {name: read_small(own_file(folder, name)) for name in SIDE_FILES if (folder / name).is_file()}
+    files = {name: read_small(own_file(folder, name)) for name in SIDE_FILES if (folder / name).is_file()}
+    for name, content in files.items():
+        refuse_git_lfs(content, name)
+    return files
 
 
 def own_file(folder: Path, name: str) -> Path:

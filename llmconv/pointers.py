@@ -1,4 +1,4 @@
-"""Pointer files: what Composer leaves in a bucket, where there are no symbolic links.
+"""Pointer files: what Composer leaves in a bucket, where there are no symbolic links, and Git where files are large.
 
 Layout (mosaicml/composer `utils/file_helpers.py`, `get_file`, `create_symlink_file`): a text file `NAME.symlink` holds
 the name of an object, counted from the root of the bucket; where `NAME` is not there, `NAME.symlink` stands for it.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 
 SUFFIX = ".symlink"
 HOPS = 8
@@ -20,6 +20,27 @@ TEXT_LIMIT = 1024
 """Bytes of an object's name; those of S3 are the longest."""
 
 PLAIN_NAME = re.compile(r"[\w.+@=-]{1,255}")
+
+
+GIT_LFS = b"version https://git-lfs"
+"""How the text begins that Git LFS leaves in the place of a file which was not fetched (git-lfs `docs/spec.md`)."""
+
+
+def refuse_git_lfs(head: bytes, name: str) -> None:
+    """Refuses the pointer that Git LFS leaves in the place of a large file.
+
+    Args:
+        head: the first bytes of a file.
+        name: of the file, for the message.
+
+    Raises:
+        UnsupportedInput: it is such a pointer.
+    """
+    if head.startswith(GIT_LFS):
+        raise UnsupportedInput(
+            f"`{name}` is a Git LFS pointer: the file itself was not fetched",
+            hint="fetch it with `git lfs pull`, or download the folder again",
+        )
 
 
 class Tree(Protocol):

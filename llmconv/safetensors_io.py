@@ -19,6 +19,7 @@ import numpy as np
 
 from llmconv.crc import Record
 from llmconv.errors import MalformedInput
+from llmconv.pointers import GIT_LFS, refuse_git_lfs
 from llmconv.tensors import BY_CODE, Array, DType, LazyTensor, Piece
 
 HEADER_LIMIT = 100_000_000
@@ -89,12 +90,15 @@ def read_header(path: Path) -> Header:
 
     Raises:
         MalformedInput: any length, name, dtype, shape or offset that does not add up.
+        UnsupportedInput: a pointer of Git LFS stands in the place of the file.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
         if len(prefix) < 8:
             _refuse(path, f"has {size} bytes, too few for a header")
+        if prefix == GIT_LFS[:8]:
+            refuse_git_lfs(prefix + file.read(len(GIT_LFS)), path.name)
         (length,) = struct.unpack("<Q", prefix)
         if length > min(HEADER_LIMIT, size - 8):
             _refuse(path, f"claims a header of {length} bytes in a file of {size}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from llmconv.errors import InputRefused
+from llmconv.hub import from_hub
 from llmconv.paths import is_address, path_of
 from llmconv.pointers import TEXT_LIMIT, LocalTree, follow, follow_local
 
@@ -24,7 +25,13 @@ R = TypeVar("R")
 PARTIAL = ".llmconv-partial"
 """How the name of a folder ends in which an output is being made."""
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+"""`org/name[@revision]`, or the bare name of one of the hub's oldest models, such as `gpt2`."""
+
+FILE_NAME = re.compile(
+    r".*\.(?:pth?|bin|ckpt|safetensors|pdparams|onnx|gguf|npz?|json|ya?ml|jinja|txt|tar|t?gz|zip|zst|h5|msgpack|distcp)"
+)
+"""Bare names that are those of files: nobody means a model of the hub."""
 
 
 def local_path(name: str | Path) -> Path:
@@ -51,9 +58,35 @@ def local_path(name: str | Path) -> Path:
             f"`{path}` is a link to `{path.readlink()}`, which is not there", hint="fetch that too, or mend the link"
         )
     text = str(name)
-    if HUB_ID.fullmatch(text):
-        return _from_hub(*text.partition("@")[::2])
-    raise InputRefused(f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name`")
+    if is_hub_id(text):
+        return from_hub(text)
+    raise InputRefused(
+        f"`{text}` does not exist", hint="give a local path, a URI, or a hub id such as `org/name` or `gpt2`"
+    )
+
+
+def is_hub_id(name: str | Path) -> bool:
+    """Whether `name` may be a model of the hub: there is nothing of that name on the disk, nor is it a file's."""
+    text = str(name)
+    return bool(HUB_ID.fullmatch(text)) and not FILE_NAME.fullmatch(text) and not Path(text).exists()
+
+
+def is_remote(name: str | Path) -> bool:
+    """Whether `local_path` would fetch `name`, or find it in the hub's cache."""
+    return is_address(name) or (not follow_local(Path(name)).exists() and is_hub_id(name))
+
+
+def require_own_folder(model: str | Path) -> None:
+    """Refuses to write next to weights that are fetched from elsewhere, before they are.
+
+    Raises:
+        InputRefused: `model` is a URI or a hub id.
+    """
+    if is_remote(model):
+        raise InputRefused(
+            f"`{model}` is not a local folder that graphs could be written into",
+            hint=f"give a folder for weights and graphs: `llmconv export {model} -o OUT`",
+        )
 
 
 @contextmanager
@@ -70,11 +103,6 @@ def reading_safely(source: str | Path) -> Iterator[None]:
 
 _folders: set[Path] = set()
 """Temporary folders of this process that hold downloads."""
-
-
-def is_remote(name: str | Path) -> bool:
-    """Whether `local_path` would fetch `name`, or find it in the hub's cache."""
-    return is_address(name) or (not follow_local(Path(name)).exists() and bool(HUB_ID.fullmatch(str(name))))
 
 
 def remove_downloads(folders: set[Path] | None = None) -> None:
@@ -186,22 +214,6 @@ class Bucket:
         scheme, mark, rest = path.rpartition("://")
         parts = rest.split("/")
         yield from (scheme + mark + "/".join(parts[:count]) for count in range(1, len(parts) + 1))
-
-
-def _from_hub(repository: str, revision: str) -> Path:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - 0.3 s that a local path does not pay
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        return Path(snapshot_download(repository, revision=revision or None))
-    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
-        raise InputRefused(
-            f"`{repository}` is no local path, and the hub does not give it", hint="check the spelling, or the network"
-        ) from error
 
 
 def files_under(path: Path, without: Path | None = None) -> list[Path]:

@@ -16,6 +16,7 @@ from llmconv.crc import Record
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.legacy_torch_file import is_legacy, read_legacy
 from llmconv.pickles.data import TensorRef, read_pickle
+from llmconv.pointers import refuse_git_lfs
 from llmconv.safetensors_io import FileTensor
 from llmconv.tensors import Array, LazyTensor
 from llmconv.torch_zip import is_torch_zip, read_torch_zip
@@ -177,6 +178,7 @@ def _read(path: Path, start: int, size: int) -> TorchFile:
 
 def explain_no_zip(path: Path, head: bytes) -> UnsupportedInput | MalformedInput:
     """The error for a file that is no zip, from its first 300 bytes."""
+    refuse_git_lfs(head, path.name)
     for magic, position, what in MAGICS:
         if head[position:].startswith(magic):
             return UnsupportedInput(

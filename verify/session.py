@@ -20,7 +20,7 @@ from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry, graph_entries
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import SessionSettings
-from llmconv.storage import fetches, local_path
+from llmconv.storage import fetches
 from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.comparison import Comparison, open_graphs, paths_of
@@ -34,6 +34,7 @@ from llmconv.verify.replay import Folder
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import Scenario, chosen
 from llmconv.verify.truth import Eager
+from llmconv.verify.usable import require_folder, require_model, require_weights
 from llmconv.verify.weights import Source, audit_files, audit_weights
 from llmconv.verify.whole import load_whole
 
@@ -81,13 +82,13 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
         UsageProblem: an unknown suite, or a folder for the smallest failing piece that holds something.
     """
-    folder, piece, settings = local_path(folder), new_piece(minimize), settings or SessionSettings()
-    _require_usable(folder, suite)
+    require_suite(suite)
+    folder, piece, settings = require_folder(folder), new_piece(minimize), settings or SessionSettings()
     report = new_report(folder.name, suite, only, repeat, settings)
     if not (entries := graph_entries(folder)):
-        report.notes.append(f"no graphs in `{folder}`; make them with `llmconv export {folder}`")
+        report.notes.append(f"no graphs in `{require_model(folder)}`; make them with `llmconv export {folder}`")
         return report
-    truth_folder = local_path(reference) if reference else recorded_reference(folder)
+    truth_folder = require_weights(folder, entries[0], reference or recorded_reference(folder))
     report.reference = truth_folder.name
     verified = Folder(folder, entries, _models(folder, entries), settings)
     add = collector(report, on_checks)
@@ -164,12 +165,6 @@ def collector(report: Report, on_checks: OnChecks | None) -> OnChecks:
             on_checks(checks)
 
     return add
-
-
-def _require_usable(folder: Path, suite: str) -> None:
-    require_suite(suite)
-    if not folder.is_dir():
-        raise InputRefused(f"`{folder}` is no folder", hint="give the folder that `llmconv export` wrote to")
 
 
 def _require_floats(folder: Path, models: dict[str, onnx.ModelProto]) -> None:

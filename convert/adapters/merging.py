@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
-from llmconv.checkpoint import Checkpoint, read_side_files
+from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.combining.task_vectors import TaskVectors
 from llmconv.convert.adapters.lora.replication import replicated
 from llmconv.convert.adapters.placement import Edits
 from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.adapters.recipe import Recipe, plain_sum
+from llmconv.convert.adapters.side_files import side_files_of
 from llmconv.convert.adapters.vocabulary import (
     find_embedding,
     find_head,
@@ -23,9 +24,6 @@ from llmconv.convert.adapters.vocabulary import (
 from llmconv.convert.configs import with_dtype
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, LazyTensor
-
-TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
-"""How the side files begin that belong to a vocabulary."""
 
 
 def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None = None) -> tuple[Checkpoint, Edits]:
@@ -61,7 +59,8 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
     tensors = {name: _result(edits, vectors, name, recipe.dtype) for name in edits.tensors}
     if recipe.dtype != "keep":
         config = with_dtype(config, tensors)
-    side_files = _side_files(base, adapters if resized else ())
+    side_files, told = side_files_of(base, adapters, recipe.tokenizer, resized=resized)
+    edits.warnings.extend(told)
     return replace(base, tensors=tensors, config=config, side_files=side_files), edits
 
 
@@ -87,13 +86,3 @@ def _result(edits: Edits, vectors: TaskVectors, name: str, dtype: str) -> LazyTe
     if name in edits.changes and not vectors.summed:
         return vectors.combined(name, edits.current(name), target)
     return edits.result(name, target)
-
-
-def _side_files(base: Checkpoint, adapters: Sequence[Adapter]) -> dict[str, bytes]:
-    """The base's, or the adapter's tokenizer where the vocabulary is the adapter's."""
-    for adapter in adapters:
-        own = {name: data for name, data in read_side_files(adapter.path).items() if name.startswith(TOKENIZER)}
-        if own:
-            others = {name: data for name, data in base.side_files.items() if not name.startswith(TOKENIZER)}
-            return others | own
-    return dict(base.side_files)

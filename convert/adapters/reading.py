@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import read_json
+from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.convert.adapters.lora.blocks import dense
 from llmconv.convert.adapters.lora.config import LoraConfig, parse_config
 from llmconv.convert.adapters.lora.tokens import TokenRows, pair_tokens
@@ -27,6 +27,7 @@ from llmconv.convert.adapters.tuners import Tuner
 from llmconv.convert.adapters.tuners.learned import Learned
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.pickles.data import TensorRef
+from llmconv.pointers import refuse_git_lfs
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor
 from llmconv.torch_file import open_torch_file
@@ -127,7 +128,7 @@ def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = Fals
     """
     folder = path if path.is_dir() else path.parent
     if not (folder / CONFIG).is_file():
-        raise InputRefused(f"`{folder}` is no PEFT adapter: it has no `{CONFIG}`", hint=_way_to_adapter(folder))
+        raise _not_an_adapter(path)
     config = parse_config(read_json(folder / CONFIG), alpha, initial=initial)
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
@@ -156,13 +157,20 @@ def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensor
     return adapter
 
 
-def _way_to_adapter(folder: Path) -> str:
-    inner = sorted(item.parent.name for item in folder.glob(f"*/{CONFIG}"))
-    return (
-        f"give one of its folders: {', '.join(inner)}"
-        if inner
-        else "give the folder that PEFT's `save_pretrained` wrote, or another program's adapter, see docs/merging.md"
-    )
+def _not_an_adapter(path: Path) -> InputRefused:
+    hint = "give the folder that PEFT's `save_pretrained` wrote, or another program's adapter, see docs/merging.md"
+    if path.is_file():
+        refuse_git_lfs(path.read_bytes()[:64] if path.stat().st_size < 1024 else b"", path.name)
+        return InputRefused(f"`{path}` is not an adapter: it has no `{CONFIG}` next to it", hint=hint)
+    if any((path / name).is_file() for name in (SINGLE, INDEX)):
+        return InputRefused(f"`{path}` is a model, not an adapter: it has no `{CONFIG}`", hint=hint)
+    inner = sorted(path.glob(f"*/{CONFIG}"), key=lambda file: (len(file.parent.name), file.parent.name))
+    if inner:
+        names = ", ".join(file.parent.name for file in inner)
+        hint = f"give one of its folders: {names}"
+    elif not any(path.iterdir()):
+        return InputRefused(f"`{path}` is an empty folder", hint="is the copy or the download complete?")
+    return InputRefused(f"`{path}` is not a PEFT adapter: it has no `{CONFIG}`", hint=hint)
 
 
 def read_tensors(path: Path) -> dict[str, LazyTensor]:

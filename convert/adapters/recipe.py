@@ -32,6 +32,7 @@ class MergeOptions(TypedDict, total=False):
         base_quant: what becomes of a quantized base: `dequantize` (plain weights, bfloat16 where `dtype` is `keep`) or
             `requantize` (stored as it is, refused where too little of the update survives).
         max_shard_size: `keep` (the files of the base), or the largest safetensors file, such as `5GB`.
+        tokenizer: a tokenizer file or folder to use instead of the base's.
     """
 
     weights: Sequence[float]
@@ -45,6 +46,7 @@ class MergeOptions(TypedDict, total=False):
     dtype: str
     base_quant: str | None
     max_shard_size: str | int
+    tokenizer: str | Path | None
 
 
 DEFAULTS: MergeOptions = {
@@ -59,6 +61,7 @@ DEFAULTS: MergeOptions = {
     "dtype": "keep",
     "base_quant": None,
     "max_shard_size": KEEP,
+    "tokenizer": None,
 }
 
 
@@ -71,6 +74,7 @@ class Recipe:
     dtype: str = "keep"
     base_quant: str | None = None
     max_shard_size: str | int = KEEP
+    tokenizer: Path | None = None
 
     def provenance(self) -> dict[str, Any]:
         """For the manifest: what is not the default."""
@@ -79,6 +83,8 @@ class Recipe:
             told["combination"] = asdict(self.combination)
         if self.dtype != "keep":
             told["dtype"] = self.dtype
+        if self.tokenizer:
+            told["tokenizer"] = self.tokenizer.name
         return told | ({"base_quant": self.base_quant} if self.base_quant else {})
 
 
@@ -103,6 +109,7 @@ def recipe_of(options: MergeOptions, adapters: Sequence[Adapter]) -> Recipe:
         options["dtype"],
         options["base_quant"],
         options["max_shard_size"],
+        Path(options["tokenizer"]) if options["tokenizer"] else None,
     )
 
 

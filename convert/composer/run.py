@@ -52,7 +52,8 @@ def is_run(path: Path) -> bool:
     if not is_torch_file(path):
         return is_sharded(path)
     content = open_torch_file(path).content
-    return isinstance(content, dict) and "state" in content
+    # an optimizer of torch has a `state`, too
+    return isinstance(content, dict) and "state" in content and "param_groups" not in content
 
 
 def open_run(path: Path) -> Run:

@@ -1,4 +1,4 @@
-"""PaddleNLP: `config.json` beside `model_state*.pdparams` (whole, sharded, one per rank) or Paddle's own safetensors.
+"""PaddleNLP: `config.json` beside `model_state*.pdparams` or Paddle's own safetensors, whole, sharded or one per rank.
 
 Layout: `paddle_file.py` (the pickle), `paddle_shards.py` (the folder), `paddle_families.py` (the names). Linear weights
 are (in, out). Its safetensors look like Hugging Face's, but have Paddle's names and layout.
@@ -21,37 +21,20 @@ from llmconv.convert.paddle.file import is_pdparams
 from llmconv.convert.paddle.generation import read_generation_config
 from llmconv.convert.paddle.rows import place
 from llmconv.convert.paddle.save import save
-from llmconv.convert.paddle.shards import ADAPTER, first_names, has_pdparams, open_ranks, peek, weight_files
+from llmconv.convert.paddle.shards import ADAPTER, has_pdparams, names_paddle, open_ranks, peek, weight_files
 from llmconv.convert.paddle.tokenizer import read_paddle_tokenizer
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
-PREFIXES = tuple(family.prefix for family in FAMILIES.values())
-OTHERS = ("model.", "transformer.")
 QUANTIZED = (".quant_weight", ".quant_scale", ".weight_scale", ".activation_quanter")
 HEAD = "lm_head.weight"
 
 
 def _detect(path: Path) -> bool:
     if path.is_file():
-        return is_pdparams(path)
-    return path.is_dir() and (has_pdparams(path) or _has_paddle_safetensors(path))
-
-
-def _has_paddle_safetensors(folder: Path) -> bool:
-    """Told by names such as `llama.layers…`, or by numpy's mark beside a config that PaddleNLP wrote.
-
-    PaddleFormers, its successor, writes Hugging Face's own names and layout, which are not claimed here.
-    """
-    metadata, names = first_names(folder)
-    if any(name.startswith(PREFIXES) for name in names):
-        return True
-    if any(name.startswith(OTHERS) for name in names):
-        return False
-    if metadata.get("format") != "np" or not (folder / "config.json").is_file():
-        return False
-    return b'"paddlenlp_version"' in (folder / "config.json").read_bytes()
+        return is_pdparams(path) or (path.suffix == ".safetensors" and names_paddle(path))
+    return path.is_dir() and (has_pdparams(path) or names_paddle(path))
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:

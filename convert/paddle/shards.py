@@ -1,7 +1,8 @@
 """The weight files of a PaddleNLP folder: whole, in shards with an index, or one per parallel rank.
 
 Names from paddlenlp `utils/env.py` and `transformers/model_utils.py`: `model_state.pdparams`,
-`model_state-00001-of-00005.pdparams` with an index, `model_state.tp00_pp00.pdparams`, and the safetensors ones.
+`model_state-00001-of-00005.pdparams` with an index, `model_state.tp00_pp00.pdparams`, and the safetensors ones:
+`model.safetensors`, shards with an index, `model.tp00_pp00.safetensors`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import INDEX, SINGLE, open_weights, read_json
+from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.convert.mapping import equal, listing
+from llmconv.convert.paddle.families import FAMILIES
 from llmconv.convert.paddle.file import as_bfloat16, is_pdparams, open_pdparams
 from llmconv.convert.raw import joined
+from llmconv.convert.torch_state.safetensors_files import header_of, numbered, open_safetensors
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.safetensors_io import read_header
 from llmconv.tensors import LazyTensor
 
 WHOLE = "model_state.pdparams"
 PADDLE_INDEX = "model_state.pdparams.index.json"
-RANK = re.compile(r"model_state\.(?:tp(\d{2,3}))?_?(?:pp(\d{2,3}))?\.pdparams")
+RANK = re.compile(
+    r"(?:model_state\.(?=.*\.pdparams)|model\.(?=.*\.safetensors))"
+    r"(?:tp(\d{2,3}))?_?(?:pp(\d{2,3}))?\.(?:pdparams|safetensors)"
+)
 SHARD = re.compile(r"model_state-\d+-of-\d+\.pdparams")
 ADAPTER = re.compile(
     r"(lora|prefix)_model_state(?:\.[tp\d_]+|-\d+-of-\d+)?\.pdparams|peft_model(?:-\d+-of-\d+)?\.safetensors"
@@ -29,16 +35,19 @@ ADAPTER = re.compile(
 
 SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors")
 
+PREFIXES = tuple(family.prefix for family in FAMILIES.values())
+OTHERS = ("model.", "transformer.")
+
 Tensors = Mapping[str, LazyTensor]
 
 
 def has_pdparams(folder: Path) -> bool:
     """Whether a folder holds weights, or an adapter, as PaddleNLP names them."""
-    patterns = (RANK, SHARD, ADAPTER)
-    return any(
-        entry.name in (WHOLE, PADDLE_INDEX) or any(pattern.fullmatch(entry.name) for pattern in patterns)
-        for entry in folder.iterdir()
-    )
+    return any(_is_paddles(entry.name) for entry in folder.iterdir())
+
+
+def _is_paddles(name: str) -> bool:
+    return name in (WHOLE, PADDLE_INDEX) or any(pattern.fullmatch(name) for pattern in (RANK, SHARD, ADAPTER))
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -60,11 +69,26 @@ def peek(path: Path) -> Tensors:
     return joined({**read, **{file.name: open_pdparams(file).tensors for file in files if file.name not in read}})
 
 
-def first_names(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Metadata and tensor names of the first safetensors file in `folder`; empty where none is readable."""
-    file = next((entry for entry in sorted(folder.glob("model*.safetensors")) if entry.is_file()), None)
+def names_paddle(path: Path) -> bool:
+    """Whether a safetensors file, or the first of a folder, has Paddle's names, or numpy's mark beside its config.
+
+    PaddleFormers, PaddleNLP's successor, writes Hugging Face's own names and layout, which are not claimed here.
+    """
+    metadata, names = first_names(path)
+    if any(name.startswith(PREFIXES) for name in names):
+        return True
+    if any(name.startswith(OTHERS) for name in names):
+        return False
+    config = (path if path.is_dir() else path.parent) / "config.json"
+    return metadata.get("format") == "np" and config.is_file() and b'"paddlenlp_version"' in config.read_bytes()
+
+
+def first_names(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Metadata and tensor names of a safetensors file, or the first in a folder; empty where none is readable."""
+    files = sorted(path.glob("model*.safetensors")) if path.is_dir() else [path]
+    file = next((entry for entry in files if entry.is_file()), None)
     try:
-        header = read_header(file) if file else None
+        header = header_of(file) if file else None
     except (LlmconvError, OSError):
         header = None
     return (header.metadata, list(header.tensors)) if header else ({}, [])
@@ -74,7 +98,7 @@ def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Tensors]:
     """The tensors of each tensor-parallel rank, pipeline stages joined; one mapping where nothing is split.
 
     Args:
-        path: a folder, or one `.pdparams` file.
+        path: a folder, or one `.pdparams` or safetensors file.
         config: Paddle's; its `tensor_parallel_degree` tells whether a last rank is missing.
 
     Raises:
@@ -85,16 +109,13 @@ def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Tensors]:
         if RANK.fullmatch(path.name) or SHARD.fullmatch(path.name):
             raise InputRefused(f"`{path.name}` is one of several files", hint="give the folder that holds them all")
         return [_state(path)]
-    ranks = {
-        (int(match[1] or 0), int(match[2] or 0)): entry
-        for entry in path.iterdir()
-        if (match := RANK.fullmatch(entry.name)) and (match[1] or match[2])
-    }
+    ranks, safe_ranks = _rank_files(path, ".pdparams"), _rank_files(path, ".safetensors")
     kinds = {
         WHOLE: (path / WHOLE).is_file(),
         PADDLE_INDEX: (path / PADDLE_INDEX).is_file(),
         "files of ranks": bool(ranks),
-        "safetensors": (path / SINGLE).is_file() or (path / INDEX).is_file(),
+        "safetensors files of ranks": bool(safe_ranks),
+        "safetensors": (path / SINGLE).is_file() or (path / INDEX).is_file() or bool(numbered(path)),
     }
     present = [kind for kind, found in kinds.items() if found]
     if len(present) > 1:
@@ -104,11 +125,20 @@ def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Tensors]:
         )
     if not present:
         raise _no_weights(path)
-    if ranks:
-        return open_rank_files(path, ranks, config)
+    if ranks or safe_ranks:
+        return open_rank_files(path, ranks or safe_ranks, config)
     if kinds["safetensors"]:
-        return [as_bfloat16(open_weights(path))]
+        return [as_bfloat16(open_safetensors(path))]
     return [_state(path / WHOLE) if kinds[WHOLE] else _sharded(path)]
+
+
+def _rank_files(folder: Path, suffix: str) -> dict[tuple[int, int], Path]:
+    """Files with this suffix by tensor-parallel rank and pipeline stage."""
+    return {
+        (int(match[1] or 0), int(match[2] or 0)): entry
+        for entry in folder.iterdir()
+        if (match := RANK.fullmatch(entry.name)) and (match[1] or match[2]) and entry.suffix == suffix
+    }
 
 
 def _no_weights(folder: Path) -> InputRefused:
@@ -123,9 +153,11 @@ def _no_weights(folder: Path) -> InputRefused:
 
 
 def _state(file: Path) -> Tensors:
-    """The tensors of one `.pdparams` file."""
+    """The tensors of one `.pdparams` or safetensors file."""
     if not file.is_file():
         raise MalformedInput(f"`{file.name}` is missing from `{file.parent.name}`", hint="copy the folder again")
+    if file.suffix == ".safetensors":
+        return as_bfloat16(read_header(file).tensors)
     if not is_pdparams(file):
         raise MalformedInput(
             f"`{file.name}` holds no arrays as `paddle.save` writes them", hint="copy it again from where it was saved"

@@ -30,10 +30,11 @@ ADAPTER = re.compile(r"lora_|\.modules_to_save\.|prompt_embeddings")
 def dialect_of(path: Path) -> str | None:
     """`lightning`, `nanogpt`, `torchtune`, `litgpt`, `torch` (Hugging Face's names), or None; content decides."""
     found = peek_state(path) if path.is_file() else None
-    return _dialect(found) if found else None
+    return dialect(found) if found else None
 
 
-def _dialect(found: StateFile) -> str | None:
+def dialect(found: StateFile) -> str | None:
+    """As `dialect_of`, of a state dict that is open."""
     if OTHER_TRAINERS & {str(key) for key in found.around}:
         return None
     if any(key in found.around for key in LIGHTNING_KEYS):

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.paths import is_address, path_of
+from llmconv.paths import path_of
 from llmconv.runtime.genai_guard import CONFIG, read_genai_config
-from llmconv.storage import local_path
+from llmconv.storage import is_remote, local_path
 
 WORKER = Path(__file__).with_name("worker.py")
 START = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -56,7 +56,7 @@ class Candidate:
         kind, _, rest = text.partition(":")
         if kind not in RUNTIMES or Path(text).is_dir():
             kind, rest = "onnx", text
-        folder = (local_path(rest) if is_address(rest) else Path(rest)) if rest else first
+        folder = (local_path(rest) if is_remote(rest) else Path(rest)) if rest else first
         if folder is None or not folder.is_dir():
             known = ", ".join(RUNTIMES)
             raise UsageProblem(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -46,8 +47,7 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
         ("format", found.format),
         *([("version", found.version)] if found.version else []),
         *([("shards", f"{found.shards:,}")] if found.shards > 1 else []),
-        ("model type", found.kind or str(found.config.get("model_type") or found.config.get("peft_type") or "unknown")),
-        ("architecture", architecture or "unknown"),
+        *(_adapter_rows(found.adapter) if found.adapter else _model_rows(found, architecture)),
         *([("quantization", found.quantization)] if found.quantization else []),
         ("parameters", f"{found.parameters:,}"),
         ("tensors", f"{len(found.tensors):,}"),
@@ -57,3 +57,17 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
     rows += [("other files", ", ".join(found.side_files))] if found.side_files else []
     rows += [("dropped", what) for what in found.dropped]
     return rows + [("warning", warning) for warning in found.warnings]
+
+
+def _model_rows(found: Inspection, architecture: str) -> list[tuple[str, str]]:
+    return [
+        ("model type", found.kind or str(found.config.get("model_type") or "unknown")),
+        ("architecture", architecture or "unknown"),
+    ]
+
+
+def _adapter_rows(adapter: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the config of an adapter says; what it leaves out is not shown."""
+    titles = {"peft_type": "kind", "base": "base model", "r": "rank (r)", "modules_to_save": "saved modules"}
+    shown = {name: ", ".join(value) if isinstance(value, list) else value for name, value in adapter.items()}
+    return [(titles.get(name, name), str(value)) for name, value in shown.items() if value not in (None, "")]

@@ -65,6 +65,7 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
     help="What becomes of a quantized BASE: plain weights (bfloat16 unless --dtype is given), or stored as it is, "
     "refused where too little of the update survives.",
 )
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Tokenizer file or folder to use instead of BASE's.")
 @click.option("--check", is_flag=True, help="Compare a sample of what was written with the sum in float64.")
 @click.option("--alpha", type=float, help="lora_alpha, where the adapter's config does not carry it.")
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:

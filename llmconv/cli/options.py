@@ -79,6 +79,7 @@ dtype = click.option(
 max_shard_size = click.option(
     "--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Largest safetensors file."
 )
+asked_shard_size = click.option("--max-shard-size", metavar="SIZE", help="Largest safetensors file.  [default: 5GB]")
 kept_shard_size = click.option(
     "--max-shard-size",
     default="keep",
@@ -116,6 +117,11 @@ def talk(command: Command) -> Command:
 def writes(command: Command) -> Command:
     """The options of every command that writes a folder."""
     return _with(command, max_shard_size)
+
+
+def converts(command: Command) -> Command:
+    """The options of `to-hf`, which has to know whether a size was asked for."""
+    return _with(command, asked_shard_size)
 
 
 def changes(command: Command) -> Command:

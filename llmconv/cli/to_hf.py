@@ -12,7 +12,7 @@ from llmconv.cli import options, plans
 
 @click.command(name="to-hf")
 @click.argument("source")
-@options.writes
+@options.converts
 @click.option("--from", "format", metavar="FORMAT", help="Training format [default: detected by content].")
 @click.option(
     "--config",
@@ -39,7 +39,8 @@ from llmconv.cli import options, plans
 def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Convert the training checkpoint SOURCE into the Hugging Face folder OUT.
 
-    SOURCE is a file or folder; its format is told by its content. Nothing in it is ever executed.
+    SOURCE is a file or folder; its format is told by its content. Nothing in it is ever executed. A Hugging Face
+    folder is written anew with --dtype or --max-shard-size.
 
     \b
     llmconv to-hf ep0-ba2-rank0.pt -o base          a Composer checkpoint
@@ -47,6 +48,8 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
     llmconv to-hf epoch3 -o tuned --base llama-2    what LLaMA2-Accessory trained
     llmconv to-hf llama.ckpt -o base --config run.yaml     a MindFormers checkpoint
     llmconv to-hf latest-rank0.pt -o tuned --base llama-2    a LoRA run that holds the adapter alone
+    llmconv to-hf saved -o model --config config.json      what accelerate's save_state or save_model wrote
+    llmconv to-hf model -o half --dtype bfloat16           a Hugging Face folder in another element type
     """
     from llmconv.convert.to_hf import to_hf
 

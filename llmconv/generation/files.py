@@ -6,9 +6,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from llmconv.errors import InputRefused, UsageProblem
-from llmconv.paths import is_address, path_of
-from llmconv.storage import HUB_ID, local_path
+from llmconv.checkpoint import INDEX, SINGLE
+from llmconv.errors import UsageProblem
+from llmconv.hub import cached
+from llmconv.paths import path_of
+from llmconv.refusals import refused_model
+from llmconv.storage import is_hub_id, local_path
+from llmconv.tasks import require_causal_folder
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,13 @@ class ModelFiles:
         if isinstance(model, tuple | list):
             return cls._of_graphs(list(model))
         path = path_of(model, "model")
-        if is_address(model):
-            path = local_path(model)
+        if is_hub_id(model):
+            kept = cached(str(model))
+            path = kept if kept and (kept / "config.json").is_file() else local_path(model)
         elif not path.exists():
-            path = cached(str(model)) or local_path(model)
+            path = local_path(model)
         if path.is_dir():
+            _require_runnable(path)
             return cls(path)
         return cls._of_graphs([path])
 
@@ -66,32 +72,12 @@ class ModelFiles:
             )
         for path in graphs:
             if path.suffix != ".onnx" or not path.is_file():
-                raise InputRefused(f"`{path}` is not a graph", hint=_way_out(path))
+                raise refused_model(path)
         return cls(graphs[0].parent, *graphs)
 
 
-CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".pdparams", ".distcp")
-
-
-def _way_out(path: Path) -> str:
-    """From a file that is not a graph to one that is."""
-    packed = path.suffix in (".gz", ".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar")
-    if path.suffix in CHECKPOINTS or (packed and Path(path.stem).suffix in CHECKPOINTS):
-        return f"convert it first: `llmconv to-hf {path} -o OUT`, then `llmconv export OUT`"
-    if path.suffix == ".safetensors" and (path.parent / "config.json").is_file():
-        return f"give the folder that it lies in: `{path.parent}`"
-    return "give a model folder, or the path of an .onnx file"
-
-
-def cached(name: str) -> Path | None:
-    """The folder of a hub name (`org/name[@revision]`) in the hub's cache; None where it is not there."""
-    if not HUB_ID.fullmatch(name) and not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-        return None
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - 0.3 s that a local path does not pay
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
-
-    repository, _, revision = name.partition("@")
-    try:
-        return Path(snapshot_download(repository, revision=revision or None, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
+def _require_runnable(folder: Path) -> None:
+    """Refuses a folder that has neither graphs nor a model, and one of a model that does not continue texts."""
+    require_causal_folder(folder)
+    if not any(folder.glob("*.onnx")) and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        raise refused_model(folder)

@@ -27,11 +27,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from llmconv.checkpoint import read_json
+from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.errors import InputRefused, LlmconvError, first_line, is_out_of_memory
+from llmconv.refusals import refused_model
 from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.own_code import blaming, own_classes, runs_own_code
 from llmconv.runtime.runner import Cache, Step
+from llmconv.tasks import require_causal
 from llmconv.tensors import Array
 
 CONTINUES = "mamba2_chunk_scan"
@@ -81,6 +83,9 @@ class EagerRunner:
         logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
         load = "float32" if dtype == "float64" else dtype
         fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        require_causal(fields, folder)
+        if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+            raise refused_model(folder)
         self._code = code if runs_own_code(fields, code is not None) else None
         try:
             with blaming(self._code):

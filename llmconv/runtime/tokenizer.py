@@ -11,9 +11,13 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, LlmconvError, first_line
+from llmconv.pointers import refuse_git_lfs
 from llmconv.runtime.own_code import TRUST, blaming, own_tokenizer, tokenizer_reference
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
+
+HEAD = 64
+"""Bytes by which a pointer of Git LFS is told."""
 
 PLAIN = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 """Classes that are tokenizer.json and nothing else. `AutoTokenizer`, which would choose them, imports torch."""
@@ -33,6 +37,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
             f"`{folder}` has no tokenizer",
             hint="convert with `llmconv to-hf … --tokenizer PATH`, or copy tokenizer.json",
         )
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            with open(folder / name, "rb") as file:
+                refuse_git_lfs(file.read(HEAD), name)
     own = own_tokenizer(folder, trust_remote_code)
     try:
         with blaming(folder if own else None):

@@ -18,6 +18,7 @@ from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.runtime.eager import EagerRunner, forget_lengths
 from llmconv.runtime.eager_cache import EagerCache, to_numpy
 from llmconv.runtime.runner import Cache, Step
+from llmconv.storage import local_path
 from llmconv.tensors import Array
 
 
@@ -100,9 +101,10 @@ class TorchRunner(EagerRunner):
 
 def _with_adapter(model: Any, adapter: Path) -> Any:
     """The model with an adapter of PEFT around its layers."""
+    adapter = local_path(adapter)
     if not (adapter / ADAPTER_CONFIG).is_file() or not (adapter / ADAPTER_WEIGHTS).is_file():
         raise InputRefused(
-            f"`{adapter}` holds no adapter of PEFT", hint=f"it needs {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
+            f"`{adapter}` is not an adapter of PEFT", hint=f"it needs {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
         )
     try:
         peft = importlib.import_module("peft")

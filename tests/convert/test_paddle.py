@@ -124,6 +124,84 @@ def test_any_grid_of_ranks_gives_the_same_tensors(
     assert contents(open_training(save(folder / "grid", files, protocol, **changes))) == contents(open_training(one))
 
 
+def safe(folder: Path, files: dict[str, Model], **changes: Any) -> Path:
+    """`files` as PaddleNLP's safetensors: numpy's metadata, no index."""
+    save(folder, {}, **changes)
+    for name, model in files.items():
+        save_file(model, folder / name, metadata={"format": "np"})
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (4, 1), (1, 2), (2, 2)])
+def test_safetensors_per_rank_give_the_tensors_of_the_whole_model(tmp_path: Path, ranks: int, stages: int) -> None:
+    model, changes = whole_model(4), {"num_key_value_heads": 4, "tensor_parallel_degree": ranks}
+    files: dict[str, Model] = {}
+    for rank in range(ranks):
+        part = cut(model, ranks, rank, 4)
+        late = {name for name in part if "layers.1" in name or name in ("llama.norm.weight", "lm_head.weight")}
+        for stage in range(stages):
+            names = part if stages == 1 else late if stage else set(part) - late
+            marks = [f"tp{rank:02}"] * (ranks > 1) + [f"pp{stage:02}"] * (stages > 1)
+            files[f"model.{'_'.join(marks)}.safetensors"] = {name: part[name] for name in names}
+    folder = safe(tmp_path / "ranks", files, **changes)
+    assert [name for name, found in formats().items() if found.detect(folder)] == ["paddle"]
+    whole = open_training(save_whole(tmp_path / "whole", model, num_key_value_heads=4))
+    assert contents(open_training(folder)) == contents(whole)
+    assert inspect(folder).shards == ranks * stages
+
+
+def test_the_genuine_ranks_as_safetensors_give_the_upstreams_logits(
+    tmp_path: Path, logits_of: Callable[..., Any]
+) -> None:
+    genuine = FIXTURES / "tp2_llama" / "sharded"
+    shutil.copytree(genuine, tmp_path / "x", ignore=shutil.ignore_patterns("*.pdparams"))
+    for file in genuine.glob("*.pdparams"):
+        state = pickle.loads(file.read_bytes())
+        state.pop("StructuredToParameterName@@", None)
+        name = file.name.replace("model_state", "model").replace("pdparams", "safetensors")
+        arrays = {key: np.ascontiguousarray(array) for key, array in state.items()}
+        save_file(arrays, tmp_path / "x" / name, metadata={"format": "np"})
+    assert contents(open_training(tmp_path / "x")) == contents(open_training(genuine))
+    to_hf(tmp_path / "x", tmp_path / "hf")
+    with np.load(FIXTURES / "tp2_llama" / "reference.npz") as reference:
+        logits = logits_of(tmp_path / "hf", reference["input_ids"])
+        assert np.abs(logits - reference["logits"]).max() < 1e-5 * np.abs(reference["logits"]).max()
+
+
+def test_bfloat16_of_safetensors_ranks_is_kept(tmp_path: Path) -> None:
+    model = {name: (array.view("u4") >> 16).astype("u2") for name, array in whole_model().items()}
+    files = {f"model.tp{rank:02}.safetensors": cut(model, 2, rank, 2) for rank in range(2)}
+    opened = open_training(safe(tmp_path / "x", files, tensor_parallel_degree=2))
+    assert {tensor.dtype.name for tensor in opened.values()} == {"bfloat16"}
+    assert opened["model.norm.weight"].read().tobytes() == model["llama.norm.weight"].tobytes()
+
+
+def test_a_missing_rank_of_safetensors_is_told(tmp_path: Path) -> None:
+    files = {"model.tp00.safetensors": cut(whole_model(), 2, 0, 2)}
+    with pytest.raises(InputRefused, match="lacks the files of 1 of 2 ranks"):
+        open_training(safe(tmp_path / "x", files, tensor_parallel_degree=2))
+
+
+def test_ranks_of_both_kinds_are_refused(tmp_path: Path) -> None:
+    files = {f"model.tp{rank:02}.safetensors": cut(whole_model(), 2, rank, 2) for rank in range(2)}
+    folder = safe(tmp_path / "x", files, tensor_parallel_degree=2)
+    shutil.copy(FIXTURES / "llama_gqa_fp32" / "model_state.pdparams", folder / "model_state.tp00.pdparams")
+    with pytest.raises(InputRefused, match="files of ranks, safetensors files of ranks"):
+        open_training(folder)
+
+
+def test_shards_of_paddles_safetensors_need_no_index(tmp_path: Path) -> None:
+    model, names = whole_model(), sorted(whole_model())
+    files = {f"model-0000{n + 1}-of-00002.safetensors": {k: model[k] for k in names[n::2]} for n in range(2)}
+    folder = safe(tmp_path / "x", files)
+    assert contents(open_training(folder)) == contents(open_training(save_whole(tmp_path / "one", model)))
+
+
+def test_one_file_of_paddles_safetensors_takes_the_config_beside_it(tmp_path: Path) -> None:
+    folder = safe(tmp_path / "x", {"model.safetensors": whole_model()})
+    assert contents(open_training(folder / "model.safetensors")) == contents(open_training(folder))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fused_projections_give_the_same_tensors(tmp_path: Path, ranks: int) -> None:
     model = whole_model()

@@ -167,12 +167,12 @@ UNCLAIMED: dict[str, tuple[Any, str]] = {
     ),
     "an adapter": (lambda path: make_folder(path, "adapter_config.json"), "is an adapter"),
     "a model folder": (lambda path: make_folder(path, "config.json", "model.safetensors"), "already is a Hugging Face"),
-    "an empty folder": (make_folder, "of no training format"),
+    "an empty folder": (make_folder, "is an empty folder"),
     "a folder of packed checkpoints": (
         lambda path: make_folder(path, "a.pt.zst", "b.tar.gz", "c"),
-        "with 2 checkpoint",
+        "contains 2 checkpoint files",
     ),
-    "a folder of checkpoints": (make_checkpoints, "a folder with 2 checkpoint file(s)"),
+    "a folder of checkpoints": (make_checkpoints, "contains 2 checkpoint files"),
     "nothing": (lambda path: path, "does not exist"),
 }
 

@@ -1,0 +1,108 @@
+"""Safetensors in Hugging Face's names, of any trainer: one file, or shards with or without an index, and a config.
+
+Layout: `convert/torch_state/safetensors_files.py`; it is what accelerate's `save_model` and `save_state` write.
+`config.json` lies next to the weights, or comes with `--config`. A folder that already is a Hugging Face model is not
+claimed, unless the names of its tensors still have a trainer's wrapper in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.beside import left_beside
+from llmconv.convert.blueprint.names import EMBEDDINGS, HEADS, model_names
+from llmconv.convert.deltas import DELTA_FILE
+from llmconv.convert.formats import Format
+from llmconv.convert.paddle.shards import names_paddle
+from llmconv.convert.state_dict import WRAPPERS
+from llmconv.convert.torch_state.dialects import ADAPTER, dialect
+from llmconv.convert.torch_state.files import StateFile
+from llmconv.convert.torch_state.safetensors_files import (
+    SUFFIX,
+    header_of,
+    is_model_folder,
+    is_shard,
+    one_checkpoint,
+    open_state,
+    peek_state,
+)
+from llmconv.convert.torch_state.whole import assemble, stored_config
+from llmconv.errors import InputRefused
+from llmconv.tensors import LazyTensor
+
+
+def _detect(path: Path) -> bool:
+    if path.is_dir():
+        if (path / DELTA_FILE).is_file() or not one_checkpoint(path):
+            return False
+    elif path.suffix != SUFFIX:
+        return False
+    found = None if names_paddle(path) else peek_state(path)
+    if found is None or not _in_hugging_face_names(found):
+        return False
+    return not (path.is_dir() and is_model_folder(path)) or all(map(WRAPPERS.match, found.state))
+
+
+def _in_hugging_face_names(found: StateFile) -> bool:
+    """Names of transformers' models; of a tied model saved once under the name of the head, that is the sign."""
+    if _is_mindspores(found.path):
+        return False
+    if dialect(found) == "torch":
+        return True
+    if all(ADAPTER.search(name) for name in found.state):
+        return False
+    layers = any(".layers." in name or ".h." in name for name in found.state)
+    return (layers and any(name.endswith(HEADS) for name in found.state)) or (layers and is_shard(found.path))
+
+
+def _is_mindspores(path: Path) -> bool:
+    files = [path] if path.is_file() else one_checkpoint(path)
+    return any(header_of(file).metadata.get("format") == "ms" for file in files[:1])
+
+
+def _read(path: Path, config: Mapping[str, Any]) -> StateFile:
+    if path.is_file() and is_shard(path):
+        raise InputRefused(f"`{path.name}` is one shard of several", hint=f"give their folder: `{path.parent}`")
+    found = open_state(path)
+    return replace(found, state=_with_embedding(found.state, {**stored_config(path), **config}))
+
+
+def _with_embedding(state: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict with the embedding of a tied model that was saved once, under the name of its head."""
+    names = model_names(str(config.get("model_type")))
+    head = next((name for name in state if names.head and name.endswith(names.head)), None)
+    if head is None or any(name.endswith(EMBEDDINGS) for name in state):
+        return state
+    ties = config.get("tie_word_embeddings", names.tied)
+    return {head.removesuffix(names.head) + names.embedding: state[head], **state} if ties else state
+
+
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    if path.is_file() and not config and tokenizer is None and is_model_folder(path.parent):
+        raise InputRefused(
+            f"`{path.name}` belongs to the Hugging Face folder `{path.parent}`",
+            hint=f"give the folder: `{path.parent}`",
+        )
+    opened = assemble(_read(path, config), FORMAT.name, config, tokenizer)
+    return replace(opened, dropped=(*left_beside(path), *opened.dropped))
+
+
+def _peek(path: Path) -> Mapping[str, LazyTensor]:
+    return open_state(path).tensors()
+
+
+FORMAT = Format(
+    name="safetensors",
+    title="Safetensors in Hugging Face's names: one file, or a folder of shards, as accelerate writes them",
+    detect=_detect,
+    open=_open,
+    covers="any causal language model of transformers; accelerate's `save_model` and `save_state`, merged FSDP "
+    "weights; shards with or without an index; shared tensors that are stored once; `--drop` leaves out what is not "
+    "part of the model",
+    options=("drop",),
+    peek=_peek,
+)
