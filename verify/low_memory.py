@@ -25,6 +25,7 @@ import numpy as np
 
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.runtime.eager import EagerRunner
+from llmconv.runtime.factors import Factors
 from llmconv.runtime.foreseen import Drawer, Foreseen, KnownCache, Line
 from llmconv.runtime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.lockstep import HINT
@@ -38,7 +39,7 @@ from llmconv.verify.compare import Truth
 from llmconv.verify.scenarios import Scenario, scenarios
 from llmconv.verify.truth import Eager
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
-from llmconv.verify.twin import Change, scaled_copy
+from llmconv.verify.twin import Change
 
 Planned = Sequence[tuple[Scenario, Sequence[Chain]]]
 
@@ -52,14 +53,22 @@ class StreamedEager(Eager):
         code: as for `Eager`.
         suite: whose scenarios are asked for.
         only: names of scenarios, where not all of them are asked for.
+        factors: scale the weights.
     """
 
     def __init__(
-        self, folder: Path, dtype: str, *, code: Path | None = None, suite: str = "quick", only: Sequence[str] = ()
+        self,
+        folder: Path,
+        dtype: str,
+        *,
+        code: Path | None = None,
+        suite: str = "quick",
+        only: Sequence[str] = (),
+        factors: Factors | None = None,
     ) -> None:
         self._drawer = Drawer()
         self._foreseen: list[Foreseen] = []
-        super().__init__(folder, dtype, code=code)
+        super().__init__(folder, dtype, code=code, factors=factors)
         self._suite = suite
         chains = [chain for _, chains in scenarios(suite, self.facts(), only) for chain in chains]
         one = np.zeros((1, 1), dtype=np.int64)
@@ -68,7 +77,7 @@ class StreamedEager(Eager):
             foreseen.foresee([(None, chain) for chain in chains])
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
-        model = StreamedRunner(self.folder, dtype, code=self._code)
+        model = StreamedRunner(self.folder, dtype, code=self._code, factors=self._factors)
         self._foreseen.append(Foreseen(dtype, model.run_all, self._drawer))
         return model, self._foreseen[-1]
 
@@ -77,7 +86,7 @@ class StreamedEager(Eager):
         return replace(super().facts(), edits=False, greedy=None)
 
     def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
-        """As they are: a call that was not foreseen would read all weights again, which a twin no longer has."""
+        """As they are: a call that was not foreseen would read all weights again."""
         return truths
 
     def behind(self, entry: PrefixEntry, start: object) -> Eager:
@@ -90,8 +99,9 @@ class StreamedEager(Eager):
 
     def twin(self, change: Change) -> Eager:
         """The same model with scaled weights, already run."""
-        with scaled_copy(self.folder, (), change) as copy:
-            return StreamedEager(copy, self.dtype, code=self._code, suite=self._suite, only=TWIN_SCENARIOS)
+        return StreamedEager(
+            self.folder, self.dtype, code=self._code, suite=self._suite, only=TWIN_SCENARIOS, factors=change.of
+        )
 
 
 def open_in_pieces(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:

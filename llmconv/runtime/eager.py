@@ -11,8 +11,9 @@ import copy
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -30,8 +32,10 @@ from transformers.utils import logging as transformers_logging
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, first_line
 from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_numpy
+from llmconv.runtime.factors import Factors
 from llmconv.runtime.own_code import blaming, own_classes, runs_own_code
 from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.streamed_weights import stored_tensors
 from llmconv.tensors import Array
 
 CONTINUES = "mamba2_chunk_scan"
@@ -68,6 +72,7 @@ class EagerRunner:
         folder: a Hugging Face folder with safetensors weights; nothing in it is executed.
         code: a folder that is trusted: the model's own code there builds it, if it has any.
         dtype: `float64` (computed wholly in float64 from the float32 buffers), `float32`, `float16` or `bfloat16`.
+        factors: scale the weights as they are read.
 
     Raises:
         InputRefused: transformers cannot load the folder.
@@ -75,13 +80,27 @@ class EagerRunner:
 
     attention: str | None = "eager"
 
-    def __init__(self, folder: Path, dtype: str = "float32", *, code: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, dtype: str = "float32", *, code: Path | None = None, factors: Factors | None = None
+    ) -> None:
         transformers_logging.disable_progress_bar()
         # It tells that compiled scans are missing, which would be no reference.
         logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
-        load = "float32" if dtype == "float64" else dtype
         fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
         self._code = code if runs_own_code(fields, code is not None) else None
+        self._factors, self.dtype = factors, dtype
+        self._loading = partial(self._loaded, folder, fields)
+        self.model = model = self._loading()
+        arguments = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in arguments
+        self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
+        self._continues = hasattr(sys.modules[type(model).__module__], CONTINUES)
+        self._fixed: dict[str, Any] = {}  # arguments of every call
+        self._is_small = model.num_parameters() <= SMALL_MODEL
+
+    def _loaded(self, folder: Path, fields: dict[str, Any]) -> Any:
+        """The model, ready to run."""
+        load = "float32" if self.dtype == "float64" else self.dtype
         try:
             with blaming(self._code):
                 model = self._load(folder, fields, getattr(torch, load, load))
@@ -92,17 +111,29 @@ class EagerRunner:
             ) from error
         if self.attention == "eager" and model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the fused ones know no float64
-        self.model = (model.double() if dtype == "float64" else model).eval()
-        self.dtype = dtype
-        arguments = inspect.signature(self.model.forward).parameters
-        self.takes_positions = "position_ids" in arguments
-        self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
-        self._continues = hasattr(sys.modules[type(self.model).__module__], CONTINUES)
-        self._fixed: dict[str, Any] = {}  # arguments of every call
-        self._is_small = model.num_parameters() <= SMALL_MODEL
+        return (model.double() if self.dtype == "float64" else model).eval()
+
+    @property
+    def model(self) -> Any:
+        """transformers' model; one that was released is loaded again."""
+        if self._model is None:
+            self._model = self._loading()
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = model
+
+    def release(self) -> None:
+        """Drops the model until it is asked for again; a small one stays."""
+        if not self._is_small:
+            self._model = None
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         """The model of a folder whose `config.json` says `fields`."""
+        if self._factors:
+            load = getattr(torch, str(dtype).removeprefix("torch."))
+            return self._built(folder, fields, dtype, stored_tensors(folder, load, self._factors))
         source = own_classes(self._code, fields)[1] if self._code else _class_of(folder)
         return source.from_pretrained(
             folder,
@@ -111,6 +142,24 @@ class EagerRunner:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+        )
+
+    def _built(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str, tensors: Mapping[str, Any]) -> Any:
+        """The model of a folder's config and of tensors by the names of its files."""
+        if self._code:
+            config_class, source = own_classes(self._code, fields)
+            config = config_class.from_pretrained(folder)
+        else:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+            source = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
+        return source.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            attn_implementation=self.attention,
+            local_files_only=True,
         )
 
     @property

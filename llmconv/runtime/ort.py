@@ -90,7 +90,7 @@ class OrtGraph:
         self._table = None  # what turns tokens into the input of a graph that takes none itself
         if INPUTS_EMBEDS in self.inputs:
             beside = beside_another(settings)
-            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), beside.options(), beside.providers())
+            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), beside)
         self._buffered = None
         if self.sizes:
             self._buffered = BufferedSession(
@@ -99,7 +99,7 @@ class OrtGraph:
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
         """What declares inputs and outputs, and runs."""
-        return SessionChain(paths, settings.options(), settings.providers(), settings.prepack)
+        return SessionChain(paths, settings.options(), settings.providers(), settings.prepack, settings.change)
 
     def embed(self, input_ids: Array) -> dict[str, Array]:
         """`input_ids`, or `inputs_embeds` where the graph takes those."""

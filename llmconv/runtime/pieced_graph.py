@@ -23,6 +23,7 @@ from llmconv.runtime.ort import LENGTH_AXIS, TENSOR_DTYPES, OrtCache, OrtGraph, 
 from llmconv.runtime.pieces import TYPES, Piece, cut
 from llmconv.runtime.planned import PlannedCall
 from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.session_settings import Change
 from llmconv.tensors import Array
 
 PIECE = 1 << 30
@@ -54,10 +55,13 @@ class Declared:
 
     Args:
         paths: of the graph, or of its stages in order.
+        change: see `SessionSettings`.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], change: Change | None = None) -> None:
         self.models = [load_guarded(path) for path in paths]
+        for path, model in zip(paths, self.models, strict=True) if change else ():
+            change(path, model)
         self.op_types = {node.op_type for model in self.models for node in nodes(model)}
 
     @property
@@ -116,7 +120,7 @@ class PiecedGraph(OrtGraph):
         self._present_of = {past_of(name): name for name in self.present_names}
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
-        return Declared(paths)
+        return Declared(paths, settings.change)
 
     def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """As `OrtGraph.run`; what was foreseen is there."""

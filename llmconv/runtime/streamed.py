@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.runtime.eager import EagerRunner, one_thread
 from llmconv.runtime.eager_cache import EagerCache, keeps_states, to_numpy
+from llmconv.runtime.factors import Factors
 from llmconv.runtime.lazy_matrices import LazyMatrices, product_by_rows
 from llmconv.runtime.lockstep import HINT, Arrival, Lockstep
-from llmconv.runtime.own_code import own_classes
 from llmconv.runtime.planned import PlannedCall
 from llmconv.runtime.runner import Cache, Step
 from llmconv.runtime.streamed_weights import HollowTensor, StoredTensor, StreamedWeights, stored_tensors
@@ -42,6 +42,7 @@ class StreamedRunner(EagerRunner):
     """`EagerRunner`, layer by layer.
 
     Args:
+        factors: scale the weights as they are read.
         resident: elements of an embedding or a head above which it is read by rows.
 
     Raises:
@@ -50,10 +51,16 @@ class StreamedRunner(EagerRunner):
     """
 
     def __init__(
-        self, folder: Path, dtype: str = "float32", *, code: Path | None = None, resident: int = RESIDENT
+        self,
+        folder: Path,
+        dtype: str = "float32",
+        *,
+        code: Path | None = None,
+        factors: Factors | None = None,
+        resident: int = RESIDENT,
     ) -> None:
         load = torch.float32 if dtype == "float64" else getattr(torch, dtype)
-        self._stored = stored_tensors(folder, load)
+        self._stored = stored_tensors(folder, load, factors)
         super().__init__(folder, dtype, code=code)
         self._weights = StreamedWeights(self.model, self._stored, load)
         self._layers = _layers(self.model)
@@ -70,17 +77,11 @@ class StreamedRunner(EagerRunner):
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         """The model on the meta device, with all but its weights."""
-        if self._code:
-            config_class, source = own_classes(self._code, fields)
-            config = config_class.from_pretrained(folder)
-        else:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-            source = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
         hollow = {name: HollowTensor(tensor.shape) for name, tensor in self._stored.items()}
-        return source.from_pretrained(
-            None, config=config, state_dict=hollow, dtype=dtype, attn_implementation="eager", local_files_only=True
-        )
+        return self._built(folder, fields, dtype, hollow)
+
+    def release(self) -> None:
+        """It is never all there."""
 
     def _large_matrices(self, resident: int) -> tuple[dict[int, torch.Tensor], dict[int, StoredTensor]]:
         """Embeddings and heads outside of layers that are read by rows: parameter and content by the parameter's id."""

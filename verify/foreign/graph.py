@@ -83,7 +83,7 @@ class ForeignGraph:
     ) -> None:
         self.name, self.path, self.binding, self._eager = name or path.name, path, binding, eager
         self.limits = Limits.of(model, binding)
-        self._session = SessionChain([path], settings.options())
+        self._session = SessionChain([path], settings.options(), change=settings.change)
         declared, given = self._session.get_inputs(), self._session.get_outputs()
         self.shapes = {port.name: port.shape for port in [*declared, *given]}
         self._dtypes = {port.name: _dtype(self.name, port.name, port.type) for port in [*declared, *given]}
