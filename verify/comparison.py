@@ -24,7 +24,7 @@ from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import Scenario, chosen, scenarios
 from llmconv.verify.structure import check_structure, name_problems
 from llmconv.verify.truth import Eager, Truths
-from llmconv.verify.twin import CHANGES, Change, scaled_settings, why_no_twin
+from llmconv.verify.twin import CHANGES, Change, changes, scaled_settings, unreached_checks, why_no_twin
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
 
 OTHER_SETTINGS = (("disable", 1), ("basic", 2), ("extended", 1))
@@ -94,12 +94,13 @@ class Comparison:
             return
         reason = why_no_twin(self.folder, self.eager.folder, [self.models[entry.name] for entry in entries])
         layers = len(self.eager.cache_shapes()) // 2
-        for change in CHANGES:
-            if reason:
-                names = [(change.scenario(row).name, entry.name) for row in rows for entry in entries]
-                self.add([Check(*name, "logits", verdict="skip", detail=reason) for name in names])
-            else:
-                self._compare_twin(change, entries, layers)
+        if reason:
+            names = [(change.scenario(row).name, entry.name) for change in CHANGES for row in rows for entry in entries]
+            self.add([Check(*name, "logits", verdict="skip", detail=reason) for name in names])
+            return
+        for change in changes(self.eager):
+            self._compare_twin(change, entries, layers)
+        self.add(unreached_checks(self.eager, [entry.name for entry in entries]))
 
     def _compare_twin(self, change: Change, entries: list[GraphEntry], layers: int) -> None:
         """Graphs on weights of which some are scaled, and the eager model on the same; one graph at a time."""

@@ -97,7 +97,7 @@ class StreamedEager(Eager):
         """
         raise UnsupportedInput("a graph with a prefix cannot be verified layer by layer", hint=HINT)
 
-    def twin(self, change: Change) -> Eager:
+    def _twin(self, change: Change) -> Eager:
         """The same model with scaled weights, already run."""
         return StreamedEager(
             self.folder, self.dtype, code=self._code, suite=self._suite, only=TWIN_SCENARIOS, factors=change.of

@@ -15,6 +15,7 @@ from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.eager import EagerRunner
 from llmconv.runtime.factors import Factors
 from llmconv.runtime.graph_entry import PrefixEntry
+from llmconv.runtime.reach import Place, Reach
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.calls import GARBAGE, GARBAGE_AFTER_FLOAT16, GARBAGE_IN_FLOAT16, Call, Chain, Edit, Facts
@@ -53,6 +54,7 @@ class Eager:
         self._kept: dict[str, Truths] | None = {} if keep else None
         self._twins: dict[str, Eager] = {}
         self._steps: dict[tuple[str, int, float], list[Step]] = {}
+        self._reaches: list[Reach] = []
         self._model, self._exact = self._open("float64")
         self._rounded_model, self._rounded = self._open(dtype)
         self._floor = NoiseFloor(dtype)
@@ -153,14 +155,30 @@ class Eager:
 
     def twin(self, change: Change) -> Eager:
         """The same model with scaled weights; meanwhile a large one leaves memory, until it is used again."""
-        if self._kept is None:
-            self._model.release()
-            self._rounded_model.release()
-            return Eager(self.folder, self.dtype, code=self._code, factors=change.of)
-        if change.name not in self._twins:
-            twin = Eager(self.folder, self.dtype, keep=True, code=self._code, factors=change.of)
+        if change.name in self._twins:
+            return self._twins[change.name]
+        self._model.release()
+        self._rounded_model.release()
+        twin = self._twin(change)
+        self._reaches.append(twin._model.reach)
+        if self._kept is not None:
             self._twins = {**self._twins, change.name: twin}
-        return self._twins[change.name]
+        return twin
+
+    def _twin(self, change: Change) -> Eager:
+        return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.of)
+
+    def own_shares(self) -> dict[Place, float]:
+        """By limit, the largest share of it that the model reached so far; see `Reach`."""
+        return dict(self._model.reach.shares)
+
+    def shares(self) -> dict[Place, float]:
+        """The same of the model and its twins."""
+        found = self.own_shares()
+        for reach in self._reaches:
+            for place, share in reach.shares.items():
+                found[place] = max(share, found.get(place, 0.0))
+        return found
 
     def truths(self, scenario: Scenario, chains: list[Chain]) -> Truths:
         """Every output of every call."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, log2
 from pathlib import Path
+from typing import Protocol
 
 import onnx
 
@@ -20,8 +22,10 @@ from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import InputRefused
 from llmconv.runtime.guard import external_fields
 from llmconv.runtime.ort import SessionSettings
+from llmconv.runtime.reach import Place
 from llmconv.safetensors_io import FileTensor
 from llmconv.tensors import LazyTensor
+from llmconv.verify.report import Check
 from llmconv.verify.scaling import scale
 from llmconv.verify.scenarios import Scenario
 from llmconv.verify.weights import reference_name
@@ -57,13 +61,69 @@ CHANGES = (
     Change("louder weights", INPUTS, 4.0, "softcap dropped, activation in another form"),
     Change("fainter weights", "", 1 / 32, "a norm's epsilon of another value or in another place"),
 )
+REACHED = 1.5
+"""The share of a limit that a twin aims at."""
 SCENARIOS = ("prefill, 7 tokens", "batch of 3")
 """What is run on twins."""
 
 
+LOUDEST = f"{INPUTS}|v_proj|w1|w3|Wqkv|lm_head|embed_out"
+MOST = 4096.0
+TRIES = 2
+"""Twins at most that are made for the limits that a model has and no other twin reaches."""
+
+
+def loudest(factor: float) -> Change:
+    """A twin whose weights are so large that its activations reach the limits that the model sets them."""
+    return Change(f"weights x {factor:g}", LOUDEST, factor, "a Clip or a softcap dropped that no activation reaches")
+
+
 def change_of(scenario: str) -> Change | None:
     """The change that a scenario's name ends with."""
-    return next((change for change in CHANGES if scenario.endswith(f", {change.name}")), None)
+    known = next((change for change in CHANGES if scenario.endswith(f", {change.name}")), None)
+    found = re.search(r", weights x (\d+)$", scenario)
+    return loudest(float(found.group(1))) if found else known
+
+
+def changes(eager: Reaching) -> Iterator[Change]:
+    """The changes that a model is verified with; the later ones depend on what its twins before them reached."""
+    yield from CHANGES
+    largest = 0.0
+    for _ in range(TRIES):
+        own = eager.own_shares()
+        low = [max(own.get(place, 0.0), 1 / MOST) for place in unreached(eager) if not place.is_floor]
+        factor = 2.0 ** ceil(log2(REACHED / min(low))) if low else 0.0
+        factor = min(max(factor, 8.0, 8 * largest), MOST)
+        if not low or factor <= largest:
+            return
+        largest = factor
+        yield loudest(factor)
+
+
+def unreached(eager: Reaching) -> list[Place]:
+    """The limits of a model that neither it nor one of its twins has reached."""
+    return sorted(place for place, share in eager.shares().items() if 0 < share < 1)
+
+
+def unreached_checks(eager: Reaching, graphs: Iterable[str]) -> list[Check]:
+    """One check per graph where some limit was never reached: without it the graph would have computed the same."""
+    places = unreached(eager)
+    if not places:
+        return []
+    first = places[0]
+    told = f"{len(places)} limits of the model are reached by no run, first {first.kind} {first.limit:g}"
+    detail = f"{told} in {first.scope or 'the model'}"
+    return [Check("limits of the model", graph, "", verdict="skip", detail=detail) for graph in graphs]
+
+
+class Reaching(Protocol):
+    """A model that knows how near it came to its own limits."""
+
+    def own_shares(self) -> Mapping[Place, float]:
+        """By limit, the largest share of it that the model itself reached."""
+
+    def shares(self) -> Mapping[Place, float]:
+        """The same of the model and its twins."""
 
 
 def why_no_twin(folder: Path, reference: Path, models: Sequence[onnx.ModelProto]) -> str:

@@ -34,6 +34,7 @@ from llmconv.errors import InputRefused, first_line
 from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.factors import Factors
 from llmconv.runtime.own_code import blaming, own_classes, runs_own_code
+from llmconv.runtime.reach import Reach
 from llmconv.runtime.runner import Cache, Step
 from llmconv.runtime.streamed_weights import stored_tensors
 from llmconv.tensors import Array
@@ -51,7 +52,14 @@ class KeepDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Turns casts to a lower float into casts to float64.
 
     `model.double()` alone is no float64 computation: norms, rotary tables and softmax cast to float32 inside.
+
+    Args:
+        reach: sees every operator.
     """
+
+    def __init__(self, reach: Reach) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reach = reach
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -59,6 +67,7 @@ class KeepDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if kwargs.get("dtype") in LOW_FLOATS:
             kwargs = {**kwargs, "dtype": torch.float64}
+        self._reach.see(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -67,6 +76,7 @@ class EagerRunner:
 
     Attributes:
         attention: transformers' name of the implementation; None for its own choice.
+        reach: how near the model came to its own limits, in float64.
 
     Args:
         folder: a Hugging Face folder with safetensors weights; nothing in it is executed.
@@ -88,7 +98,7 @@ class EagerRunner:
         logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
         fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
         self._code = code if runs_own_code(fields, code is not None) else None
-        self._factors, self.dtype = factors, dtype
+        self._factors, self.dtype, self.reach = factors, dtype, Reach()
         self._loading = partial(self._loaded, folder, fields)
         self.model = model = self._loading()
         arguments = inspect.signature(model.forward).parameters
@@ -111,6 +121,9 @@ class EagerRunner:
             ) from error
         if self.attention == "eager" and model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the fused ones know no float64
+        if self.dtype == "float64":
+            for name, layer in layers_of(model).items():
+                layer.register_forward_pre_hook(lambda *_, name=name: self.reach.begin(name))
         return (model.double() if self.dtype == "float64" else model).eval()
 
     @property
@@ -234,13 +247,14 @@ class EagerRunner:
         tensors = {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         with one_thread() if self._is_small else nullcontext(), self._computing():
             cached = {self._cache_name: cache, "use_cache": True}
+            self.reach.begin()
             logits: torch.Tensor = self.model(**tensors, **cached, **self._fixed).logits
         return logits
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """What holds while the model runs."""
-        exact: Any = KeepDouble() if self.dtype == "float64" else nullcontext()  # type: ignore[no-untyped-call]
+        exact: Any = KeepDouble(self.reach) if self.dtype == "float64" else nullcontext()
         with torch.no_grad(), exact, blaming(self._code):
             yield
 
@@ -260,6 +274,15 @@ def forget_lengths(model: Any) -> None:
                 prefix = f"{layer_type}_" if layer_type else ""
                 setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))
                 setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
+def layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The elements of lists of modules, but for lists inside such elements."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in found):
+            found |= {f"{name}.{index}": layer for index, layer in module.named_children()}
+    return found
 
 
 @contextmanager

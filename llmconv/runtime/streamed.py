@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
-from llmconv.runtime.eager import EagerRunner, one_thread
+from llmconv.runtime.eager import EagerRunner, layers_of, one_thread
 from llmconv.runtime.eager_cache import EagerCache, keeps_states, to_numpy
 from llmconv.runtime.factors import Factors
 from llmconv.runtime.lazy_matrices import LazyMatrices, product_by_rows
@@ -63,7 +63,7 @@ class StreamedRunner(EagerRunner):
         self._stored = stored_tensors(folder, load, factors)
         super().__init__(folder, dtype, code=code)
         self._weights = StreamedWeights(self.model, self._stored, load)
-        self._layers = _layers(self.model)
+        self._layers = layers_of(self.model)
         if not self._layers:
             raise UnsupportedInput(f"`{folder.name}` has no list of layers to stream", hint=HINT)
         self._matrices, self._lazy = self._large_matrices(resident)
@@ -213,10 +213,12 @@ class StreamedRunner(EagerRunner):
                 for number, arrival in arrivals:
                     self._take_over(number, written)
                     before = _contents(self._caches[number])
+                    self.reach.begin(station)
                     arrival.result = arrival.work()
                     after = _contents(self._caches[number])
                     written[number] = [i for i, now in enumerate(after) if i >= len(before) or now is not before[i]]
                     self._note(station, number, written[number])
+                    self.reach.begin(f"after {station}")
 
     def _take_over(self, number: int, written: dict[int, list[int]]) -> None:
         """Keys and values that the call before has of this layer by now."""
@@ -235,15 +237,6 @@ def _after(call: PlannedCall, steps: dict[int, Step]) -> PlannedCall:
     """A call whose past has been made."""
     past = call.past if call.parent is None else steps[call.parent].present
     return PlannedCall(call.input_ids, call.attention_mask, call.position_ids, past)
-
-
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The elements of lists of modules, but for lists inside such elements."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in found):
-            found |= {f"{name}.{index}": layer for index, layer in module.named_children()}
-    return found
 
 
 def _contents(cache: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from llmconv.verify.foreign.twin import scaled_foreign, why_no_scaling
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import chosen, scenarios
 from llmconv.verify.truth import Eager
-from llmconv.verify.twin import CHANGES, Change
+from llmconv.verify.twin import CHANGES, Change, changes, unreached_checks
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
 
 OnChecks = Callable[[list[Check]], None]
@@ -88,9 +88,11 @@ class ForeignComparison:
         rows = [row for row in asked if row.name in TWIN_SCENARIOS]
         reasons = [why_no_scaling(file.contents, file.found, self.tensors) for file in files]
         reason = next(filter(None, reasons), "")
-        for change in CHANGES if rows else ():
-            if reason:
-                names = [(f"{change.scenario(row).name}{named}", file.name) for row in rows for file in files]
-                self.add([Check(*name, "logits", verdict="skip", detail=reason) for name in names])
-            elif graphs := self.opened(files, change):
-                self.compare(eager.twin(change), graphs, change, named)
+        if reason:
+            names = [(f"{c.scenario(row).name}{named}", file.name) for c in CHANGES for row in rows for file in files]
+            self.add([Check(*name, "logits", verdict="skip", detail=reason) for name in names])
+        elif rows:
+            for change in changes(eager):
+                if graphs := self.opened(files, change):
+                    self.compare(eager.twin(change), graphs, change, named)
+            self.add(unreached_checks(eager, [file.name for file in files]))
