@@ -6,6 +6,7 @@ LlmconvError
 │   ├── MalformedInput           truncated, inconsistent or hostile
 │   └── UnsupportedInput         well-formed, but of a kind llmconv does not know
 ├── OutputFailed        exit 4   writing failed; safe to run again with --resume
+├── OutOfMemory         exit 4   memory ran out on the way
 └── Inconclusive        exit 5   nothing could be compared
 """
 
@@ -55,6 +56,12 @@ class UnsupportedInput(InputRefused):
 
 class OutputFailed(LlmconvError):
     """Writing failed (disk full, permission, lock); what was finished is kept for `--resume`."""
+
+    exit_code = 4
+
+
+class OutOfMemory(LlmconvError):
+    """Memory ran out on the way; nothing is claimed."""
 
     exit_code = 4
 

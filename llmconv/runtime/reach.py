@@ -105,6 +105,5 @@ def _limits(
         limit = args[at] if len(args) > at else kwargs.get(kind)
         if isinstance(limit, torch.Tensor):
             limit = limit.item() if limit.numel() == 1 and not limit.is_meta else None
-        if limit is not None and limit and isfinite(limit) and abs(limit) < HUGE:
-            if not (kind == "max" and limit < 0):
-                yield kind, float(limit)
+        if limit and isfinite(limit) and abs(limit) < HUGE and not (kind == "max" and limit < 0):
+            yield kind, float(limit)
