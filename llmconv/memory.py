@@ -101,8 +101,18 @@ def says_no_memory(error: BaseException) -> bool:
     return False
 
 
+def require_memory(error: BaseException, where: str) -> None:
+    """For errors of other libraries, before they are told as faults of the input.
+
+    Raises:
+        OutOfMemory: the error says that memory ran out.
+    """
+    if says_no_memory(error):
+        raise OutOfMemory(f"memory ran out {where}", hint=HINT) from error
+
+
 @contextmanager
-def telling_memory(what: str) -> Iterator[None]:
+def telling_memory(where: str) -> Iterator[None]:
     """Inside, every error that says that memory ran out becomes one that says so clearly.
 
     Raises:
@@ -113,6 +123,5 @@ def telling_memory(what: str) -> Iterator[None]:
     except OutOfMemory:
         raise
     except Exception as error:
-        if says_no_memory(error):
-            raise OutOfMemory(f"memory ran out {what}", hint=HINT) from error
+        require_memory(error, where)
         raise

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import MalformedInput, first_line
+from llmconv.memory import require_memory
 from llmconv.runtime.guard import load_guarded, nodes
 from llmconv.runtime.packed import open_changed, open_packed
 from llmconv.runtime.session_settings import CPU, Change
@@ -95,6 +96,7 @@ def _open(
             return (open_packed if packed else open_changed)(path, model, options, providers)
         return ort.InferenceSession(path, options, list(providers))
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
+        require_memory(error, f"while `{path.name}` was opened")
         raise MalformedInput(
             f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"
         ) from error

@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, first_line
+from llmconv.memory import require_memory
 from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.factors import Factors
 from llmconv.runtime.own_code import blaming, own_classes, runs_own_code
@@ -114,7 +115,8 @@ class EagerRunner:
         try:
             with blaming(self._code):
                 model = self._load(folder, fields, getattr(torch, load, load))
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, MemoryError) as error:
+            require_memory(error, f"while `{folder.name}` was loaded")
             raise InputRefused(
                 f"transformers cannot load `{folder}`: {first_line(error)}",
                 hint="the folder needs config.json and safetensors weights of a causal language model",

@@ -24,6 +24,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
+from llmconv.memory import require_memory
 from llmconv.runtime.eager import EagerRunner, layers_of, one_thread
 from llmconv.runtime.eager_cache import EagerCache, keeps_states, to_numpy
 from llmconv.runtime.factors import Factors
@@ -146,6 +147,7 @@ class StreamedRunner(EagerRunner):
         except LlmconvError:
             raise
         except (RuntimeError, NotImplementedError, AttributeError) as error:  # a tensor without content was used
+            require_memory(error, "in the model")
             raise UnsupportedInput(
                 f"the model cannot run layer by layer: {type(error).__name__}: {first_line(error)}", hint=HINT
             ) from error

@@ -91,8 +91,11 @@ class ForeignComparison:
         if reason:
             names = [(f"{c.scenario(row).name}{named}", file.name) for c in CHANGES for row in rows for file in files]
             self.add([Check(*name, "logits", verdict="skip", detail=reason) for name in names])
+            self.report.unseen += [change.bug for change in CHANGES] if rows else []
         elif rows:
             for change in changes(eager):
                 if graphs := self.opened(files, change):
                     self.compare(eager.twin(change), graphs, change, named)
-            self.add(unreached_checks(eager, [file.name for file in files]))
+            checks = unreached_checks(eager, [file.name for file in files])
+            self.report.unseen += ["limits that no run reaches"] if checks else []
+            self.add(checks)

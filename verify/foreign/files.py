@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx
 
-from llmconv.errors import LlmconvError, UsageProblem
+from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import SessionSettings
 from llmconv.verify.foreign.contents import Content
@@ -71,6 +71,8 @@ class GraphFile:
         settings = replace(settings, reuse=not self.emulated)
         try:
             return ForeignGraph(self.path, self.model, self.binding, eager, settings, self.name)
+        except OutOfMemory:
+            raise
         except LlmconvError as error:
             return Check("structure", self.name, "", verdict="fail", detail=error.message)
 
