@@ -1,4 +1,4 @@
-"""Forecast: what a verification will need of memory and time, said before it begins; and whether to go layer by layer."""
+"""Forecast: what a verification will need of memory and time, said before it begins; it may then go layer by layer."""
 
 from __future__ import annotations
 
