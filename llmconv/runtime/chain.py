@@ -42,8 +42,9 @@ class SessionChain:
         change: Change | None = None,
     ) -> None:
         models = [load_guarded(path) for path in paths]
-        for path, model in zip(paths, models, strict=True) if change else ():
-            change(path, model)
+        if change:
+            for path, model in zip(paths, models, strict=True):
+                change(path, model)
         self.op_types = {node.op_type for model in models for node in nodes(model)}
         self._sessions = [
             _open(path, model if packed or change else None, options, providers, packed)

@@ -61,8 +61,9 @@ class Declared:
 
     def __init__(self, paths: Sequence[Path], change: Change | None = None) -> None:
         self.models = [load_guarded(path) for path in paths]
-        for path, model in zip(paths, self.models, strict=True) if change else ():
-            change(path, model)
+        if change:
+            for path, model in zip(paths, self.models, strict=True):
+                change(path, model)
         self.op_types = {node.op_type for model in self.models for node in nodes(model)}
 
     @property

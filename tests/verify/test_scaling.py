@@ -42,7 +42,7 @@ def made(nodes: list[onnx.NodeProto], weight: Array, short: Array) -> onnx.Model
         nodes,
         "g",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 6])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["a", "b"])],
         [numpy_helper.from_array(array, name) for name, array in tensors.items() if name in used],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
