@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2
 from pathlib import Path
+from statistics import median
 from typing import Protocol
 
 import onnx
@@ -68,9 +69,8 @@ SCENARIOS = ("prefill, 7 tokens", "batch of 3")
 
 
 LOUDEST = f"{INPUTS}|v_proj|w1|w3|Wqkv|lm_head|embed_out"
-MOST = 4096.0
-TRIES = 2
-"""Twins at most that are made for the limits that a model has and no other twin reaches."""
+MOST = 256.0
+"""The largest factor."""
 
 
 def loudest(factor: float) -> Change:
@@ -89,12 +89,11 @@ def changes(eager: Reaching) -> Iterator[Change]:
     """The changes that a model is verified with; the later ones depend on what its twins before them reached."""
     yield from CHANGES
     largest = 0.0
-    for _ in range(TRIES):
+    for share in (median, min):  # most of them, then the rest: a factor too large makes noise of everything else
         own = eager.own_shares()
         low = [max(own.get(place, 0.0), 1 / MOST) for place in unreached(eager) if not place.is_floor]
-        factor = 2.0 ** ceil(log2(REACHED / min(low))) if low else 0.0
-        factor = min(max(factor, 8.0, 8 * largest), MOST)
-        if not low or factor <= largest:
+        factor = min(max(2.0 ** ceil(log2(REACHED / share(low))), 8.0, 8 * largest), MOST) if low else 0.0
+        if factor <= largest:
             return
         largest = factor
         yield loudest(factor)
