@@ -6,6 +6,7 @@ LlmconvError
 │   ├── MalformedInput           truncated, inconsistent or hostile
 │   └── UnsupportedInput         well-formed, but of a kind llmconv does not know
 ├── OutputFailed        exit 4   writing failed; safe to run again with --resume
+├── OutOfMemory         exit 4   memory ran out on the way
 └── Inconclusive        exit 5   nothing could be compared
 """
 
@@ -15,10 +16,6 @@ from typing import ClassVar
 
 SHOWN = 500
 """Characters of a message: what a file names may be longer."""
-
-
-OUT_OF_MEMORY = ("can't allocate memory", "std::bad_alloc", "bad allocation", "Failed to allocate memory")
-"""What torch's and onnxruntime's exceptions say of it; they have no class of their own."""
 
 
 def printable(text: str) -> str:
@@ -63,15 +60,16 @@ class OutputFailed(LlmconvError):
     exit_code = 4
 
 
+class OutOfMemory(LlmconvError):
+    """Memory ran out on the way; nothing is claimed."""
+
+    exit_code = 4
+
+
 class Inconclusive(LlmconvError):
     """Nothing could be compared, so nothing is claimed."""
 
     exit_code = 5
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out: Python's, numpy's, torch's or onnxruntime's."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def first_line(error: Exception, length: int = 300) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmconv.errors import LlmconvError
+from llmconv.errors import LlmconvError, OutOfMemory
 from llmconv.runtime.graph_entry import PrefixEntry
 from llmconv.runtime.ort import OrtGraph, OrtRunner
 from llmconv.runtime.runner import Runner, Step
@@ -104,6 +104,8 @@ def check_scenario(
         try:
             steps = run_chain(candidate.runner, chain)
             same = steady(candidate.runner, chain, steps, repeat)
+        except OutOfMemory:
+            raise
         except LlmconvError as error:
             return [replace(blank, output="logits", verdict="fail", detail=error.message)]
         if not same:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx
 
-from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.errors import LlmconvError, OutOfMemory, UnsupportedInput
 from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry
 from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings, open_graph
@@ -18,18 +18,20 @@ from llmconv.verify.compare import GATES
 from llmconv.verify.copies import adding_copies, distinct
 from llmconv.verify.embeddings import check_embeddings
 from llmconv.verify.evidence import Evidence
-from llmconv.verify.low_memory import StreamedEager, foresee, open_in_pieces
+from llmconv.verify.low_memory import StreamedEager, foresee, left_out, open_in_pieces
 from llmconv.verify.prefix import stored_start, trained_start
 from llmconv.verify.report import Check, Report
-from llmconv.verify.scenarios import Scenario, scenarios
+from llmconv.verify.scenarios import Scenario, chosen, scenarios
 from llmconv.verify.structure import check_structure, name_problems
-from llmconv.verify.truth import Eager
-from llmconv.verify.twin import CHANGES, Change, scaled_copy, why_no_twin
+from llmconv.verify.truth import Eager, Truths
+from llmconv.verify.twin import CHANGES, Change, changes, scaled_settings, unreached_checks, why_no_twin
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
 
 OTHER_SETTINGS = (("disable", 1), ("basic", 2), ("extended", 1))
 OTHER_SETTINGS_SCENARIO = "left padding"
 OTHER_SETTINGS_BUG = "optimum #978: wrong from one level of optimisation on"
+
+LAYERED = "left out layer by layer"
 
 Add = Callable[[list[Check]], None]
 
@@ -84,61 +86,72 @@ class Comparison:
                     evidence = self.report.evidence.setdefault(candidate.name, Evidence())
                     self.add(check_scenario(scenario, chains, candidate, truths, gates, pair, evidence, repeat))
         self.add(pair.checks())
+        if isinstance(self.eager, StreamedEager):
+            rows = left_out(self.report.suite, tuple(self.report.settings["seeds"]), self.eager.facts())
+            self._skip([row.name for row in rows], [graph.entry for graph in graphs], LAYERED)
+            self.report.unseen += ["caches that are changed between two calls"] if rows else []
 
     def _compare_twins(self, originals: list[OrtGraph]) -> None:
-        """A few scenarios on scaled weights."""
-        if not originals:
-            return
+        """A few scenarios on scaled weights; what cannot be run is skipped, and counted."""
         entries = [graph.entry for graph in originals]
-        models = [self.models[entry.name] for entry in entries]
-        reason = why_no_twin(self.folder, self.eager.folder, models, self.report.suite)
-        if reason:
-            self.report.notes.append(f"no run on scaled weights: {reason}")
+        asked = chosen(self.report.suite, tuple(self.report.settings["seeds"]))
+        rows = [row for row in asked if row.name in TWIN_SCENARIOS]
+        if not entries or not rows:
             return
-        low_memory = isinstance(self.eager, StreamedEager)
-        for change in CHANGES:
-            twin = self.eager.twin(change)
-            with scaled_copy(self.folder, paths_of(self.folder, entries, self.models), change) as copy:
-                graphs = open_graphs(copy, entries, self.settings, self.add, low_memory=low_memory)
-                for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
-                    truth = twin
-                    if prefix:  # which stays what it is
-                        layers = len(self.eager.cache_shapes()) // 2
-                        truth = twin.behind(prefix, stored_start(self.folder, prefix, layers))
-                    self._compare_twin(truth, change, [graph for graph in graphs if graph.entry.prefix == prefix])
+        reason = why_no_twin(self.folder, self.eager.folder, [self.models[entry.name] for entry in entries])
+        layers = len(self.eager.cache_shapes()) // 2
+        if reason:
+            self._skip([change.scenario(row).name for change in CHANGES for row in rows], entries, reason)
+            self.report.unseen += [change.bug for change in CHANGES]
+            return
+        for change in changes(self.eager):
+            self._compare_twin(change, entries, layers)
+        checks = unreached_checks(self.eager, [entry.name for entry in entries])
+        self.report.unseen += ["limits that no run reaches"] if checks else []
+        self.add(checks)
 
-    def _compare_twin(self, twin: Eager, change: Change, graphs: list[OrtGraph]) -> None:
-        """Graphs on weights of which some are scaled, and the eager model on the same."""
-        planned = [one for one in self._planned(twin) if one[0].name in TWIN_SCENARIOS]
-        foresee(graphs, planned)
-        for scenario, chains in planned:
-            named = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug)
-            self._alone(named, chains, graphs, twin)
+    def _skip(self, names: Iterable[str], entries: Iterable[GraphEntry], why: str) -> None:
+        """Scenarios that are not run on some graphs."""
+        graphs = [entry.name for entry in entries]
+        self.add([Check(name, graph, "logits", verdict="skip", detail=why) for name in names for graph in graphs])
+
+    def _compare_twin(self, change: Change, entries: list[GraphEntry], layers: int) -> None:
+        """Graphs on weights of which some are scaled, and the eager model on the same; one graph at a time."""
+        twin = self.eager.twin(change)
+        settings = scaled_settings(self.settings, self.folder, change)
+        for prefix in dict.fromkeys(entry.prefix for entry in entries):
+            truth = twin.behind(prefix, stored_start(self.folder, prefix, layers)) if prefix else twin  # which stays
+            planned = [one for one in self._planned(truth) if one[0].name in TWIN_SCENARIOS]
+            truths = [truth.truths(scenario, chains) for scenario, chains in planned]
+            for entry in (entry for entry in entries if entry.prefix == prefix):
+                low_memory = isinstance(self.eager, StreamedEager)
+                graphs = open_graphs(self.folder, [entry], settings, self.add, low_memory=low_memory)
+                foresee(graphs, planned)
+                for (scenario, chains), known in zip(planned, truths, strict=True):
+                    self._alone(change.scenario(scenario), chains, graphs, known)
 
     def _compare_settings(self, originals: list[OrtGraph]) -> None:
         """One scenario as onnxruntime computes it when it optimises otherwise, with one thread and with two."""
         planned = [one for one in self._planned(self.eager) if one[0].name == OTHER_SETTINGS_SCENARIO]
-        if self.report.suite != "full" or isinstance(self.eager, StreamedEager):
+        if self.report.suite != "full":
             return
         entries = [graph.entry for graph in originals if not graph.entry.prefix]
+        if isinstance(self.eager, StreamedEager):
+            self._skip(
+                [f"{scenario.name}, other optimisation and threads" for scenario, _ in planned], entries, LAYERED
+            )
+            return
         for scenario, chains in planned:
             for level, threads in OTHER_SETTINGS:
                 name = f"{scenario.name}, optimisation {level}, {threads} thread{'s' * (threads > 1)}"
                 named = replace(scenario, name=name, bug=OTHER_SETTINGS_BUG)
                 other = replace(self.settings, optimization=level, threads=threads)
                 graphs = open_graphs(self.folder, entries, other, self.add)
-                self._alone(named, chains, graphs, self.eager, kept_as=scenario)
+                self._alone(named, chains, graphs, self.eager.truths(scenario, chains))
 
-    def _alone(
-        self,
-        scenario: Scenario,
-        chains: list[Chain],
-        graphs: list[OrtGraph],
-        eager: Eager,
-        kept_as: Scenario | None = None,
-    ) -> None:
-        """One scenario on every graph alone; the truth may be known by another name."""
-        truths, gates = eager.truths(kept_as or scenario, chains), GATES[eager.dtype]
+    def _alone(self, scenario: Scenario, chains: list[Chain], graphs: list[OrtGraph], truths: Truths) -> None:
+        """One scenario on every graph alone."""
+        gates = GATES[self.eager.dtype]
         for graph in graphs:
             candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
             self.add(check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates)))
@@ -163,7 +176,7 @@ def open_graphs(
     for entry in entries:
         try:
             graphs.append(opened(folder, entry, replace(settings, garbage=True)))
-        except UnsupportedInput:
+        except (UnsupportedInput, OutOfMemory):
             raise
         except LlmconvError as error:
             add([Check("structure", entry.name, "", verdict="fail", detail=error.message)])

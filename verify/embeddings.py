@@ -33,7 +33,7 @@ def check_embeddings(path: Path, eager: Eager, settings: SessionSettings | None)
     exact, rounded = eager.embed(ids)
     truth = NoiseFloor(eager.dtype).truth(INPUTS_EMBEDS, exact, rounded, np.ones(ids.shape, dtype=bool))
     try:
-        found = measure(truth, EmbeddingGraph(path, (settings or SessionSettings()).options()).run(ids))
+        found = measure(truth, EmbeddingGraph(path, settings).run(ids))
     except LlmconvError as error:
         found = Measure(problem=error.message)
     return fold(blank, INPUTS_EMBEDS, [found], GATES[eager.dtype])

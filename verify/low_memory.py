@@ -11,34 +11,37 @@ weights stay resident. A piece is opened as usual, its weights are folded, and i
 verdict is on the same nodes with the same weights; but what onnxruntime would fuse across the borders of pieces is
 not seen. A graph that is smaller than one piece runs whole.
 
-Scenarios that change a cache between two calls, or continue by the model's own tokens, are left out; weights are
+Scenarios that change a cache between two calls, or continue by the model's own tokens, are skipped; weights are
 audited as ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 
 from llmconv.errors import LlmconvError, UnsupportedInput
+from llmconv.runtime.buffers import FixedSizes
 from llmconv.runtime.eager import EagerRunner
+from llmconv.runtime.factors import Factors
 from llmconv.runtime.foreseen import Drawer, Foreseen, KnownCache, Line
 from llmconv.runtime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.lockstep import HINT
 from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings
-from llmconv.runtime.pieced_graph import PiecedGraph
+from llmconv.runtime.pieced_graph import PiecedGraph, Port
 from llmconv.runtime.runner import Runner
 from llmconv.runtime.streamed import StreamedRunner
 from llmconv.verify.calls import Call, Chain, Facts
 from llmconv.verify.candidate import Candidate
 from llmconv.verify.compare import Truth
-from llmconv.verify.scenarios import Scenario, scenarios
+from llmconv.verify.scenarios import Scenario, chosen, scenarios
 from llmconv.verify.truth import Eager
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
-from llmconv.verify.twin import Change, scaled_copy
+from llmconv.verify.twin import Change
 
 Planned = Sequence[tuple[Scenario, Sequence[Chain]]]
 
@@ -52,14 +55,22 @@ class StreamedEager(Eager):
         code: as for `Eager`.
         suite: whose scenarios are asked for.
         only: names of scenarios, where not all of them are asked for.
+        factors: scale the weights.
     """
 
     def __init__(
-        self, folder: Path, dtype: str, *, code: Path | None = None, suite: str = "quick", only: Sequence[str] = ()
+        self,
+        folder: Path,
+        dtype: str,
+        *,
+        code: Path | None = None,
+        suite: str = "quick",
+        only: Sequence[str] = (),
+        factors: Factors | None = None,
     ) -> None:
         self._drawer = Drawer()
         self._foreseen: list[Foreseen] = []
-        super().__init__(folder, dtype, code=code)
+        super().__init__(folder, dtype, code=code, factors=factors)
         self._suite = suite
         chains = [chain for _, chains in scenarios(suite, self.facts(), only) for chain in chains]
         one = np.zeros((1, 1), dtype=np.int64)
@@ -68,7 +79,7 @@ class StreamedEager(Eager):
             foreseen.foresee([(None, chain) for chain in chains])
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
-        model = StreamedRunner(self.folder, dtype, code=self._code)
+        model = StreamedRunner(self.folder, dtype, code=self._code, factors=self._factors)
         self._foreseen.append(Foreseen(dtype, model.run_all, self._drawer))
         return model, self._foreseen[-1]
 
@@ -77,7 +88,7 @@ class StreamedEager(Eager):
         return replace(super().facts(), edits=False, greedy=None)
 
     def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
-        """As they are: a call that was not foreseen would read all weights again, which a twin no longer has."""
+        """As they are: a call that was not foreseen would read all weights again."""
         return truths
 
     def behind(self, entry: PrefixEntry, start: object) -> Eager:
@@ -88,10 +99,29 @@ class StreamedEager(Eager):
         """
         raise UnsupportedInput("a graph with a prefix cannot be verified layer by layer", hint=HINT)
 
-    def twin(self, change: Change) -> Eager:
+    def _twin(self, change: Change) -> Eager:
         """The same model with scaled weights, already run."""
-        with scaled_copy(self.folder, (), change) as copy:
-            return StreamedEager(copy, self.dtype, code=self._code, suite=self._suite, only=TWIN_SCENARIOS)
+        return StreamedEager(
+            self.folder, self.dtype, code=self._code, suite=self._suite, only=TWIN_SCENARIOS, factors=change.of
+        )
+
+
+def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> str:
+    """Why graphs cannot run in pieces; empty when they can."""
+    if any(entry.prefix for entry in entries):
+        return "a graph begins with a prefix"
+    for name, model in models.items():
+        sides = ([Port.of(port) for port in side] for side in (model.graph.input, model.graph.output))
+        inputs, outputs = ({port.name: port.shape for port in side} for side in sides)
+        if FixedSizes.of(inputs, outputs):
+            return f"`{name}` fills buffers in place"
+    return ""
+
+
+def left_out(suite: str, only: Sequence[str], facts: Facts) -> list[Scenario]:
+    """The scenarios that take more of a model than one layer at a time: they are not run, and that is counted."""
+    whole = replace(facts, edits=True, greedy=lambda ids, steps: np.zeros((1, ids.shape[1] + steps), np.int64))
+    return [row for row in chosen(suite, only) if row.build(whole) and not row.build(facts)]
 
 
 def open_in_pieces(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:

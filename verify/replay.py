@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,6 @@ import torch
 
 from llmconv.runtime.cache_names import is_state, past_of
 from llmconv.runtime.eager import EagerRunner
-from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry
 from llmconv.runtime.ort import TENSOR_DTYPES, OrtGraph, OrtRunner, SessionSettings, behind_prefix, open_graph
 from llmconv.runtime.runner import Cache, Runner
@@ -26,7 +25,7 @@ from llmconv.verify.report import Where
 from llmconv.verify.scenarios import scenarios
 from llmconv.verify.taps import Tapped
 from llmconv.verify.truth import Eager, edited, run_chain
-from llmconv.verify.twin import CHANGES, scaled_copy
+from llmconv.verify.twin import Change, change_of, scaled_settings
 
 
 class Replayable(Protocol):
@@ -54,17 +53,20 @@ class Folder:
 
     @contextmanager
     def replayed(self, where: Where, eager: Eager) -> Iterator[Replay | None]:
-        """See `Replayable`; scenarios on scaled weights run on a temporary copy, which is gone afterwards."""
-        with ExitStack() as stack:
-            change = next((change for change in CHANGES if where.scenario.endswith(f", {change.name}")), None)
-            path = self.path
-            if change:
-                names = [name for entry in self.entries for name in entry.files]
-                paths = [path / name for name in (*names, EMBEDDINGS) if (path / name).is_file()]
-                eager, path = eager.twin(change), stack.enter_context(scaled_copy(path, paths, change))
-            name = where.scenario.removesuffix(f", {change.name}") if change else where.scenario
-            name = name.partition(", optimisation ")[0]
-            yield _prepare(where, name, self, path, eager, scaled=bool(change))
+        """See `Replayable`."""
+        name, folder = where.scenario.partition(", optimisation ")[0], self
+        if change := change_of(where.scenario):
+            eager, name, folder = eager.twin(change), name.removesuffix(f", {change.name}"), self._scaled(change)
+        yield _prepare(where, name, folder, eager, scaled=bool(change))
+
+    def _scaled(self, change: Change) -> Folder:
+        """The same on scaled weights, so that every value is that of the scaled model."""
+        settings, models = scaled_settings(self.settings, self.path, change, at_weights=True), {}
+        for name, model in self.models.items():
+            models[name] = onnx.ModelProto()
+            models[name].CopyFrom(model)
+            settings.change(self.path / name, models[name])  # type: ignore[misc]
+        return replace(self, settings=settings, models=models)
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def _model_of(runner: Runner) -> torch.nn.Module:
     return model
 
 
-def _prepare(where: Where, scenario: str, folder: Folder, path: Path, eager: Eager, *, scaled: bool) -> Replay | None:
+def _prepare(where: Where, scenario: str, folder: Folder, eager: Eager, *, scaled: bool) -> Replay | None:
+    path = folder.path
     entries = [entry for name in where.graph.split("+") for entry in folder.entries if entry.name == name]
     if not entries:
         return None

@@ -82,6 +82,7 @@ class Report:
         checks: one per graph, scenario and output, in the order of the work.
         where: on failure, where to look.
         notes: what a reader should know, one line each.
+        unseen: kinds of faults that no run of this folder could show; in the summary too.
         versions: of the libraries that took part.
         settings: threads and optimisation of onnxruntime, how often every call was run, the gates, seeds by scenario.
         evidence: what the page draws, by graph.
@@ -94,6 +95,7 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     where: Where | None = None
     notes: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     evidence: dict[str, Evidence] = field(default_factory=dict)
@@ -142,6 +144,7 @@ class Report:
             "versions": self.versions,
             "settings": self.settings,
             "notes": self.notes,
+            "unseen": list(dict.fromkeys(self.unseen)),
             "checks": [_plain(asdict(check)) for check in self.checks],
             "logits": {name: evidence.as_dict() for name, evidence in self.evidence.items()},
         }
@@ -170,7 +173,8 @@ class Report:
         worst = self.worst
         tail = f", largest sigma {worst.sigma:.2f} ({clean(worst.name)}, {clean(worst.output)})" if worst else ""
         count = f"{len(self.checks)} outputs checked, {failed} differ, {skipped} skipped"
-        return f"{self.verdict.upper()}: {count}{tail}"
+        unseen = f"; not seen: {clean('; '.join(dict.fromkeys(self.unseen)), LINE_LIMIT)}" if self.unseen else ""
+        return f"{self.verdict.upper()}: {count}{tail}{unseen}"
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

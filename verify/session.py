@@ -15,6 +15,7 @@ from llmconv.calls import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.manifest import MANIFEST, file_entry, read_manifest
+from llmconv.memory import telling_memory
 from llmconv.paths import Written
 from llmconv.runtime.embeddings import EMBEDDINGS
 from llmconv.runtime.graph_entry import GraphEntry, graph_entries
@@ -25,9 +26,10 @@ from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.comparison import Comparison, open_graphs, paths_of
 from llmconv.verify.embeddings import takes_embeddings
+from llmconv.verify.forecast import Forecast, choose, distinct_files
 from llmconv.verify.foreign.quantized.kinds import quantized_operators
 from llmconv.verify.localise import localise
-from llmconv.verify.low_memory import StreamedEager
+from llmconv.verify.low_memory import StreamedEager, why_not_layered
 from llmconv.verify.minimize import require_new
 from llmconv.verify.odd_weights import odd_weights
 from llmconv.verify.replay import Folder
@@ -61,7 +63,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     trust_remote_code: bool = False,
     bisect: bool = False,
     minimize: Written | None = None,
-    low_memory: bool = False,
+    low_memory: bool | None = None,
 ) -> Report:
     """Compares every graph of a folder with the eager model: every output, every scenario.
 
@@ -76,10 +78,13 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         trust_remote_code: run the reference's own code, which `auto_map` of its `config.json` names.
         bisect: after a failure, look for the first node that differs.
         minimize: a new folder for the smallest piece that fails; looks for the node, too.
-        low_memory: hold neither the model nor a graph's weights, see `llmconv.verify.low_memory`.
+        low_memory: hold neither the model nor a graph's weights, see `llmconv.verify.low_memory`; None where the whole
+            model does not fit into memory.
 
     Raises:
-        InputRefused: the folder or the reference cannot be used, or a graph refers to what it must not.
+        InputRefused: the folder or the reference cannot be used, a graph refers to what it must not, or memory does
+            not suffice.
+        OutOfMemory: memory ran out on the way.
         UsageProblem: an unknown suite, or a folder for the smallest failing piece that holds something.
     """
     require_suite(suite)
@@ -92,12 +97,27 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     report.reference = truth_folder.name
     verified = Folder(folder, entries, _models(folder, entries), settings)
     add = collector(report, on_checks)
-    _audit(verified, truth_folder, report, add)
-    eager = _compare(verified, truth_folder, report, add, eager, trusted=trust_remote_code, low_memory=low_memory)
-    report.where = localise(report.checks)
-    if bisect or piece:
-        name_node(report, verified, eager, piece)
+    with telling_memory(f"while `{folder.name}` was verified"):
+        layered = low_memory
+        if eager is None:
+            layered = _layered(verified, truth_folder, report, low_memory, searches=bool(bisect or piece or repeat > 1))
+        _audit(verified, truth_folder, report, add)
+        eager = _compare(verified, truth_folder, report, add, eager, trusted=trust_remote_code, low_memory=layered)
+        report.where = localise(report.checks)
+        if bisect or piece:
+            name_node(report, verified, eager, piece)
     return report
+
+
+def _layered(verified: Folder, reference: Path, report: Report, asked: bool | None, *, searches: bool) -> bool:
+    """Whether to go layer by layer, where the whole model does not fit; said in a note."""
+    paths = [path for entry in verified.entries for path in entry.paths(verified.path)]
+    why_not = why_not_layered(verified.entries, verified.models)
+    if searches:
+        why_not = "`--repeat`, `--bisect` and `--minimize` hold the whole model"
+    layered, note = choose(Forecast.of(reference, distinct_files(paths)), asked, why_not)
+    report.notes += [note] if note else []
+    return layered
 
 
 def new_piece(minimize: str | Path | None) -> Path | None:
@@ -131,10 +151,10 @@ def _compare(
     eager: Eager | None,
     *,
     trusted: bool,
-    low_memory: bool,
+    low_memory: bool | None,
 ) -> Eager | None:
     """All scenarios; returns the reference that they were compared with, if any graph could be run."""
-    graphs = open_graphs(verified.path, verified.entries, verified.settings, add, low_memory=low_memory)
+    graphs = open_graphs(verified.path, verified.entries, verified.settings, add, low_memory=bool(low_memory))
     if not graphs:
         return eager
     dtype, code = graphs[0].dtype.name, reference if trusted else None

@@ -13,14 +13,16 @@ import numpy as np
 
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.eager import EagerRunner
+from llmconv.runtime.factors import Factors
 from llmconv.runtime.graph_entry import PrefixEntry
+from llmconv.runtime.reach import Place, Reach
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.calls import GARBAGE, GARBAGE_AFTER_FLOAT16, GARBAGE_IN_FLOAT16, Call, Chain, Edit, Facts
 from llmconv.verify.compare import NoiseFloor, Truth, cache_rows, state_rows
 from llmconv.verify.prefix import Behind, Start
 from llmconv.verify.scenarios import Scenario
-from llmconv.verify.twin import Change, scaled_copy
+from llmconv.verify.twin import Change
 
 ORIGINAL = "original_max_position_embeddings"
 
@@ -36,13 +38,23 @@ class Eager:
         dtype: of the graphs.
         keep: remembers what it computed, for several folders with graphs of one model.
         code: a folder that is trusted: the model's own code there builds the model, if it has any.
+        factors: scale the weights.
     """
 
-    def __init__(self, folder: Path, dtype: str, *, keep: bool = False, code: Path | None = None) -> None:
-        self.folder, self.dtype, self._code = folder, dtype, code
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        *,
+        keep: bool = False,
+        code: Path | None = None,
+        factors: Factors | None = None,
+    ) -> None:
+        self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors
         self._kept: dict[str, Truths] | None = {} if keep else None
         self._twins: dict[str, Eager] = {}
         self._steps: dict[tuple[str, int, float], list[Step]] = {}
+        self._reaches: list[Reach] = []
         self._model, self._exact = self._open("float64")
         self._rounded_model, self._rounded = self._open(dtype)
         self._floor = NoiseFloor(dtype)
@@ -51,7 +63,7 @@ class Eager:
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
         """The model, and what runs it."""
-        model = EagerRunner(self.folder, dtype, code=self._code)
+        model = EagerRunner(self.folder, dtype, code=self._code, factors=self._factors)
         return model, model
 
     def in_dtype(self, dtype: str) -> Eager:
@@ -142,13 +154,31 @@ class Eager:
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
     def twin(self, change: Change) -> Eager:
-        """The same model with scaled weights."""
-        if self._kept is not None and change.name in self._twins:
+        """The same model with scaled weights; meanwhile a large one leaves memory, until it is used again."""
+        if change.name in self._twins:
             return self._twins[change.name]
-        with scaled_copy(self.folder, (), change) as copy:
-            twin = Eager(copy, self.dtype, keep=self._kept is not None, code=self._code)
-        self._twins = {**self._twins, change.name: twin} if self._kept is not None else {}
+        self._model.release()
+        self._rounded_model.release()
+        twin = self._twin(change)
+        self._reaches.append(twin._model.reach)
+        if self._kept is not None:
+            self._twins = {**self._twins, change.name: twin}
         return twin
+
+    def _twin(self, change: Change) -> Eager:
+        return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.of)
+
+    def own_shares(self) -> dict[Place, float]:
+        """By limit, the largest share of it that the model reached so far; see `Reach`."""
+        return dict(self._model.reach.shares)
+
+    def shares(self) -> dict[Place, float]:
+        """The same of the model and its twins."""
+        found = self.own_shares()
+        for reach in self._reaches:
+            for place, share in reach.shares.items():
+                found[place] = max(share, found.get(place, 0.0))
+        return found
 
     def truths(self, scenario: Scenario, chains: list[Chain]) -> Truths:
         """Every output of every call."""

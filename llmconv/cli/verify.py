@@ -56,7 +56,11 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 @click.option("--bisect", is_flag=True, help="After a failure, name the first node that differs.")
 @click.option("--minimize", type=options.Output(), help="Write the smallest failing piece to a new folder.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
-@click.option("--low-memory", is_flag=True, help="Hold no more of the model than one layer: slower, for large models.")
+@click.option(
+    "--low-memory/--no-low-memory",
+    default=None,
+    help="Hold one layer of the model at a time, or all of it. Default: all, where memory suffices.",
+)
 @options.trust_remote_code
 @options.as_json
 @options.talk

@@ -10,9 +10,10 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import MalformedInput, first_line
+from llmconv.memory import require_memory
 from llmconv.runtime.guard import load_guarded, nodes
-from llmconv.runtime.packed import open_packed
-from llmconv.runtime.session_settings import CPU
+from llmconv.runtime.packed import open_changed, open_packed
+from llmconv.runtime.session_settings import CPU, Change
 
 
 class SessionChain:
@@ -26,6 +27,7 @@ class SessionChain:
         options: of every session.
         providers: what runs their operators, best first.
         packed: they pack their weights.
+        change: see `SessionSettings`.
 
     Raises:
         MalformedInput: the guard or onnxruntime refuses a file.
@@ -37,11 +39,15 @@ class SessionChain:
         options: ort.SessionOptions,
         providers: Sequence[Any] = (CPU,),
         packed: bool = False,
+        change: Change | None = None,
     ) -> None:
         models = [load_guarded(path) for path in paths]
+        if change:
+            for path, model in zip(paths, models, strict=True):
+                change(path, model)
         self.op_types = {node.op_type for model in models for node in nodes(model)}
         self._sessions = [
-            _open(path, model if packed else None, options, providers)
+            _open(path, model if packed or change else None, options, providers, packed)
             for path, model in zip(paths, models, strict=True)
         ]
         self._ports = [  # onnxruntime makes these lists anew for whoever asks
@@ -84,13 +90,14 @@ class SessionChain:
 
 
 def _open(
-    path: Path, packed: onnx.ModelProto | None, options: ort.SessionOptions, providers: Sequence[Any]
+    path: Path, model: onnx.ModelProto | None, options: ort.SessionOptions, providers: Sequence[Any], packed: bool
 ) -> ort.InferenceSession:
     try:
-        if packed:
-            return open_packed(path, packed, options, providers)
+        if model:
+            return (open_packed if packed else open_changed)(path, model, options, providers)
         return ort.InferenceSession(path, options, list(providers))
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
+        require_memory(error, f"while `{path.name}` was opened")
         raise MalformedInput(
             f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"
         ) from error

@@ -11,8 +11,9 @@ import copy
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -28,11 +30,15 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from llmconv.checkpoint import INDEX, SINGLE, read_json
-from llmconv.errors import InputRefused, LlmconvError, first_line, is_out_of_memory
+from llmconv.errors import InputRefused, LlmconvError, first_line
+from llmconv.memory import require_memory
 from llmconv.refusals import refused_model
 from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_numpy
+from llmconv.runtime.factors import Factors
 from llmconv.runtime.own_code import blaming, own_classes, runs_own_code
+from llmconv.runtime.reach import Reach
 from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.streamed_weights import stored_tensors
 from llmconv.tasks import require_causal
 from llmconv.tensors import Array
 
@@ -49,7 +55,14 @@ class KeepDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Turns casts to a lower float into casts to float64.
 
     `model.double()` alone is no float64 computation: norms, rotary tables and softmax cast to float32 inside.
+
+    Args:
+        reach: sees every operator.
     """
+
+    def __init__(self, reach: Reach) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reach = reach
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -57,6 +70,7 @@ class KeepDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if kwargs.get("dtype") in LOW_FLOATS:
             kwargs = {**kwargs, "dtype": torch.float64}
+        self._reach.see(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -65,11 +79,13 @@ class EagerRunner:
 
     Attributes:
         attention: transformers' name of the implementation; None for its own choice.
+        reach: how near the model came to its own limits, in float64.
 
     Args:
         folder: a Hugging Face folder with safetensors weights; nothing in it is executed.
         code: a folder that is trusted: the model's own code there builds it, if it has any.
         dtype: `float64` (computed wholly in float64 from the float32 buffers), `float32`, `float16` or `bfloat16`.
+        factors: scale the weights as they are read.
 
     Raises:
         InputRefused: transformers cannot load the folder.
@@ -77,41 +93,69 @@ class EagerRunner:
 
     attention: str | None = "eager"
 
-    def __init__(self, folder: Path, dtype: str = "float32", *, code: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, dtype: str = "float32", *, code: Path | None = None, factors: Factors | None = None
+    ) -> None:
         transformers_logging.disable_progress_bar()
         # It tells that compiled scans are missing, which would be no reference.
         logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
-        load = "float32" if dtype == "float64" else dtype
         fields = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
         require_causal(fields, folder)
         if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
             raise refused_model(folder)
         self._code = code if runs_own_code(fields, code is not None) else None
+        self._factors, self.dtype, self.reach = factors, dtype, Reach()
+        self._loading = partial(self._loaded, folder, fields)
+        self.model = model = self._loading()
+        arguments = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in arguments
+        self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
+        self._continues = hasattr(sys.modules[type(model).__module__], CONTINUES)
+        self._fixed: dict[str, Any] = {}  # arguments of every call
+        self._is_small = model.num_parameters() <= SMALL_MODEL
+
+    def _loaded(self, folder: Path, fields: dict[str, Any]) -> Any:
+        """The model, ready to run."""
+        load = "float32" if self.dtype == "float64" else self.dtype
         try:
             with blaming(self._code):
                 model = self._load(folder, fields, getattr(torch, load, load))
         except LlmconvError:
             raise
         except Exception as error:  # a config may be wrong in ways that only some line of a model's code finds
-            if is_out_of_memory(error):
-                raise
+            require_memory(error, f"while `{folder.name}` was loaded")
             raise InputRefused(
                 f"transformers cannot load `{folder}`: {first_line(error)}",
                 hint="the folder needs config.json and safetensors weights of a causal language model",
             ) from error
         if self.attention == "eager" and model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the fused ones know no float64
-        self.model = (model.double() if dtype == "float64" else model).eval()
-        self.dtype = dtype
-        arguments = inspect.signature(self.model.forward).parameters
-        self.takes_positions = "position_ids" in arguments
-        self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
-        self._continues = hasattr(sys.modules[type(self.model).__module__], CONTINUES)
-        self._fixed: dict[str, Any] = {}  # arguments of every call
-        self._is_small = model.num_parameters() <= SMALL_MODEL
+        if self.dtype == "float64":
+            for name, layer in layers_of(model).items():
+                layer.register_forward_pre_hook(lambda *_, name=name: self.reach.begin(name))
+        return (model.double() if self.dtype == "float64" else model).eval()
+
+    @property
+    def model(self) -> Any:
+        """transformers' model; one that was released is loaded again."""
+        if self._model is None:
+            self._model = self._loading()
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model = model
+
+    def release(self) -> None:
+        """Drops the model until it is asked for again; a small one stays."""
+        if not self._is_small:
+            self._model = None
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         """The model of a folder whose `config.json` says `fields`."""
+        if self._factors:
+            load = getattr(torch, str(dtype).removeprefix("torch."))
+            return self._built(folder, fields, dtype, stored_tensors(folder, load, self._factors))
         source = own_classes(self._code, fields)[1] if self._code else _class_of(folder)
         return source.from_pretrained(
             folder,
@@ -120,6 +164,24 @@ class EagerRunner:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+        )
+
+    def _built(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str, tensors: Mapping[str, Any]) -> Any:
+        """The model of a folder's config and of tensors by the names of its files."""
+        if self._code:
+            config_class, source = own_classes(self._code, fields)
+            config = config_class.from_pretrained(folder)
+        else:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+            source = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
+        return source.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            attn_implementation=self.attention,
+            local_files_only=True,
         )
 
     @property
@@ -194,13 +256,14 @@ class EagerRunner:
         tensors = {name: t.to(self.model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         with one_thread() if self._is_small else nullcontext(), self._computing():
             cached = {self._cache_name: cache, "use_cache": True}
+            self.reach.begin()
             logits: torch.Tensor = self.model(**tensors, **cached, **self._fixed).logits
         return logits
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """What holds while the model runs."""
-        exact: Any = KeepDouble() if self.dtype == "float64" else nullcontext()  # type: ignore[no-untyped-call]
+        exact: Any = KeepDouble(self.reach) if self.dtype == "float64" else nullcontext()
         with torch.no_grad(), exact, blaming(self._code):
             yield
 
@@ -220,6 +283,15 @@ def forget_lengths(model: Any) -> None:
                 prefix = f"{layer_type}_" if layer_type else ""
                 setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq"))
                 setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
+def layers_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The elements of lists of modules, but for lists inside such elements."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in found):
+            found |= {f"{name}.{index}": layer for index, layer in module.named_children()}
+    return found
 
 
 @contextmanager

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
-from llmconv.runtime.guard import load_guarded
-from llmconv.runtime.session_settings import CPU
+from llmconv.runtime.chain import SessionChain
+from llmconv.runtime.session_settings import SessionSettings
 from llmconv.tensors import Array
 
 EMBEDDINGS = "embeddings.onnx"
@@ -22,16 +19,16 @@ class EmbeddingGraph:
 
     Args:
         path: of the graph.
-        options: of the session.
-        providers: what runs its operators, best first.
+        settings: of the session.
 
     Raises:
-        MalformedInput: the guard refuses the file.
+        MalformedInput: the guard or onnxruntime refuses the file.
     """
 
-    def __init__(self, path: Path, options: ort.SessionOptions, providers: Sequence[Any] = (CPU,)) -> None:
-        load_guarded(path)
-        self._session = ort.InferenceSession(path, options, list(providers))
+    def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
+        settings = settings or SessionSettings()
+        chain = SessionChain([path], settings.options(), settings.providers(), change=settings.change)
+        self._session = chain.whole
 
     def run(self, input_ids: Array) -> Array:
         """Float [batch, tokens, hidden] of int64 [batch, tokens]."""

@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
+from llmconv.memory import require_memory
 from llmconv.runtime.bound import as_input
 from llmconv.runtime.buffers import BufferedSession, FixedSizes
 from llmconv.runtime.cache_names import is_past, is_present, is_state
@@ -90,7 +91,7 @@ class OrtGraph:
         self._table = None  # what turns tokens into the input of a graph that takes none itself
         if INPUTS_EMBEDS in self.inputs:
             beside = beside_another(settings)
-            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), beside.options(), beside.providers())
+            self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), beside)
         self._buffered = None
         if self.sizes:
             self._buffered = BufferedSession(
@@ -99,7 +100,7 @@ class OrtGraph:
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
         """What declares inputs and outputs, and runs."""
-        return SessionChain(paths, settings.options(), settings.providers(), settings.prepack)
+        return SessionChain(paths, settings.options(), settings.providers(), settings.prepack, settings.change)
 
     def embed(self, input_ids: Array) -> dict[str, Array]:
         """`input_ids`, or `inputs_embeds` where the graph takes those."""
@@ -117,6 +118,7 @@ class OrtGraph:
         except LlmconvError:
             raise
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            require_memory(error, f"in `{self.name}`")
             fixed = ", ".join(f"{name} = {size}" for name, size in self._fixed.items())
             hint = f"free dimensions are fixed to {fixed}" if fixed else "run `llmconv verify` on the folder"
             raise MalformedInput(f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint=hint) from error

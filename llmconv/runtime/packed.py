@@ -30,10 +30,17 @@ def open_packed(
     """
     if options.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL:  # else nobody folds the matrices
         join_projections(model.graph)
-    options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent.absolute()))
     size = sum(int(external_fields(tensor).get("length", 0)) for tensor in external_tensors(model))
     with large_pages(size):
-        return ort.InferenceSession(model.SerializeToString(), options, list(providers))
+        return open_changed(path, model, options, providers)
+
+
+def open_changed(
+    path: Path, model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[Any]
+) -> ort.InferenceSession:
+    """A session of what `model` says in the place of the file at `path`, on the weights beside that."""
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent.absolute()))
+    return ort.InferenceSession(model.SerializeToString(), options, list(providers))
 
 
 def join_projections(graph: onnx.GraphProto) -> None:

@@ -12,6 +12,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
+from llmconv.memory import require_memory
 from llmconv.runtime.bound import as_input
 from llmconv.runtime.cache_names import is_state, past_of
 from llmconv.runtime.foreseen import Drawer, Foreseen
@@ -23,6 +24,7 @@ from llmconv.runtime.ort import LENGTH_AXIS, TENSOR_DTYPES, OrtCache, OrtGraph, 
 from llmconv.runtime.pieces import TYPES, Piece, cut
 from llmconv.runtime.planned import PlannedCall
 from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.session_settings import Change
 from llmconv.tensors import Array
 
 PIECE = 1 << 30
@@ -54,10 +56,14 @@ class Declared:
 
     Args:
         paths: of the graph, or of its stages in order.
+        change: see `SessionSettings`.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Sequence[Path], change: Change | None = None) -> None:
         self.models = [load_guarded(path) for path in paths]
+        if change:
+            for path, model in zip(paths, self.models, strict=True):
+                change(path, model)
         self.op_types = {node.op_type for model in self.models for node in nodes(model)}
 
     @property
@@ -116,7 +122,7 @@ class PiecedGraph(OrtGraph):
         self._present_of = {past_of(name): name for name in self.present_names}
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
-        return Declared(paths)
+        return Declared(paths, settings.change)
 
     def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """As `OrtGraph.run`; what was foreseen is there."""
@@ -133,6 +139,7 @@ class PiecedGraph(OrtGraph):
             except LlmconvError:
                 raise
             except Exception as error:  # onnxruntime's exceptions share no base class of their own
+                require_memory(error, f"in `{self.name}`")
                 raise MalformedInput(f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint=HINT) from error
             trim()
             later = wanted.union(*(piece.inputs for piece in self._pieces[at + 1 :]))

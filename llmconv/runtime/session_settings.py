@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime as ort
 
 from llmconv.errors import UsageProblem, first_line
 
 CPU = "CPUExecutionProvider"
+
+Change = Callable[[Path, onnx.ModelProto], None]
+"""Changes a graph without its weights; they stay in the files beside the path."""
 
 LEVELS = {
     "all": "ORT_ENABLE_ALL",
@@ -42,6 +47,7 @@ class SessionSettings:
         entries: onnxruntime's session configuration, such as `session.intra_op.allow_spinning`, all text.
         attributes: fields of `onnxruntime.SessionOptions`; they go before the ones above.
         free_dimensions: symbols of the graph's axes, and the sizes they are fixed to.
+        change: called with every graph's path and content before it is opened, and may change the content.
     """
 
     threads: int = 0
@@ -57,6 +63,7 @@ class SessionSettings:
     entries: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     free_dimensions: Mapping[str, int] = field(default_factory=dict)
+    change: Change | None = None
 
     def options(self) -> ort.SessionOptions:
         """As onnxruntime's own object.

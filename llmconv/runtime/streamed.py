@@ -20,15 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
-from llmconv.runtime.eager import EagerRunner, one_thread
+from llmconv.memory import require_memory
+from llmconv.runtime.eager import EagerRunner, layers_of, one_thread
 from llmconv.runtime.eager_cache import EagerCache, keeps_states, to_numpy
+from llmconv.runtime.factors import Factors
 from llmconv.runtime.lazy_matrices import LazyMatrices, product_by_rows
 from llmconv.runtime.lockstep import HINT, Arrival, Lockstep
-from llmconv.runtime.own_code import own_classes
 from llmconv.runtime.planned import PlannedCall
 from llmconv.runtime.runner import Cache, Step
 from llmconv.runtime.streamed_weights import HollowTensor, StoredTensor, StreamedWeights, stored_tensors
@@ -42,6 +43,7 @@ class StreamedRunner(EagerRunner):
     """`EagerRunner`, layer by layer.
 
     Args:
+        factors: scale the weights as they are read.
         resident: elements of an embedding or a head above which it is read by rows.
 
     Raises:
@@ -50,13 +52,19 @@ class StreamedRunner(EagerRunner):
     """
 
     def __init__(
-        self, folder: Path, dtype: str = "float32", *, code: Path | None = None, resident: int = RESIDENT
+        self,
+        folder: Path,
+        dtype: str = "float32",
+        *,
+        code: Path | None = None,
+        factors: Factors | None = None,
+        resident: int = RESIDENT,
     ) -> None:
         load = torch.float32 if dtype == "float64" else getattr(torch, dtype)
-        self._stored = stored_tensors(folder, load)
+        self._stored = stored_tensors(folder, load, factors)
         super().__init__(folder, dtype, code=code)
         self._weights = StreamedWeights(self.model, self._stored, load)
-        self._layers = _layers(self.model)
+        self._layers = layers_of(self.model)
         if not self._layers:
             raise UnsupportedInput(f"`{folder.name}` has no list of layers to stream", hint=HINT)
         self._matrices, self._lazy = self._large_matrices(resident)
@@ -70,17 +78,11 @@ class StreamedRunner(EagerRunner):
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         """The model on the meta device, with all but its weights."""
-        if self._code:
-            config_class, source = own_classes(self._code, fields)
-            config = config_class.from_pretrained(folder)
-        else:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-            source = next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
         hollow = {name: HollowTensor(tensor.shape) for name, tensor in self._stored.items()}
-        return source.from_pretrained(
-            None, config=config, state_dict=hollow, dtype=dtype, attn_implementation="eager", local_files_only=True
-        )
+        return self._built(folder, fields, dtype, hollow)
+
+    def release(self) -> None:
+        """It is never all there."""
 
     def _large_matrices(self, resident: int) -> tuple[dict[int, torch.Tensor], dict[int, StoredTensor]]:
         """Embeddings and heads outside of layers that are read by rows: parameter and content by the parameter's id."""
@@ -145,6 +147,7 @@ class StreamedRunner(EagerRunner):
         except LlmconvError:
             raise
         except (RuntimeError, NotImplementedError, AttributeError) as error:  # a tensor without content was used
+            require_memory(error, "in the model")
             raise UnsupportedInput(
                 f"the model cannot run layer by layer: {type(error).__name__}: {first_line(error)}", hint=HINT
             ) from error
@@ -212,10 +215,12 @@ class StreamedRunner(EagerRunner):
                 for number, arrival in arrivals:
                     self._take_over(number, written)
                     before = _contents(self._caches[number])
+                    self.reach.begin(station)
                     arrival.result = arrival.work()
                     after = _contents(self._caches[number])
                     written[number] = [i for i, now in enumerate(after) if i >= len(before) or now is not before[i]]
                     self._note(station, number, written[number])
+                    self.reach.begin(f"after {station}")
 
     def _take_over(self, number: int, written: dict[int, list[int]]) -> None:
         """Keys and values that the call before has of this layer by now."""
@@ -234,15 +239,6 @@ def _after(call: PlannedCall, steps: dict[int, Step]) -> PlannedCall:
     """A call whose past has been made."""
     past = call.past if call.parent is None else steps[call.parent].present
     return PlannedCall(call.input_ids, call.attention_mask, call.position_ids, past)
-
-
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The elements of lists of modules, but for lists inside such elements."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{layer}.") for layer in found):
-            found |= {f"{name}.{index}": layer for index, layer in module.named_children()}
-    return found
 
 
 def _contents(cache: Any) -> list[Any]:

@@ -28,6 +28,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput
+from llmconv.runtime.factors import Factors
 from llmconv.runtime.heap import trim
 from llmconv.runtime.lockstep import HINT
 from llmconv.safetensors_io import FileTensor
@@ -49,23 +50,32 @@ class StoredTensor:
         file: where it lies; a tensor that is used as it is stored begins at the same place of a cache line as if the
             file were mapped, which is what `from_pretrained` does.
         dtype: that a load asks for.
+        factor: a power of two that every value is multiplied by.
     """
 
-    def __init__(self, stored: Any, file: FileTensor, dtype: torch.dtype) -> None:
-        self._stored, self._file, self._dtype = stored, file, dtype
+    def __init__(self, stored: Any, file: FileTensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+        self._stored, self._file, self._dtype, self._factor = stored, file, dtype, factor
         self.shape = file.shape
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """All of it, which is what transformers asks for."""
         tensor: torch.Tensor = self._stored[key]
         if tensor.dtype is torch.float64:
-            return tensor.float()  # as a load in float32 has it
+            return self._scaled(tensor.float())  # as a load in float32 has it
+        if self._factor != 1.0:
+            return self._scaled(tensor)
         return _placed(tensor, self._file.offset) if tensor.dtype is self._dtype else tensor
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Some rows; a slice of `safe_open` would read the whole tensor for them."""
         words = torch.from_numpy(self._file.rows(start, stop).view(WORDS[self._file.dtype.itemsize]))
-        return words.view(getattr(torch, self._file.dtype.name))
+        return self._scaled(words.view(getattr(torch, self._file.dtype.name)))
+
+    def _scaled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In float32 at least, where a factor loses nothing that matters."""
+        if self._factor == 1.0 or not tensor.is_floating_point():
+            return tensor
+        return torch.mul(tensor.to(torch.promote_types(tensor.dtype, torch.float32)), self._factor)
 
 
 class HollowTensor:
@@ -82,12 +92,15 @@ class HollowTensor:
         return torch.empty(self.shape, dtype=dtype, device="meta")
 
 
-def stored_tensors(folder: Path, dtype: torch.dtype) -> dict[str, StoredTensor]:
-    """Every tensor of a folder's weights by name; `dtype` is what a load asks for."""
+def stored_tensors(folder: Path, dtype: torch.dtype, factors: Factors | None = None) -> dict[str, StoredTensor]:
+    """Every tensor of a folder's weights by name, scaled by `factors`; `dtype` is what a load asks for."""
     found = {name: tensor for name, tensor in open_weights(folder).items() if isinstance(tensor, FileTensor)}
     files = {tensor.path for tensor in found.values()}
     opened: dict[Path, Any] = {path: safe_open(path, "pt", device="cpu", backend="pread") for path in files}
-    return {name: StoredTensor(opened[t.path].get_slice(name), t, dtype) for name, t in found.items()}
+    return {
+        name: StoredTensor(opened[t.path].get_slice(name), t, dtype, factors(name, t.shape) if factors else 1.0)
+        for name, t in found.items()
+    }
 
 
 def _placed(tensor: torch.Tensor, offset: int) -> torch.Tensor:

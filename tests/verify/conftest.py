@@ -42,6 +42,23 @@ def exported(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 @pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of more than 64 MiB with activations as large as those of trained models, and two graphs."""
+    import torch  # noqa: PLC0415 - only the tests that ask for a model pay for it
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
+
+    folder = tmp_path_factory.mktemp("trained") / "qwen3"
+    save_tiny("qwen3", folder, vocab_size=140_000, hidden_size=128, num_hidden_layers=2, tie_word_embeddings=True)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"] *= 200
+    save_file({name: tensor.to(torch.float32) for name, tensor in tensors.items()}, path, {"format": "pt"})
+    export(folder, prefill=True, incremental=True)
+    assert path.stat().st_size > 64 << 20
+    return folder
+
+
+@pytest.fixture(scope="session")
 def optioned(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`optioned(model_type, last_logits=True, …)` is a folder exported with options; do not write into it.
 

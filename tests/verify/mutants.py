@@ -189,6 +189,19 @@ def activation_constant(model: onnx.ModelProto, folder: Path) -> bool:
     return False
 
 
+def clips_dropped(layer: int | None = None) -> Surgery:
+    """Nothing is clipped any more: in one layer, or anywhere."""
+
+    def apply(model: onnx.ModelProto, folder: Path) -> bool:
+        found = [node for node in users(model, "Clip") if layer is None or layer_of(node) == layer]
+        for node in found:
+            node.op_type = "Identity"
+            del node.input[1:]
+        return bool(found)
+
+    return apply
+
+
 # --- masks and positions ----------------------------------------------------------------------------------------------
 
 

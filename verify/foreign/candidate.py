@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmconv.errors import LlmconvError, UsageProblem
+from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.runner import Step
 from llmconv.verify.calls import Call, Chain
 from llmconv.verify.candidate import Agreement, Candidate, check_scenario, steady, unsteady
@@ -89,6 +89,8 @@ def check_foreign(
         runs = [run_chain(candidate.runner, chain) for chain in chains]
         if not all(steady(candidate.runner, *pair, repeat) for pair in zip(chains, runs, strict=True)):
             return [unsteady(Check(scenario.name, candidate.name, ""))]
+    except OutOfMemory:
+        raise
     except LlmconvError as error:
         return [Check(scenario.name, candidate.name, "logits", verdict="fail", detail=error.message)]
     checks = _compare(scenario, chains, candidate, runs, [truths[at] for at in able], gates, evidence)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from llmconv.runtime.ort import SessionSettings
 from llmconv.tensors import LazyTensor
@@ -14,11 +12,11 @@ from llmconv.verify.evidence import Evidence
 from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
 from llmconv.verify.foreign.files import GraphFile
 from llmconv.verify.foreign.graph import ForeignGraph, Model
-from llmconv.verify.foreign.twin import scaled_graph, why_no_scaling
+from llmconv.verify.foreign.twin import scaled_foreign, why_no_scaling
 from llmconv.verify.report import Check, Report
-from llmconv.verify.scenarios import scenarios
+from llmconv.verify.scenarios import chosen, scenarios
 from llmconv.verify.truth import Eager
-from llmconv.verify.twin import CHANGES, Change
+from llmconv.verify.twin import CHANGES, Change, changes, unreached_checks
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
 
 OnChecks = Callable[[list[Check]], None]
@@ -54,10 +52,10 @@ class ForeignComparison:
             self.compare(eager, graphs, named=named)
             self.compare_twins(eager, files, named)
 
-    def opened(self, files: Sequence[GraphFile], paths: Sequence[Path | None] = ()) -> list[ForeignGraph]:
-        """All graphs, or copies of them at `paths`; none, and a failed check, where one cannot be opened."""
-        pairs = zip(files, paths or [None] * len(files), strict=True)
-        opened = [file.open(self.facts, self.settings, path) for file, path in pairs]
+    def opened(self, files: Sequence[GraphFile], change: Change | None = None) -> list[ForeignGraph]:
+        """All graphs, or their twins; none, and a failed check, where one cannot be opened."""
+        settings = [scaled_foreign(self.settings, f, self.tensors, change) if change else self.settings for f in files]
+        opened = [file.open(self.facts, own) for file, own in zip(files, settings, strict=True)]
         self.add([graph for graph in opened if isinstance(graph, Check)])
         graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
         return graphs if len(graphs) == len(opened) else []
@@ -76,7 +74,7 @@ class ForeignComparison:
         for scenario, chains in scenarios(report.suite, eager.facts(), tuple(report.settings["seeds"])):
             if (change or few) and scenario.name not in TWIN_SCENARIOS:
                 continue
-            row = replace(scenario, name=f"{scenario.name}, {change.name}", bug=change.bug) if change else scenario
+            row = change.scenario(scenario) if change else scenario
             truths = eager.truths(row, chains)
             row = replace(row, name=f"{row.name}{named}")
             for candidate in found:
@@ -85,13 +83,19 @@ class ForeignComparison:
                     self.add(check_foreign(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
 
     def compare_twins(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> None:
-        """A few scenarios on scaled weights."""
-        reasons = [why_no_scaling(file.contents, file.found, self.tensors, self.report.suite) for file in files]
-        if any(reasons):
-            self.report.notes.append(f"no run on scaled weights: {next(filter(None, reasons))}")
-            return
-        for change in CHANGES:
-            with ExitStack() as stack:
-                scaled = (scaled_graph(file.path, file.contents, file.found, self.tensors, change) for file in files)
-                if graphs := self.opened(files, [stack.enter_context(copy) for copy in scaled]):
+        """A few scenarios on scaled weights; what cannot be run is skipped, and counted."""
+        asked = chosen(self.report.suite, tuple(self.report.settings["seeds"]))
+        rows = [row for row in asked if row.name in TWIN_SCENARIOS]
+        reasons = [why_no_scaling(file.contents, file.found, self.tensors) for file in files]
+        reason = next(filter(None, reasons), "")
+        if reason:
+            names = [(f"{c.scenario(row).name}{named}", file.name) for c in CHANGES for row in rows for file in files]
+            self.add([Check(*name, "logits", verdict="skip", detail=reason) for name in names])
+            self.report.unseen += [change.bug for change in CHANGES] if rows else []
+        elif rows:
+            for change in changes(eager):
+                if graphs := self.opened(files, change):
                     self.compare(eager.twin(change), graphs, change, named)
+            checks = unreached_checks(eager, [file.name for file in files])
+            self.report.unseen += ["limits that no run reaches"] if checks else []
+            self.add(checks)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx
 
-from llmconv.errors import LlmconvError, UsageProblem
+from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.ort import SessionSettings
 from llmconv.verify.foreign.contents import Content
@@ -66,15 +66,13 @@ class GraphFile:
         """Whether some operator has quantised weights."""
         return bool(quantized_operators(self.model))
 
-    def open(self, eager: Model, settings: SessionSettings, copy: Path | None = None) -> ForeignGraph | Check:
-        """The graph in a session, or the failed check where onnxruntime refuses it.
-
-        Args:
-            copy: a copy with other weights, to be opened in its place.
-        """
+    def open(self, eager: Model, settings: SessionSettings) -> ForeignGraph | Check:
+        """The graph in a session, or the failed check where onnxruntime refuses it."""
         settings = replace(settings, reuse=not self.emulated)
         try:
-            return ForeignGraph(copy or self.path, self.model, self.binding, eager, settings, self.name)
+            return ForeignGraph(self.path, self.model, self.binding, eager, settings, self.name)
+        except OutOfMemory:
+            raise
         except LlmconvError as error:
             return Check("structure", self.name, "", verdict="fail", detail=error.message)
 

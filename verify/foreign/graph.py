@@ -15,6 +15,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
+from llmconv.memory import require_memory
 from llmconv.runtime.cache_names import cache_order
 from llmconv.runtime.chain import SessionChain
 from llmconv.runtime.ort import SessionSettings
@@ -83,7 +84,7 @@ class ForeignGraph:
     ) -> None:
         self.name, self.path, self.binding, self._eager = name or path.name, path, binding, eager
         self.limits = Limits.of(model, binding)
-        self._session = SessionChain([path], settings.options())
+        self._session = SessionChain([path], settings.options(), change=settings.change)
         declared, given = self._session.get_inputs(), self._session.get_outputs()
         self.shapes = {port.name: port.shape for port in [*declared, *given]}
         self._dtypes = {port.name: _dtype(self.name, port.name, port.type) for port in [*declared, *given]}
@@ -134,6 +135,7 @@ class ForeignGraph:
         except LlmconvError:
             raise
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            require_memory(error, f"in `{self.name}`")
             said = str(error).rpartition(STATUS)[2].partition("\n")[0].strip() or first_line(error)
             raise MalformedInput(
                 f"`{self.name}` fails in onnxruntime: {said}", hint="see whether the graph's own client can run it"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import onnx
 
@@ -21,13 +20,13 @@ from llmconv.verify.foreign.contents import Content
 from llmconv.verify.foreign.files import GraphFile
 from llmconv.verify.foreign.graph import ForeignGraph, Model
 from llmconv.verify.foreign.ports import AXES, Binding
-from llmconv.verify.foreign.twin import scaled_graph
+from llmconv.verify.foreign.twin import scaled_foreign
 from llmconv.verify.replay import Replay
 from llmconv.verify.report import Where
 from llmconv.verify.scenarios import scenarios
 from llmconv.verify.taps import Tapped
 from llmconv.verify.truth import Eager, edited, run_chain
-from llmconv.verify.twin import CHANGES
+from llmconv.verify.twin import change_of
 
 
 @dataclass(frozen=True)
@@ -50,27 +49,23 @@ class Graphs:
 
     @contextmanager
     def replayed(self, where: Where, eager: Eager) -> Iterator[Replay | None]:
-        """The call that `where` names; None where it is more than one run of one graph.
-
-        Scenarios on scaled weights run on temporary copies, which are gone afterwards.
-        """
+        """The call that `where` names; None where it is more than one run of one graph."""
         if not where.scenario.endswith(self.named):
             yield None
             return
         name = where.scenario.removesuffix(self.named)
-        change = next((change for change in CHANGES if name.endswith(f", {change.name}")), None)
-        with ExitStack() as stack:
-            paths = [file.path for file in self.files]
-            if change:
-                eager, name = eager.twin(change), name.removesuffix(f", {change.name}")
-                copies = (
-                    scaled_graph(file.path, file.contents, file.found, self.tensors, change) for file in self.files
-                )
-                paths = [stack.enter_context(copy) for copy in copies]
-            yield self._prepared(where, name, paths, eager)
+        settings = [self.settings for _ in self.files]
+        if change := change_of(name):
+            eager, name = eager.twin(change), name.removesuffix(f", {change.name}")
+            settings = [
+                scaled_foreign(self.settings, file, self.tensors, change, at_weights=True) for file in self.files
+            ]
+        yield self._prepared(where, name, settings, eager)
 
-    def _prepared(self, where: Where, scenario: str, paths: Sequence[Path], eager: Eager) -> Replay | None:
-        opened = [file.open(self.facts, self.settings, path) for file, path in zip(self.files, paths, strict=True)]
+    def _prepared(
+        self, where: Where, scenario: str, settings: Sequence[SessionSettings], eager: Eager
+    ) -> Replay | None:
+        opened = [file.open(self.facts, own) for file, own in zip(self.files, settings, strict=True)]
         found = [graph for graph in opened if isinstance(graph, ForeignGraph)]
         candidate = next((one for one in foreign_candidates(found) if one.name == where.graph), None)
         place = _place(candidate, scenario, where.step, eager) if candidate else None
@@ -83,10 +78,13 @@ class Graphs:
         if feeds is None:
             return None
         at = opened.index(graph)
-        model = load_guarded(paths[at])
-        names = free_names(model, port_names(graph.binding) | _tensor_names(self.files[at].contents))
+        file, change = self.files[at], settings[at].change
+        model = load_guarded(file.path)
+        if change:
+            change(file.path, model)
+        names = free_names(model, port_names(graph.binding) | _tensor_names(file.contents))
         feeds = {names.get(name, name): array for name, array in feeds.items()}
-        tapped = Tapped(renamed(model, names, graph.binding), paths[at].parent, self.settings)
+        tapped = Tapped(renamed(model, names, graph.binding), file.path.parent, self.settings)
         return Replay(tapped, feeds, chain[step], 0, eager.dtype, chain[:step], eager)
 
 

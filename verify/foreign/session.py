@@ -11,11 +11,13 @@ from pathlib import Path
 from llmconv.calls import checked
 from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.memory import telling_memory
 from llmconv.paths import Written
 from llmconv.runtime.ort import SessionSettings
 from llmconv.storage import fetches, local_path
 from llmconv.tensors import LazyTensor
 from llmconv.verify.bisect import name_node
+from llmconv.verify.forecast import Forecast, choose
 from llmconv.verify.foreign.comparison import ForeignComparison, OnChecks
 from llmconv.verify.foreign.files import GraphFile, read_graphs
 from llmconv.verify.foreign.graph import ForeignGraph, Model
@@ -72,20 +74,23 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
 
     Raises:
         UsageProblem: no graph or too many, no reference, an unknown map, or a graph of steps without one of the prompt.
-        InputRefused: a graph fits no map, or refers to what it must not.
+        InputRefused: a graph fits no map, or refers to what it must not, or memory does not suffice.
+        OutOfMemory: memory ran out on the way.
     """
     require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
     require_suite(suite)
     piece, settings = new_piece(minimize), settings or SessionSettings()
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
+    if eager is None:
+        choose(Forecast.of(folder, len(files)), None, "that takes a folder that `llmconv export` wrote")
     report = new_report(" and ".join(file.name for file in files), suite, only, repeat, settings)
     report.reference = folder.name
     limits = Limits(max_divergence, min_agreement)
     asked = Asked(Path(text) if text else None, limits, folder if trust_remote_code else None)
     verified, add = Graphs(files, Model({}), settings, open_weights(folder)), collector(report, on_checks)
     _audit(files, verified.tensors, report, add)
-    with ExitStack() as stack:
+    with ExitStack() as stack, telling_memory(f"while {report.folder} was verified"):
         eager, verified = _compare(verified, eager or folder, report, add, asked, stack)
         report.where = localise(sharpest(report.checks))
         if bisect or piece:

@@ -1,4 +1,4 @@
-"""Twins of foreign graphs: copies whose initializers are scaled where the model's tensors in them are.
+"""Twins of foreign graphs: their initializers are scaled where the model's tensors in them are.
 
 See `llmconv.verify.twin` for what they show. A graph has a twin where the audit found every matrix of the model in it;
 of quantised ones the scales are scaled.
@@ -6,32 +6,32 @@ of quantised ones the scales are scaled.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from llmconv.runtime.ort import SessionSettings
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.foreign.contents import Content
+from llmconv.verify.foreign.files import GraphFile
 from llmconv.verify.foreign.quantized.matching import Found, Placement
-from llmconv.verify.twin import CHANGES, SIZE_LIMITS, Change
+from llmconv.verify.scaling import scale
+from llmconv.verify.twin import CHANGES, Change
+from llmconv.verify.weights import initializer_values
 
 
 def why_no_scaling(
-    contents: Mapping[str, Content], quantized: Sequence[Found], reference: Mapping[str, LazyTensor], suite: str
+    contents: Mapping[str, Content], quantized: Sequence[Found], reference: Mapping[str, LazyTensor]
 ) -> str:
     """Why a graph can have no twin; empty when it can.
 
     A matrix of unknown content is taken for a table of the graph's own where no tensor of the model has its shape.
     """
-    if sum(tensor.nbytes for tensor in reference.values()) > SIZE_LIMITS[suite]:
-        return "the weights are too large for this suite"
     matrices = {name: tensor.shape for name, tensor in reference.items() if len(tensor.shape) > 1}
     found = {name for content in contents.values() if content.matched for name in content.names}
     found |= {name for one in quantized for name in one.names}
@@ -74,57 +74,49 @@ def _window(one: Found, placement: Placement) -> tuple[slice, slice] | None:
     return slices[0], slices[1]
 
 
-@contextmanager
-def scaled_graph(
-    path: Path,
-    contents: Mapping[str, Content],
-    quantized: Sequence[Found],
+def scaled_foreign(
+    settings: SessionSettings,
+    file: GraphFile,
     reference: Mapping[str, LazyTensor],
     change: Change,
-) -> Iterator[Path]:
-    """A temporary copy of a graph with scaled weights."""
-    model = onnx.load(path)
-    scales = {one.stored.scales: one for one in quantized}
-    for tensor in model.graph.initializer:
-        content = contents.get(tensor.name)
-        if tensor.name in scales:
-            values = _scaled_grid(numpy_helper.to_array(tensor).copy(), scales[tensor.name], reference, change)
-        elif content and content.names:
-            values = _scaled(numpy_helper.to_array(tensor).copy(), content, reference, change)
-        else:
-            continue
-        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    with TemporaryDirectory(prefix="llmconv-twin-") as folder:
-        copy = Path(folder) / path.name
-        onnx.save(model, copy, save_as_external_data=True, location=f"{path.name}.data")
-        yield copy
+    *,
+    at_weights: bool = False,
+) -> SessionSettings:
+    """Settings with which a graph is opened as its twin; `at_weights` as for `scale`."""
+    scales = {one.stored.scales: one for one in file.found}
 
+    def apply(path: Path, model: onnx.ModelProto) -> None:
+        for tensor in model.graph.initializer:
+            if tensor.name in scales:
+                values = np.array(initializer_values(tensor, path.parent))
+                grid = _scaled_grid(values, scales[tensor.name], reference, change)
+                tensor.CopyFrom(numpy_helper.from_array(grid, tensor.name))
+        factors = {name: _factor(content, reference, change) for name, content in file.contents.items()}
+        scale(model, factors, at_weights=at_weights)
 
-def _changes(name: str, reference: Mapping[str, LazyTensor], change: Change) -> bool:
-    return len(reference[name].shape) == 2 and re.search(change.pattern, name) is not None
+    return replace(settings, change=apply)
 
 
 def _scaled_grid(values: Array, one: Found, reference: Mapping[str, LazyTensor], change: Change) -> Array:
     """The scales of a quantised matrix, of whichever tensors in it change."""
     grid = values.reshape(one.stored.scale.shape)
     for placement in one.placements:
-        if _changes(placement.name, reference, change):
-            grid[_window(one, placement)] *= values.dtype.type(change.factor)
+        factor = change.of(placement.name, reference[placement.name].shape)
+        grid[_window(one, placement)] *= values.dtype.type(factor)
     return grid.reshape(values.shape)
 
 
-def _scaled(values: Array, content: Content, reference: Mapping[str, LazyTensor], change: Change) -> Array:
-    factor = values.dtype.type(change.factor)
+def _factor(content: Content, reference: Mapping[str, LazyTensor], change: Change) -> float | Array:
+    """Of an initializer; of one that holds several tensors by rows, or by columns."""
     if content.whole:
-        return values * factor if _changes(content.whole, reference, change) else values
+        return change.of(content.whole, reference[content.whole].shape)
+    if not content.parts:
+        return 1.0
     side = not content.covered(False)
+    found = np.ones(content.shape[-1 if side else 0])
     done: set[int] = set()
     for part in content.parts:
-        wanted = part.side is side and _changes(part.name, reference, change)
-        rows = [row for row in part.rows if row not in done] if wanted else []
+        rows = [row for row in part.rows if row not in done] if part.side is side else []
         done |= set(rows)
-        if side:
-            values[:, rows] *= factor
-        else:
-            values[rows] *= factor
-    return values
+        found[rows] = change.of(part.name, reference[part.name].shape)
+    return found if side else found.reshape(-1, *[1] * (len(content.shape) - 1))
