@@ -21,7 +21,7 @@ from llmconv.verify.evidence import Evidence
 from llmconv.verify.low_memory import StreamedEager, foresee, open_in_pieces
 from llmconv.verify.prefix import stored_start, trained_start
 from llmconv.verify.report import Check, Report
-from llmconv.verify.scenarios import Scenario, scenarios
+from llmconv.verify.scenarios import Scenario, left_out, scenarios
 from llmconv.verify.structure import check_structure, name_problems
 from llmconv.verify.truth import Eager
 from llmconv.verify.twin import CHANGES, Change, scaled_copy, why_no_twin
@@ -76,7 +76,9 @@ class Comparison:
         for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
             truth = self.eager.behind(prefix, trained_start(self.folder, prefix)) if prefix else self.eager
             planned = self._planned(truth)
-            foresee([graph for graph in graphs if graph.entry.prefix == prefix], planned)
+            of_prefix = [graph for graph in graphs if graph.entry.prefix == prefix]
+            foresee(of_prefix, planned)
+            self.add(skipped(self.report, truth, [graph.name for graph in of_prefix]))
             for scenario, chains in planned:
                 found = [candidate for candidate in candidates(graphs, chains) if candidate.prefix == prefix]
                 truths = truth.truths(scenario, chains) if found else []
@@ -142,6 +144,16 @@ class Comparison:
         for graph in graphs:
             candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
             self.add(check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates)))
+
+
+def skipped(report: Report, eager: Eager, graphs: Sequence[str]) -> list[Check]:
+    """A check for every scenario and graph of which something is left out."""
+    reasons = left_out(report.suite, eager.facts(), tuple(report.settings["seeds"]))
+    return [
+        Check(scenario.name, name, "logits", verdict="skip", detail=reason)
+        for scenario, reason in reasons
+        for name in graphs
+    ]
 
 
 def paths_of(folder: Path, entries: Iterable[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> list[Path]:

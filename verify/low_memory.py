@@ -40,6 +40,8 @@ from llmconv.verify.truth import Eager
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
 from llmconv.verify.twin import Change, scaled_copy
 
+NOTHING_HELD = "with `--low-memory` no cache is held that could be changed or made up"
+
 Planned = Sequence[tuple[Scenario, Sequence[Chain]]]
 
 
@@ -74,7 +76,7 @@ class StreamedEager(Eager):
 
     def facts(self) -> Facts:
         """As the model has them; a cache that nobody holds can be neither edited nor continued by its own tokens."""
-        return replace(super().facts(), edits=False, greedy=None)
+        return replace(super().facts(), no_edits=NOTHING_HELD, no_made_up=NOTHING_HELD, greedy=None)
 
     def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
         """As they are: a call that was not foreseen would read all weights again, which a twin no longer has."""
