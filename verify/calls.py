@@ -178,9 +178,7 @@ def pieces(ids: Array, mask: Array, positions: Array, lengths: Sequence[int], un
     return calls
 
 
-def continuing(
-    past: MadeUp, lengths: Sequence[int], facts: Facts, rng: np.random.Generator, padding: int = 0
-) -> Chain:
+def continuing(past: MadeUp, lengths: Sequence[int], facts: Facts, rng: np.random.Generator, padding: int = 0) -> Chain:
     """Calls of so many new tokens each that continue a made-up past, at the positions that follow it.
 
     Args:

@@ -127,8 +127,8 @@ def _refused(blank: Check, reasons: Sequence[str]) -> list[Check]:
     refused = list(filter(None, reasons))
     if not refused:
         return []
-    part = f", {len(refused)} of {len(reasons)} sequences" if len(refused) < len(reasons) else ""
-    return [replace(blank, name=blank.name + part, output="logits", verdict="skip", detail=refused[0])]
+    part = "logits" if len(refused) == len(reasons) else f"{len(refused)} of {len(reasons)} sequences"
+    return [replace(blank, output=part, verdict="skip", detail=refused[0])]
 
 
 def lost_past(chain: Chain, steps: Sequence[Step]) -> str:

@@ -61,6 +61,7 @@ class Comparison:
         shapes = self.eager.cache_shapes()
         self.add([check_structure(graph, self.models[graph.name], shapes) for graph in opened])
         graphs, copies = distinct(self.folder, [graph for graph in opened if not name_problems(graph, shapes)])
+        self.report.copies = {name: first for first, names in copies.items() for name in names}
         once = replace(self, add=adding_copies(self.add, copies))
         once._compare(graphs)
         once._compare_twins(graphs)
@@ -143,7 +144,9 @@ class Comparison:
         truths, gates = eager.truths(kept_as or scenario, chains), GATES[eager.dtype]
         for graph in graphs:
             candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
-            self.add(check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates)))
+            seen = Evidence()
+            self.add(check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates), seen))
+            self.report.evidence.setdefault(graph.name, Evidence()).join_rows(seen)
 
 
 def skipped(report: Report, eager: Eager, graphs: Sequence[str]) -> list[Check]:

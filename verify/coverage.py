@@ -27,7 +27,8 @@ ROWS, COLUMNS, WIDE = 6, 24, 64
 EVERY = 4096
 """Positions that the full suite runs: all of a context of so many tokens, an even share of a longer one."""
 
-RAGGED = (9, 7, 5, 3, 2, 1)
+RAGGED = (3, 9, 1, 7, 5, 2)
+"""Tokens of six prompts; the first is padded, so that its mask cannot stand for those of the others."""
 
 
 def packed(lengths: Sequence[int], facts: Facts) -> Iterator[list[int]]:
@@ -59,13 +60,14 @@ def every_number(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 def every_batch(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     """Every number of sequences up to six, of several lengths."""
     return [
-        chain(ragged_mask(RAGGED[:rows], 4, "left"), [RAGGED[0], 1, 3], facts, rng) for rows in range(1, ROWS + 1)
+        chain(ragged_mask(RAGGED[:rows], 4, "left"), [max(RAGGED[:rows]), 1, 3], facts, rng)
+        for rows in range(1, ROWS + 1)
     ]
 
 
 def batch_of_six(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     """Six sequences of several lengths: the prompt, a step, and three tokens after it."""
-    return [chain(ragged_mask(RAGGED, 4, "left"), [RAGGED[0], 1, 3], facts, rng)]
+    return [chain(ragged_mask(RAGGED, 4, "left"), [max(RAGGED), 1, 3], facts, rng)]
 
 
 def spread_positions(facts: Facts, rng: np.random.Generator) -> list[Chain]:

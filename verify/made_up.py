@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class MadeUp:
-    """A cache of random keys, values and states; see `Cache`.
+    """A cache of random keys and values; states are zero, as those of an empty past. See `Cache`.
 
     Attributes:
         shapes: of a cache of one sequence and one token, by the names of the graphs' outputs.
@@ -48,10 +48,11 @@ class MadeUp:
         return {name: self._array(name, shape) for name, shape in self.shapes.items()}
 
     def _array(self, name: str, shape: tuple[int, ...]) -> Array:
-        rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
         whole = [self.rows, *shape[1:]]
-        if not is_state(name):
-            whole[SLOT_AXIS] = self.length
+        if is_state(name):
+            return np.zeros(whole, dtype=np.float32)
+        rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        whole[SLOT_AXIS] = self.length
         array: Array = rng.integers(-LARGEST, LARGEST + 1, whole, dtype=np.int8).astype(np.float32)
         array *= STEP
         if name.endswith(".value"):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from xml.etree import ElementTree
 
 from llmconv.errors import OutputFailed
@@ -20,34 +25,74 @@ MARKDOWN_ROWS = 200
 COLUMNS = ("verdict", "scenario", "graph", "output", "sigma", "worst row", "max abs", "detail")
 
 
-def write_report(report: Report, folder: Path) -> None:
+PROBE = 4 << 20
+"""Bytes that a place for a report must have room for; the reports of the largest models come near."""
+
+DATE = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def write_report(report: Report, folder: Path, date: str = "") -> None:
     """Writes the four files into `folder`, which is made if need be.
+
+    Args:
+        date: that they bear, see `today`, which is also the default.
 
     Raises:
         OutputFailed: a file cannot be written.
     """
+    date = date or today()
     files = {
-        "report.json": render_json(report),
-        "junit.xml": render_junit(report),
-        "summary.md": render_markdown(report),
-        "report.html": render_html(report),
+        "report.json": render_json(report, date),
+        "junit.xml": render_junit(report, date),
+        "summary.md": render_markdown(report, date),
+        "report.html": render_html(report, date),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise OutputFailed(
-            f"cannot write the report to `{folder}`: {error.strerror}", hint="give another folder to `--report`"
-        ) from error
+        raise _unwritable(folder, error) from error
 
 
-def render_json(report: Report) -> str:
-    """As `llmconv verify --json` prints it."""
-    return json.dumps(report.as_dict(), indent=2) + "\n"
+def today(environment: Mapping[str, str] = os.environ) -> str:
+    """Now in UTC, such as `2026-11-23T08:15:00Z`; or the time that SOURCE_DATE_EPOCH says, in seconds since 1970.
+
+    https://reproducible-builds.org/specs/source-date-epoch/
+    """
+    moment = datetime.now(UTC)
+    with suppress(ValueError, OverflowError, OSError):
+        moment = datetime.fromtimestamp(int(environment.get("SOURCE_DATE_EPOCH", "")), UTC)
+    return moment.strftime(DATE)
 
 
-def render_junit(report: Report) -> str:
+def require_place(folder: Path) -> None:
+    """Finds out before anything is computed whether a report could be written; leaves nothing behind.
+
+    Raises:
+        OutputFailed: it could not, or the disk has no room for it.
+    """
+    place = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    try:
+        with TemporaryFile(dir=place) as file:
+            file.write(b"\0" * PROBE)
+            file.flush()
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> OutputFailed:
+    return OutputFailed(
+        f"cannot write the report to `{folder}`: {error.strerror}", hint="give another folder to `--report`"
+    )
+
+
+def render_json(report: Report, date: str) -> str:
+    """What `llmconv verify --json` prints, and the date."""
+    return json.dumps({**report.as_dict(), "date": date}, indent=2) + "\n"
+
+
+def render_junit(report: Report, date: str) -> str:
     """One test case per check: class is scenario and graph, name is the output."""
     counts = {verdict: sum(check.verdict == verdict for check in report.checks) for verdict in ("fail", "skip")}
     suite = ElementTree.Element(
@@ -57,6 +102,7 @@ def render_junit(report: Report) -> str:
         failures=str(counts["fail"]),
         skipped=str(counts["skip"]),
         errors="0",
+        timestamp=date.removesuffix("Z"),
     )
     for check in report.checks:
         _add_case(suite, check)
@@ -87,11 +133,11 @@ def _xml(text: str) -> str:
     return XML_ILLEGAL.sub("?", text)
 
 
-def render_markdown(report: Report) -> str:
+def render_markdown(report: Report, date: str) -> str:
     """Verdict, where to look, and the worst of every scenario, first of those that differ."""
-    lines = [f"# {report.verdict.upper()}: {_cell(report.folder)}", "", _cell(report.summary()), ""]
+    lines = [f"# {report.verdict.upper()}: {_cell(report.folder)}", "", f"{_cell(report.summary())}, {date}", ""]
     lines += [f"**Where:** {_cell(report.where.text, LINE_LIMIT)}", ""] if report.where else []
-    lines += [f"* {_cell(note, LINE_LIMIT)}" for note in report.notes] + [""]
+    lines += [f"* {_cell(note, LINE_LIMIT)}" for note in [*report.copies_told(), *report.notes]] + [""]
     if report.quantization:
         lines += ["**Quantisation:**", "", *(f"* {_cell(line)}" for line in report.quantization.lines()), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
@@ -102,8 +148,10 @@ def render_markdown(report: Report) -> str:
 
 
 def _row(check: Check) -> str:
-    cells = [check.verdict, check.name, check.graph, check.output, f"{check.sigma:.2f}", f"{check.row_sigma:.2f}"]
-    return "| " + " | ".join(_cell(cell) for cell in [*cells, f"{check.max_abs:.1e}", check.detail]) + " |"
+    numbers = [f"{check.sigma:.2f}", f"{check.row_sigma:.2f}", f"{check.max_abs:.1e}"]
+    numbers = numbers if check.is_measured else [""] * 3
+    cells = [check.verdict, check.name, check.graph, check.output, *numbers, check.detail]
+    return f"| {' | '.join(map(_cell, cells))} |"
 
 
 def _cell(text: str, limit: int = NAME_LIMIT) -> str:
