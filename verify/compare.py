@@ -3,8 +3,8 @@
     sigma = RMS(graph - eager in float64) / RMS(eager in the graph's dtype - eager in float64)
 
 A correct graph has sigma about 1, because it makes rounding errors of the same size as the eager model; `SCALE` says
-what others have. Sigma is taken over all rows of an output and for every row (one position of one sequence), so that one
-broken position is not diluted by good ones.
+what others have. Sigma is taken over all rows of an output and for every row (one position of one sequence), so that
+one broken position is not diluted by good ones.
 """
 
 from __future__ import annotations

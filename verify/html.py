@@ -27,7 +27,8 @@ td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; wh
 td.verdict { font-weight: 600; } tr.fail td.verdict { color: #c0392b; } tr.pass td.verdict { color: #2e8b57; }
 tr.skip td.verdict { color: #8a6d00; } svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
 .pair { display: flex; flex-wrap: wrap; gap: 1rem; } .pair > div { flex: 1 1 320px; min-width: 0; }
-.wide { overflow-x: auto; } .wide > svg { min-width: 720px; } .wide > table { min-width: 640px; }
+.wide { overflow-x: auto; } .wide > svg { min-width: 720px; }
+@media (max-width: 640px) { .extra { display: none; } th, td { padding: .25rem .35rem; font-size: .8rem; } }
 code { background: #f2f4f7; padding: .1rem .3rem; border-radius: 4px; overflow-wrap: anywhere; }
 """
 WORDS = {
@@ -37,6 +38,7 @@ WORDS = {
 }
 ROWS = 500
 FIRST = 8
+NUMBERS = ("step", "sigma", "worst row", "max abs")
 ALONG = "Worst sigma of a row over all scenarios, scaled weights included, by layer and position in the sequence:"
 EXPLAIN = '<p class="small">One row per scenario, graph and kind of output: the worst of its outputs.</p>'
 
@@ -151,10 +153,15 @@ def _flips(evidence: Evidence) -> str:
 
 def _table(checks: Sequence[Check]) -> str:
     head = "<tr><th>verdict</th><th>scenario</th><th>graph</th><th>output</th>"
-    head += "".join(f'<th class="number">{name}</th>' for name in ("step", "sigma", "worst row", "max abs"))
+    head += "".join(f'<th class="{_column(name)}">{name}</th>' for name in NUMBERS)
     more = f'<p class="small">and {len(checks) - ROWS} more in report.json</p>' if len(checks) > ROWS else ""
     table = f"<table>{head}<th>detail</th></tr>{''.join(_row(check) for check in checks[:ROWS])}</table>"
     return f"{_wide(table)}{more}"
+
+
+def _column(name: str) -> str:
+    """Classes of a column of numbers; some are left out where the page is narrow."""
+    return "number" if "sigma" in name or "row" in name else "number extra"
 
 
 def _wide(content: str) -> str:
@@ -166,7 +173,8 @@ def _row(check: Check) -> str:
     numbers = (str(check.step), f"{check.sigma:.2f}", f"{check.row_sigma:.2f}", f"{check.max_abs:.1e}")
     numbers = numbers if check.is_measured else ("",) * 4
     cells = "".join(f"<td>{_text(text)}</td>" for text in (check.name, check.graph, check.output))
-    cells += "".join(f'<td class="number">{number}</td>' for number in numbers)
+    pairs = zip(NUMBERS, numbers, strict=True)
+    cells += "".join(f'<td class="{_column(name)}">{number}</td>' for name, number in pairs)
     cells += f"<td>{_text(check.detail)}</td>"
     return f'<tr class="{check.verdict}"><td class="verdict">{check.verdict}</td>{cells}</tr>'
 

@@ -24,7 +24,7 @@ LONG_LENGTHS = (16, 17, 64, 65, 127)
 STEPS = 16
 GREEDY_STEPS = 32
 WINDOW_LIMITS = {False: (64, 512), True: (64, 1024)}
-"""Windows whose edge a prompt crosses in every way, and in one way, in quick and in full; a made-up past crosses all."""
+"""Windows whose edge prompts cross in every way, and in one, in quick and in full; a made-up past crosses all."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 WINDOW = re.compile(r"^(?!max_)\w*(window(s|_size|_sizes|_len)?|attention_chunk_size|local_attention)$")
 """Fields that hold a number of tokens.
 
-`sliding_window` in most families, `window_size` in GPT-Neo, `attention_chunk_size` in Llama 4, `attention_window_size` in
-RecurrentGemma, `sliding_window_size` in Inkling, `local_attention` in ModernBERT's decoder.
+`sliding_window` in most families, `window_size` in GPT-Neo, `attention_chunk_size` in Llama 4, `attention_window_size`
+in RecurrentGemma, `sliding_window_size` in Inkling, `local_attention` in ModernBERT's decoder.
 """
 
 MOST = 6

@@ -95,18 +95,15 @@ class Trigger:
     Attributes:
         name: says when it is met.
         condition: the same as values of the graph.
-        suite: the first suite that meets it; empty where none does.
+        met_by: a scenario that meets it.
     """
 
     name: str
     condition: Condition
-    suite: str = "quick"
-    layer: int | None = None
+    met_by: str
 
     def apply(self, model: onnx.ModelProto, folder: Path) -> bool:
         """Makes logits 1 % too large where the condition holds."""
-        if "position_ids" in self.name and all(port.name != "position_ids" for port in model.graph.input):
-            return False
         sizes = Sizes(model)
         wrong, right = (f"trigger_{name}" for name in ("wrong", "right"))
         for name, factor in ((wrong, 1.01), (right, 1.0)):
@@ -127,35 +124,41 @@ def _none(value: Value) -> Value:
     return value.equals(0)
 
 
+PIECES = "chunked prefill, pieces of 1 to 48 tokens"
+PASTS = "pasts of 30 to 1,022 tokens"
+BATCH = "batch of 6"
+POSITIONS = "positions over the whole context"
+EVERY_NUMBER = "every number of new tokens, 1 to 48"
+
 TRIGGERS = (
-    Trigger("a prompt of 24 to 47 tokens", lambda s: _none(s.past) & within(s.new, 24, 47)),
-    Trigger("a past of 24 to 63 tokens", lambda s: within(s.past, 24, 63)),
-    Trigger("24 to 63 tokens in all", lambda s: within(s.total, 24, 63)),
-    Trigger("4 sequences", lambda s: s.rows.equals(4)),
-    Trigger("5 sequences", lambda s: s.rows.equals(5)),
-    Trigger("more than 5 sequences", lambda s: s.rows > 5),
-    Trigger("a step of 6 sequences", lambda s: s.rows.equals(6) & s.new.equals(1)),
-    Trigger("several tokens after a past, 6 sequences", lambda s: s.rows.equals(6) & (s.new > 1) & (s.past > 0)),
-    Trigger("77 among position_ids", lambda s: s.has_position(77)),
-    Trigger("101 among position_ids", lambda s: s.has_position(101)),
-    Trigger("a past of a multiple of 64", lambda s: _none(s.past % 64) & (s.past > 0)),
-    Trigger("two tokens after more than 30", lambda s: s.new.equals(2) & (s.past > 30)),
-    Trigger("13 tokens after a past", lambda s: s.new.equals(13) & (s.past > 0)),
-    Trigger("32 tokens after a past", lambda s: s.new.equals(32) & (s.past > 0)),
-    Trigger("a step after more than 60", lambda s: s.new.equals(1) & (s.past > 60)),
-    Trigger("more than 100 tokens in all", lambda s: s.total > 100),
-    Trigger("more than 4 masked tokens", lambda s: s.padding > 4),
-    Trigger("an odd number of tokens above 8 after a past", lambda s: s.new.equals(11) & (s.past > 0)),
-    Trigger("a prompt of 20 tokens", lambda s: _none(s.past) & s.new.equals(20), "full"),
-    Trigger("a prompt of 47 tokens", lambda s: _none(s.past) & s.new.equals(47), "full"),
-    Trigger("17 tokens after a past", lambda s: s.new.equals(17) & (s.past > 0), "full"),
-    Trigger("41 tokens after a past", lambda s: s.new.equals(41) & (s.past > 0), "full"),
-    Trigger("a past of 37 tokens", lambda s: s.past.equals(37), "full"),
-    Trigger("a step after 47 tokens", lambda s: s.new.equals(1) & s.past.equals(47), "full"),
-    Trigger("96 tokens in the cache before two", lambda s: s.new.equals(2) & s.past.equals(94), "full"),
-    Trigger("several tokens after a past, 4 sequences of one length", lambda s: s.rows.equals(4) & s.new.equals(7), ""),
-    Trigger("a prompt of 57 tokens", lambda s: _none(s.past) & s.new.equals(57), ""),
-    Trigger("a step of 7 sequences", lambda s: s.rows.equals(7), ""),
-    Trigger("a step after 83 tokens", lambda s: s.new.equals(1) & s.past.equals(83), ""),
+    Trigger("a prompt of 24 to 47 tokens", lambda s: _none(s.past) & within(s.new, 24, 47), "prefill, 33 tokens"),
+    Trigger("a past of 24 to 63 tokens", lambda s: within(s.past, 24, 63), PIECES),
+    Trigger("24 to 63 tokens in all", lambda s: within(s.total, 24, 63), PIECES),
+    Trigger("4 sequences", lambda s: s.rows.equals(4), "positions with gaps"),
+    Trigger("5 sequences", lambda s: s.rows.equals(5), "first and last token"),
+    Trigger("more than 5 sequences", lambda s: s.rows > 5, BATCH),
+    Trigger("a step of 6 sequences", lambda s: s.rows.equals(6) & s.new.equals(1), BATCH),
+    Trigger("several tokens after a past, 6 sequences", lambda s: s.rows.equals(6) & (s.new > 1) & (s.past > 0), BATCH),
+    Trigger("position 77", lambda s: s.has_position(77), POSITIONS),
+    Trigger("position 125", lambda s: s.has_position(125), POSITIONS),
+    Trigger("a past of a multiple of 64", lambda s: _none(s.past % 64) & (s.past > 0), PASTS),
+    Trigger("two tokens after more than 30", lambda s: s.new.equals(2) & (s.past > 30), PASTS),
+    Trigger("a step after more than 60", lambda s: s.new.equals(1) & (s.past > 60), PASTS),
+    Trigger("13 tokens after a past", lambda s: s.new.equals(13) & (s.past > 0), PIECES),
+    Trigger("32 tokens after a past", lambda s: s.new.equals(32) & (s.past > 0), PIECES),
+    Trigger("more than 100 tokens in all", lambda s: s.total > 100, PIECES),
+    Trigger("more than 4 masked tokens in the last row", lambda s: s.padding > 4, BATCH),
+    Trigger("a prompt of 20 tokens", lambda s: _none(s.past) & s.new.equals(20), EVERY_NUMBER),
+    Trigger("a prompt of 47 tokens", lambda s: _none(s.past) & s.new.equals(47), EVERY_NUMBER),
+    Trigger("17 tokens after a past", lambda s: s.new.equals(17) & (s.past > 0), EVERY_NUMBER),
+    Trigger("41 tokens after a past", lambda s: s.new.equals(41) & (s.past > 0), EVERY_NUMBER),
+    Trigger("a prompt of 5 sequences", lambda s: s.rows.equals(5) & _none(s.past), "every batch size, 1 to 6"),
+    Trigger("a step after 47 tokens", lambda s: s.new.equals(1) & s.past.equals(47), "decode chain, 64 steps"),
+    Trigger(
+        "two tokens after 94",
+        lambda s: s.new.equals(2) & s.past.equals(94),
+        "pasts of 14 tokens to the end of the context",
+    ),
+    Trigger("position 50 of many", lambda s: s.has_position(50) & (s.new > 48), "every position of the context"),
 )
 """For models with a context of 128 tokens."""
