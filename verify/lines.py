@@ -45,7 +45,9 @@ def _line(checks: Sequence[Check], failed: int) -> str:
         said = dict.fromkeys(check.detail or check.graph for check in checks if check.verdict == "pass")
         parts = [f"{failed} of {len(checks)} differ"] if failed else ["; ".join(said)]
         return _joined("fail" if failed else "pass", checks[0].name, parts)
-    parts = [f"{failed} of {len(outputs)} outputs differ" if failed else f"{len(outputs)} outputs"]
+    parts = [
+        f"{failed} of {len(outputs)} outputs differ" if failed else f"{len(outputs)} output{'s' * (len(outputs) > 1)}"
+    ]
     sigma, row, most = (max(getattr(check, name) for check in outputs) for name in ("sigma", "row_sigma", "max_abs"))
     parts += [f"sigma {sigma:.2f}", f"worst row {row:.2f}", f"max abs {most:.1e}"] if sigma or most else []
     return _joined("fail" if failed else "pass", checks[0].name, parts)
