@@ -87,8 +87,10 @@ def additive_mask(
     queries = torch.arange(q_length) + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)
     queries = (queries if by_row else queries[None])[:, None, :, None]
     keys = (torch.arange(kv_length) + kv_offset)[None, None, None, :]
-    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
-    seen = mask_function(zero, zero, queries, keys)
+    rows = head = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    if attention_mask is not None:  # chunks begin behind the padding of each row
+        rows = torch.arange(attention_mask.shape[0])[:, None, None, None]
+    seen = mask_function(rows, head, queries, keys)
     if attention_mask is not None:
         seen = seen & attention_mask[:, None, None, :]
     return torch.where(seen, 0.0, torch.finfo(dtype).min)

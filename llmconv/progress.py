@@ -17,6 +17,11 @@ def set_quiet(quiet: bool) -> None:
     _level["quiet"] = quiet
 
 
+def is_quiet() -> bool:
+    """Whether `-q` was given."""
+    return _level["quiet"]
+
+
 def say(text: str) -> None:
     """One line of talk on stderr."""
     if not _level["quiet"]:

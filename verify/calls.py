@@ -11,6 +11,7 @@ import numpy as np
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.runner import Cache, default_positions
 from llmconv.tensors import Array
+from llmconv.verify.made_up import MadeUp
 
 GARBAGE = 1e6
 """Written under the zeros of a mask: more than a timid mask of -10,000 hides, and finite in bfloat16 and float32."""
@@ -29,22 +30,30 @@ class Facts:
     Attributes:
         vocab_size: rows of the embedding.
         max_positions: longest context that the model can take at all; None for no limit.
-        window: tokens that a sliding layer sees; None without one.
+        windows: tokens that sliding or chunked layers see, smallest first; empty without any.
         takes_positions: whether `position_ids` reach the model.
         original: tokens of the context before rotary scaling, where other frequencies begin; None without one.
         keeps_states: some layer keeps a state, of which no tokens can be taken back.
-        edits: caches can be changed between two calls.
+        no_edits: why caches cannot be changed between two calls; empty where they can.
+        no_made_up: why no past can be made up; empty where it can.
+        cache: shapes of a cache of one sequence and one token, by the names of the graphs' outputs.
+        parameters: of the model; a cache of many fewer numbers is no burden beside it.
+        thorough: the suite is `full`, which has more room for made-up pasts.
         garbage: what lies under the mask of a cache.
         greedy: continues one prompt [1, tokens] by the model's own likeliest tokens, so many.
     """
 
     vocab_size: int
     max_positions: int | None = None
-    window: int | None = None
+    windows: tuple[int, ...] = ()
     takes_positions: bool = True
     original: int | None = None
     keeps_states: bool = False
-    edits: bool = True
+    no_edits: str = ""
+    no_made_up: str = ""
+    cache: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    parameters: int = 0
+    thorough: bool = False
     garbage: float = GARBAGE
     greedy: Callable[[Array, int], Array] | None = None
 
@@ -115,6 +124,8 @@ class Call:
     Attributes:
         uniform: positions are those that the mask implies, so a graph without `position_ids` can run the call.
         edit: what happens to the cache before it.
+        start: the made-up past of a chain's first call; None where it begins with nothing.
+        known: tokens of that past, for every call of the chain; they are not compared with the model's.
     """
 
     input_ids: Array
@@ -122,6 +133,8 @@ class Call:
     position_ids: Array
     uniform: bool = True
     edit: Edit = field(default_factory=Edit)
+    start: MadeUp | None = None
+    known: int = 0
 
     @property
     def past_mask(self) -> Array:
@@ -163,6 +176,23 @@ def pieces(ids: Array, mask: Array, positions: Array, lengths: Sequence[int], un
         calls.append(Call(ids[:, new], mask[:, : new.stop], positions[:, new], uniform))
         done += length
     return calls
+
+
+def continuing(past: MadeUp, lengths: Sequence[int], facts: Facts, rng: np.random.Generator, padding: int = 0) -> Chain:
+    """Calls of so many new tokens each that continue a made-up past, at the positions that follow it.
+
+    Args:
+        padding: slots that are masked at the start of the last row.
+    """
+    mask = full_mask(past.rows, past.length + sum(lengths))
+    mask[-1, :padding] = 0
+    ids = rng.integers(0, facts.vocab_size, (past.rows, sum(lengths)))
+    positions = default_positions(mask, sum(lengths))
+    calls = []
+    for call in pieces(ids, mask[:, past.length :], positions, lengths):
+        whole = mask[:, : past.length + call.attention_mask.shape[1]]
+        calls.append(replace(call, attention_mask=whole, known=past.length))
+    return [replace(calls[0], start=past), *calls[1:]]
 
 
 def moved(calls: Chain, by: int) -> Chain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -96,11 +96,11 @@ def check_scenario(
     """One check per output, over all chains and calls; with `repeat` all runs have to give the same bits."""
     evidence = evidence or Evidence()
     blank = Check(scenario.name, candidate.name, "")
-    reason = next((candidate.refuses(call) for chain in chains for call in chain if candidate.refuses(call)), "")
-    if reason:
-        return [replace(blank, output="logits", verdict="skip", detail=reason)]
+    reasons = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]
     measures: dict[str, list[Measure]] = defaultdict(list)
-    for chain, truth in zip(chains, truths, strict=True):
+    for at, (chain, truth) in enumerate(zip(chains, truths, strict=True)):
+        if reasons[at]:
+            continue
         try:
             steps = run_chain(candidate.runner, chain)
             same = steady(candidate.runner, chain, steps, repeat)
@@ -110,16 +110,34 @@ def check_scenario(
             return [replace(blank, output="logits", verdict="fail", detail=error.message)]
         if not same:
             return [unsteady(blank)]
-        for call, step, expected in zip(chain, steps, truth, strict=True):
-            rows = rows_of(step)
+        if problem := lost_past(chain, steps):
+            return [replace(blank, output="present", verdict="fail", detail=problem)]
+        for number, (call, step, expected) in enumerate(zip(chain, steps, truth, strict=True)):
+            rows = rows_of(step, call.known)
             found = _results(candidate, expected["logits"], step, gates)
             found |= {name: _measure(expected[name], rows.get(name), gates) for name in expected if name != "logits"}
             for name, measured in found.items():
                 measures[name].append(measured)
-                evidence.see_rows(name, measured, call.past_mask.shape[1] if name == "logits" else 0)
+                evidence.see_rows(name, measured, call.past_mask.shape[1] if name == "logits" else call.known)
             evidence.see_logits(scenario.name, call, expected["logits"], step.logits)
-            pair.see(candidate, scenario, expected, rows)
-    return [fold(blank, name, found, gates) for name, found in measures.items()]
+            pair.see(candidate, (scenario.name, at, number), expected, rows)
+    return [*(fold(blank, name, found, gates) for name, found in measures.items()), *_refused(blank, reasons)]
+
+
+def _refused(blank: Check, reasons: Sequence[str]) -> list[Check]:
+    """The check of those chains that the graph cannot run by design."""
+    refused = list(filter(None, reasons))
+    if not refused:
+        return []
+    part = "logits" if len(refused) == len(reasons) else f"{len(refused)} of {len(reasons)} sequences"
+    return [replace(blank, output=part, verdict="skip", detail=refused[0])]
+
+
+def lost_past(chain: Chain, steps: Sequence[Step]) -> str:
+    """What is wrong where a graph did not hand on a made-up past as it was; empty where it did, or there is none."""
+    past = chain[0].start
+    kept = past is None or past.kept_by(steps[-1].present.arrays())
+    return "" if kept else "keys or values of the past are not those that the graph was given"
 
 
 def steady(runner: Runner, chain: Chain, steps: list[Step], repeat: int) -> bool:
@@ -182,24 +200,27 @@ def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Ch
     )
 
 
+Place = tuple[str, int, int]
+"""A call: scenario, chain, and which one of the chain."""
+
+
 class Agreement:
     """Whether the prefill and the decode graph say the same, apart from what the eager model says."""
 
     def __init__(self, gates: Gates) -> None:
         # Two correct graphs may each be off by the gate, in opposite directions.
         self._gates = Gates(2 * gates.aggregate, 2 * gates.row)
-        self._prefill: list[dict[str, Array]] = []
-        self._scenario = ""
+        self._prefill: dict[Place, dict[str, Array]] = {}
         self._measures: dict[str, list[Measure]] = defaultdict(list)
 
-    def see(self, candidate: Candidate, scenario: Scenario, truth: dict[str, Truth], rows: dict[str, Array]) -> None:
+    def see(self, candidate: Candidate, place: Place, truth: dict[str, Truth], rows: dict[str, Array]) -> None:
         """Notes what a candidate gave; the decode graph's calls come after the same calls of the prefill graph."""
-        if scenario.name != self._scenario:
-            self._scenario, self._prefill = scenario.name, []
+        if self._prefill and next(iter(self._prefill))[0] != place[0]:
+            self._prefill = {}
         if candidate.role == "prefill":
-            self._prefill.append(rows)
-        elif candidate.role == "decode" and self._prefill:
-            other = self._prefill.pop(0)
+            self._prefill[place] = rows
+        elif candidate.role == "decode" and place in self._prefill:
+            other = self._prefill.pop(place)
             for name in rows.keys() & other.keys() & truth.keys():
                 wanted = replace(truth[name], exact=other[name].astype(np.float64))
                 if rows[name].shape == other[name].shape == truth[name].exact.shape:

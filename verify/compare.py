@@ -2,9 +2,9 @@
 
     sigma = RMS(graph - eager in float64) / RMS(eager in the graph's dtype - eager in float64)
 
-A correct graph has sigma about 1, because it makes rounding errors of the same size as the eager model; a wrong
-epsilon has 10, a wrong GELU 200, anything structural thousands. Sigma is taken over all rows of an output and for
-every row (one position of one sequence), so that one broken position is not diluted by good ones.
+A correct graph has sigma about 1, because it makes rounding errors of the same size as the eager model; `SCALE` says
+what others have. Sigma is taken over all rows of an output and for every row (one position of one sequence), so that
+one broken position is not diluted by good ones.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from typing import Any
 import numpy as np
 
 from llmconv.tensors import Array
+
+SCALE = (
+    "A correct graph has a sigma of about 1, another form of GELU hundreds, "
+    "a wrong epsilon a thousand or more, a wrong structure ten thousand or more."
+)
+"""What sigma means, as the report and the pages say it; figures: docs/calibration.json, own and scaled weights."""
 
 
 @dataclass(frozen=True)

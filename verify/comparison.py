@@ -18,10 +18,10 @@ from llmconv.verify.compare import GATES
 from llmconv.verify.copies import adding_copies, distinct
 from llmconv.verify.embeddings import check_embeddings
 from llmconv.verify.evidence import Evidence
-from llmconv.verify.low_memory import StreamedEager, foresee, left_out, open_in_pieces
+from llmconv.verify.low_memory import StreamedEager, foresee, open_in_pieces
 from llmconv.verify.prefix import stored_start, trained_start
 from llmconv.verify.report import Check, Report
-from llmconv.verify.scenarios import Scenario, chosen, scenarios
+from llmconv.verify.scenarios import Scenario, chosen, left_out, scenarios
 from llmconv.verify.structure import check_structure, name_problems
 from llmconv.verify.truth import Eager, Truths
 from llmconv.verify.twin import CHANGES, Change, changes, scaled_settings, unreached_checks, why_no_twin
@@ -63,6 +63,7 @@ class Comparison:
         shapes = self.eager.cache_shapes()
         self.add([check_structure(graph, self.models[graph.name], shapes) for graph in opened])
         graphs, copies = distinct(self.folder, [graph for graph in opened if not name_problems(graph, shapes)])
+        self.report.copies = {name: first for first, names in copies.items() for name in names}
         once = replace(self, add=adding_copies(self.add, copies))
         once._compare(graphs)
         once._compare_twins(graphs)
@@ -78,7 +79,9 @@ class Comparison:
         for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
             truth = self.eager.behind(prefix, trained_start(self.folder, prefix)) if prefix else self.eager
             planned = self._planned(truth)
-            foresee([graph for graph in graphs if graph.entry.prefix == prefix], planned)
+            of_prefix = [graph for graph in graphs if graph.entry.prefix == prefix]
+            foresee(of_prefix, planned)
+            self.add(skipped(self.report, truth, [graph.name for graph in of_prefix]))
             for scenario, chains in planned:
                 found = [candidate for candidate in candidates(graphs, chains) if candidate.prefix == prefix]
                 truths = truth.truths(scenario, chains) if found else []
@@ -87,9 +90,7 @@ class Comparison:
                     self.add(check_scenario(scenario, chains, candidate, truths, gates, pair, evidence, repeat))
         self.add(pair.checks())
         if isinstance(self.eager, StreamedEager):
-            rows = left_out(self.report.suite, tuple(self.report.settings["seeds"]), self.eager.facts())
-            self._skip([row.name for row in rows], [graph.entry for graph in graphs], LAYERED)
-            self.report.unseen += ["caches that are changed between two calls"] if rows else []
+            self.report.unseen.append("caches that are changed between two calls")
 
     def _compare_twins(self, originals: list[OrtGraph]) -> None:
         """A few scenarios on scaled weights; what cannot be run is skipped, and counted."""
@@ -154,7 +155,19 @@ class Comparison:
         gates = GATES[self.eager.dtype]
         for graph in graphs:
             candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
-            self.add(check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates)))
+            seen = Evidence()
+            self.add(check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates), seen))
+            self.report.evidence.setdefault(graph.name, Evidence()).join_rows(seen)
+
+
+def skipped(report: Report, eager: Eager, graphs: Sequence[str]) -> list[Check]:
+    """A check for every scenario and graph of which something is left out."""
+    reasons = left_out(report.suite, eager.facts(), tuple(report.settings["seeds"]))
+    return [
+        Check(scenario.name, name, "logits", verdict="skip", detail=reason)
+        for scenario, reason in reasons
+        for name in graphs
+    ]
 
 
 def paths_of(folder: Path, entries: Iterable[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> list[Path]:

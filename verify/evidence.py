@@ -67,6 +67,11 @@ class Evidence:
         there = self.positions[output][first : first + len(worst)]
         np.maximum(there, worst, out=there)
 
+    def join_rows(self, other: Evidence) -> None:
+        """Notes the sigmas of rows of another run of the graph, on other weights or settings, whose logits differ."""
+        for output, worst in other.positions.items():
+            np.maximum(self.positions[output], worst, out=self.positions[output])
+
     def see_logits(self, scenario: str, call: Call, truth: Truth, logits: Array) -> None:
         """Notes errors, points and flips of logits [batch, tokens, vocabulary]; padding is left out."""
         if logits.shape != truth.exact.shape or not truth.valid.any():

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from llmconv.verify.compare import GATES
+from llmconv.verify.compare import GATES, SCALE
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.plots import depth_curve, heat_map
 from llmconv.verify.report import LINE_LIMIT, NAME_LIMIT, Check, Report, clean
@@ -26,7 +26,9 @@ th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #e3e7
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.verdict { font-weight: 600; } tr.fail td.verdict { color: #c0392b; } tr.pass td.verdict { color: #2e8b57; }
 tr.skip td.verdict { color: #8a6d00; } svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
-.pair { display: flex; gap: 1rem; } .pair > div { flex: 1; }
+.pair { display: flex; flex-wrap: wrap; gap: 1rem; } .pair > div { flex: 1 1 320px; min-width: 0; }
+.wide { overflow-x: auto; } .wide > svg { min-width: 720px; }
+@media (max-width: 640px) { .extra { display: none; } th, td { padding: .25rem .35rem; font-size: .8rem; } }
 code { background: #f2f4f7; padding: .1rem .3rem; border-radius: 4px; overflow-wrap: anywhere; }
 """
 WORDS = {
@@ -36,17 +38,20 @@ WORDS = {
 }
 ROWS = 500
 FIRST = 8
+NUMBERS = ("step", "sigma", "worst row", "max abs")
+ALONG = "Worst sigma of a row over all scenarios, scaled weights included, by layer and position in the sequence:"
 EXPLAIN = '<p class="small">One row per scenario, graph and kind of output: the worst of its outputs.</p>'
 
 
-def render_html(report: Report) -> str:
-    """The page."""
+def render_html(report: Report, date: str) -> str:
+    """The page, with the date of the report."""
     title = f"{report.verdict.upper()}: {report.folder}"
-    body = [_banner(report), *_failures(report), *_quantization(report)]
-    graphs = dict.fromkeys(check.graph for check in report.checks if check.output)
+    body = [_banner(report, date), *_failures(report), *_quantization(report)]
+    graphs = dict.fromkeys(check.graph for check in report.shown() if check.output)
     failed = {check.graph for check in report.checks if check.verdict == "fail"}
     for graph in sorted(graphs, key=lambda graph: graph not in failed):
-        body += _graph(graph, [check for check in report.checks if check.graph == graph])
+        names = " = ".join([graph, *(name for name, first in report.copies.items() if first == graph)])
+        body += _graph(names, [check for check in report.checks if check.graph == graph])
         body += _spread(report.evidence[graph]) if graph in report.evidence else []
     body += ["<h2>All checks</h2>", EXPLAIN, _table(report.highlights()), _about(report)]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -58,14 +63,18 @@ def render_html(report: Report) -> str:
     )
 
 
-def _banner(report: Report) -> str:
+def _banner(report: Report, date: str) -> str:
     where = f'<p class="where">{_text(report.where.text, LINE_LIMIT)}</p>' if report.where else ""
-    notes = "".join(f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in report.notes)
+    notes = "".join(
+        f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in [*report.copies_told(), *report.notes]
+    )
+    day, _, clock = date.removesuffix("Z").partition("T")
     return (
         f'<div class="banner {report.verdict}"><h1>{report.verdict.upper()}</h1>'
         f"<div>{WORDS[report.verdict]}: <code>{_text(report.folder)}</code> against "
         f"<code>{_text(report.reference)}</code>, "
-        f'suite {_text(report.suite)}</div>{where}<p class="small">{_text(report.summary())}</p>{notes}</div>'
+        f"suite {_text(report.suite)}, {_text(day)} {_text(clock)} UTC</div>{where}"
+        f'<p class="small">{_text(report.summary())}</p>{notes}</div>'
     )
 
 
@@ -90,7 +99,11 @@ def _quantization(report: Report) -> list[str]:
     more = (
         f'<p class="small">and {len(section.weights) - ROWS} more in report.json</p>' if section.weights[ROWS:] else ""
     )
-    table = f"<details><summary>Every matrix</summary><table>{head}{rows}</table>{more}</details>" if rows else ""
+    table = (
+        f"<details><summary>Every matrix</summary>{_wide(f'<table>{head}{rows}</table>')}{more}</details>"
+        if rows
+        else ""
+    )
     return [f"<h2>What quantisation cost</h2>{lines}{table}"]
 
 
@@ -100,8 +113,8 @@ def _graph(graph: str, checks: Sequence[Check]) -> list[str]:
         f"<h2>{_text(graph)}: sigma by scenario and layer</h2>",
         '<p class="small">Columns are layers (the worse of key and value) and the logits. Green is within the gate, '
         "red is not; hover for figures.</p>",
-        heat_map(checks),
-        f'<p class="small">Largest sigma over all scenarios, by layer:</p>{curve}' if curve else "",
+        _wide(heat_map(checks)),
+        f'<p class="small">Largest sigma over all scenarios, by layer:</p>{_wide(curve)}' if curve else "",
     ]
 
 
@@ -114,7 +127,7 @@ def _spread(evidence: Evidence) -> list[str]:
     pairs = "".join(f'<div><p class="small">{title}:</p>{svg}</div>' for title, svg in drawn if svg)
     along = position_map(evidence)
     return [
-        f'<p class="small">Worst sigma of a row, by layer and position in the sequence:</p>{along}' if along else "",
+        f'<p class="small">{ALONG}</p>{_wide(along)}' if along else "",
         f'<div class="pair">{pairs}</div>' if pairs else "",
         _flips(evidence),
     ]
@@ -135,21 +148,33 @@ def _flips(evidence: Evidence) -> str:
         for flip in evidence.flips[:FIRST]
     )
     text = f"Likeliest tokens that differ: {evidence.flipped} of {evidence.rows} rows, the first:"
-    return f'<p class="small">{text}</p><table>{head}</tr>{rows}</table>'
+    return f'<p class="small">{text}</p>{_wide(f"<table>{head}</tr>{rows}</table>")}'
 
 
 def _table(checks: Sequence[Check]) -> str:
     head = "<tr><th>verdict</th><th>scenario</th><th>graph</th><th>output</th>"
-    head += "".join(f'<th class="number">{name}</th>' for name in ("step", "sigma", "worst row", "max abs"))
+    head += "".join(f'<th class="{_column(name)}">{name}</th>' for name in NUMBERS)
     more = f'<p class="small">and {len(checks) - ROWS} more in report.json</p>' if len(checks) > ROWS else ""
-    return f"<table>{head}<th>detail</th></tr>{''.join(_row(check) for check in checks[:ROWS])}</table>{more}"
+    table = f"<table>{head}<th>detail</th></tr>{''.join(_row(check) for check in checks[:ROWS])}</table>"
+    return f"{_wide(table)}{more}"
+
+
+def _column(name: str) -> str:
+    """Classes of a column of numbers; some are left out where the page is narrow."""
+    return "number" if "sigma" in name or "row" in name else "number extra"
+
+
+def _wide(content: str) -> str:
+    """What scrolls sideways by itself where the page is narrow."""
+    return f'<div class="wide">{content}</div>'
 
 
 def _row(check: Check) -> str:
     numbers = (str(check.step), f"{check.sigma:.2f}", f"{check.row_sigma:.2f}", f"{check.max_abs:.1e}")
-    numbers = numbers if check.output else ("",) * 4
+    numbers = numbers if check.is_measured else ("",) * 4
     cells = "".join(f"<td>{_text(text)}</td>" for text in (check.name, check.graph, check.output))
-    cells += "".join(f'<td class="number">{number}</td>' for number in numbers)
+    pairs = zip(NUMBERS, numbers, strict=True)
+    cells += "".join(f'<td class="{_column(name)}">{number}</td>' for name, number in pairs)
     cells += f"<td>{_text(check.detail)}</td>"
     return f'<tr class="{check.verdict}"><td class="verdict">{check.verdict}</td>{cells}</tr>'
 
@@ -163,8 +188,8 @@ def _about(report: Report) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
     return (
         "<h2>How to read this</h2><p>sigma = RMS(graph − eager in float64) / RMS(eager in the graph's dtype − eager in "
-        "float64): 1 is rounding noise like the model's own, 10 a wrong epsilon, thousands a wrong structure. A graph "
-        f"in float32 passes up to {gates.aggregate:g} over an output and up to {gates.row:g} in its worst row.</p>"
+        f"float64): how far the graph is off, in units of the model's own rounding noise. {SCALE} A graph in float32 "
+        f"passes up to {gates.aggregate:g} over an output and up to {gates.row:g} in its worst row.</p>"
         f'<p class="small">{_text(versions)}</p><p class="small">{_text(settings)}</p>'
     )
 

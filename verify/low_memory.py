@@ -38,10 +38,12 @@ from llmconv.runtime.streamed import StreamedRunner
 from llmconv.verify.calls import Call, Chain, Facts
 from llmconv.verify.candidate import Candidate
 from llmconv.verify.compare import Truth
-from llmconv.verify.scenarios import Scenario, chosen, scenarios
+from llmconv.verify.scenarios import Scenario, scenarios
 from llmconv.verify.truth import Eager
 from llmconv.verify.twin import SCENARIOS as TWIN_SCENARIOS
 from llmconv.verify.twin import Change
+
+NOTHING_HELD = "with `--low-memory` no cache is held that could be changed or made up"
 
 Planned = Sequence[tuple[Scenario, Sequence[Chain]]]
 
@@ -85,7 +87,7 @@ class StreamedEager(Eager):
 
     def facts(self) -> Facts:
         """As the model has them; a cache that nobody holds can be neither edited nor continued by its own tokens."""
-        return replace(super().facts(), edits=False, greedy=None)
+        return replace(super().facts(), no_edits=NOTHING_HELD, no_made_up=NOTHING_HELD, greedy=None)
 
     def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
         """As they are: a call that was not foreseen would read all weights again."""
@@ -116,12 +118,6 @@ def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.Mod
         if FixedSizes.of(inputs, outputs):
             return f"`{name}` fills buffers in place"
     return ""
-
-
-def left_out(suite: str, only: Sequence[str], facts: Facts) -> list[Scenario]:
-    """The scenarios that take more of a model than one layer at a time: they are not run, and that is counted."""
-    whole = replace(facts, edits=True, greedy=lambda ids, steps: np.zeros((1, ids.shape[1] + steps), np.int64))
-    return [row for row in chosen(suite, only) if row.build(whole) and not row.build(facts)]
 
 
 def open_in_pieces(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:

@@ -11,9 +11,11 @@ from llmconv.verify.compare import GATES
 from llmconv.verify.report import Check, clean
 
 GATE = GATES["float32"].aggregate
-LEFT, TOP, ROW = 250, 26, 18
+LEFT, TOP, ROW = 310, 26, 18
 WIDTH = 900
 LABEL_WIDTH = 36
+LABEL = 48
+"""Characters of a scenario's name that there is room for."""
 CURVE_HEIGHT = 180
 CURVE_LEFT = 50
 
@@ -32,7 +34,7 @@ def heat_map(checks: Sequence[Check]) -> str:
     parts = [_column_labels(columns, width)]
     for row, name in enumerate(names):
         y = TOP + row * ROW
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(clean(name)[:40])}</text>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(clean(name, LABEL))}</text>')
         cells = [(column, worst[name, column]) for column in range(columns) if (name, column) in worst]
         parts += [_cell(check, LEFT + column * width, y, width) for column, check in cells]
     return _svg(TOP + len(names) * ROW + 6, parts)

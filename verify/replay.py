@@ -108,7 +108,7 @@ class Replay:
         return {name: Record("", name, array, rounded[name], 0) for name, array in exact.items()}
 
     def _recorded(self, runner: Runner, wanted: Wanted) -> Recorder:
-        past = edited(run_chain(runner, self.chain)[-1].present, self.call) if self.chain else None
+        past = edited(run_chain(runner, self.chain)[-1].present if self.chain else None, self.call)
         recorder, run = Recorder(wanted), runner.decode if self.chain else runner.prefill
         with recorder.watching(_model_of(runner)):
             run(self.call.input_ids, self.call.attention_mask, self.call.position_ids, past)
@@ -141,7 +141,7 @@ def _prepare(where: Where, scenario: str, folder: Folder, eager: Eager, *, scale
     if graph.sizes:
         return None
     steps = run_chain(OrtRunner(graphs[0], graphs[-1]), chain[:step])
-    past = edited(steps[-1].present, chain[step]) if steps else None
+    past = edited(steps[-1].present if steps else None, chain[step])
     feeds = feeds_of(graph, chain[step], past)
     tapped = Tapped(folder.models[graph.name], path, folder.settings)
     virtual = prefix.length if prefix else 0

@@ -47,6 +47,11 @@ class Check:
     divergence: float = 0.0
     agreement: float = 1.0
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether numbers were compared; of files, weights and structure none are."""
+        return bool(self.output) and self.verdict != "skip"
+
 
 @dataclass(frozen=True)
 class Where:
@@ -86,6 +91,7 @@ class Report:
         versions: of the libraries that took part.
         settings: threads and optimisation of onnxruntime, how often every call was run, the gates, seeds by scenario.
         evidence: what the page draws, by graph.
+        copies: graphs that are the same bytes as another, by their own names; they are run and shown once.
         quantization: of graphs with quantised weights; None for others.
     """
 
@@ -99,6 +105,7 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     evidence: dict[str, Evidence] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
     quantization: Quantization | None = None
 
     def __bool__(self) -> bool:
@@ -124,14 +131,22 @@ class Report:
 
     @property
     def worst(self) -> Check | None:
-        """The check with the largest sigma."""
-        return max(self.checks, key=lambda check: check.sigma, default=None)
+        """The check with the largest sigma; None where none was measured."""
+        measured = (check for check in self.checks if check.output and check.sigma)
+        return max(measured, key=lambda check: check.sigma, default=None)
 
     def highlights(self) -> list[Check]:
-        """The worst check of every scenario, graph and kind of output."""
-        return [
-            max(group, key=lambda check: (check.verdict != "pass", check.sigma)) for group in groups_of(self.checks)
-        ]
+        """The worst check of every scenario, graph and kind of output; of graphs that are one file, once."""
+        groups = groups_of(self.shown())
+        return [max(group, key=lambda check: (check.verdict != "pass", check.sigma)) for group in groups]
+
+    def shown(self) -> list[Check]:
+        """All checks but those of copies."""
+        return [check for check in self.checks if check.graph not in self.copies]
+
+    def copies_told(self) -> list[str]:
+        """A line per graph that is the same bytes as another."""
+        return [f"`{first}` and `{name}` are the same bytes, run once" for name, first in self.copies.items()]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON: stable order, no time, no host; NaN and infinity as text."""
@@ -160,21 +175,21 @@ class Report:
 
     def closing_lines(self) -> list[str]:
         """Notes, where to look, and the summary."""
-        lines = [f"NOTE | {clean(note, LINE_LIMIT)}" for note in self.notes]
+        lines = [f"NOTE | {clean(note, LINE_LIMIT)}" for note in [*self.copies_told(), *self.notes]]
         lines += [f"QUANTISATION | {clean(line)}" for line in self.quantization.lines()] if self.quantization else []
         if self.where:
             lines.append(f"WHERE | {clean(self.where.text, LINE_LIMIT)}")
         return [*lines, self.summary()]
 
     def summary(self) -> str:
-        """The last line."""
-        failed = sum(check.verdict == "fail" for check in self.checks)
-        skipped = sum(check.verdict == "skip" for check in self.checks)
+        """The last line: the verdict, how many outputs passed, differ and were left out, and the largest sigma."""
+        passed, failed, skipped = (
+            sum(check.verdict == verdict for check in self.checks) for verdict in ("pass", "fail", "skip")
+        )
         worst = self.worst
         tail = f", largest sigma {worst.sigma:.2f} ({clean(worst.name)}, {clean(worst.output)})" if worst else ""
-        count = f"{len(self.checks)} outputs checked, {failed} differ, {skipped} skipped"
         unseen = f"; not seen: {clean('; '.join(dict.fromkeys(self.unseen)), LINE_LIMIT)}" if self.unseen else ""
-        return f"{self.verdict.upper()}: {count}{tail}{unseen}"
+        return f"{self.verdict.upper()}: {passed} checks passed, {failed} differ, {skipped} skipped{tail}{unseen}"
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from xml.etree import ElementTree
 
 from llmconv.calls import checked
@@ -26,20 +29,25 @@ COLUMNS = ("verdict", "scenario", "graph", "output", "sigma", "worst row", "max 
 
 
 NAMES = ("report.json", "junit.xml", "summary.md", "report.html")
-ANOTHER = "give another folder to `--report`"
-ROOM = 1 << 20
-"""Bytes that a report may take."""
+
+PROBE = 4 << 20
+"""Bytes that a place for a report must have room for; the reports of the largest models come near."""
+
+DATE = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @checked
-def write_report(report: Report, folder: Written) -> None:
+def write_report(report: Report, folder: Written, date: str = "") -> None:
     """Writes the four files into `folder`, which is made if need be.
+
+    Args:
+        date: that they bear, see `today`, which is also the default.
 
     Raises:
         OutputFailed: a file cannot be written.
     """
-    folder = Path(folder)
-    texts = (render_json(report), render_junit(report), render_markdown(report), render_html(report))
+    folder, date = Path(folder), date or today()
+    texts = [render(report, date) for render in (render_json, render_junit, render_markdown, render_html)]
     files = dict(zip(NAMES, texts, strict=True))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,36 +55,52 @@ def write_report(report: Report, folder: Written) -> None:
             home.sweep()
             home.write_together({name: text.encode("utf-8", "replace") for name, text in files.items()})
     except OSError as error:
-        raise OutputFailed(f"cannot write the report to `{folder}`: {error.strerror}", hint=ANOTHER) from error
+        raise _unwritable(folder, error) from error
 
 
-def check_report(folder: Path) -> None:
-    """Refuses before anything is compared a folder to which the report could not be written.
+def today(environment: Mapping[str, str] = os.environ) -> str:
+    """Now in UTC, such as `2026-11-23T08:15:00Z`; or the time that SOURCE_DATE_EPOCH says, in seconds since 1970.
+
+    https://reproducible-builds.org/specs/source-date-epoch/
+    """
+    moment = datetime.now(UTC)
+    with suppress(ValueError, OverflowError, OSError):
+        moment = datetime.fromtimestamp(int(environment.get("SOURCE_DATE_EPOCH", "")), UTC)
+    return moment.strftime(DATE)
+
+
+def require_place(folder: Path) -> None:
+    """Finds out before anything is computed whether a report could be written; leaves nothing behind.
 
     Raises:
         InputRefused: something in the way is neither a file nor a link.
-        OutputFailed: it may not be written to, or its disk is full.
+        OutputFailed: it could not, or the disk has no room for it.
     """
-    home = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
-    problem = "" if home.is_dir() else f"`{home}` is not a folder"
-    if not problem and not os.access(home, os.W_OK | os.X_OK):
-        problem = f"`{home}` may not be written to"
-    if not problem and shutil.disk_usage(home).free < ROOM:
-        problem = "no space left"
-    if problem:
-        raise OutputFailed(f"cannot write the report to `{folder}`: {problem}", hint=ANOTHER)
-    if home == folder.absolute():
-        with Folder.open(folder) as opened:
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    try:
+        with TemporaryFile(dir=place) as file:
+            file.write(b"\0" * PROBE)
+            file.flush()
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    if place == folder.absolute():
+        with Folder.open(folder) as home:
             for name in NAMES:
-                opened.require_replaceable(name)
+                home.require_replaceable(name)
 
 
-def render_json(report: Report) -> str:
-    """As `llmconv verify --json` prints it."""
-    return json.dumps(report.as_dict(), indent=2) + "\n"
+def _unwritable(folder: Path, error: OSError) -> OutputFailed:
+    return OutputFailed(
+        f"cannot write the report to `{folder}`: {error.strerror}", hint="give another folder to `--report`"
+    )
 
 
-def render_junit(report: Report) -> str:
+def render_json(report: Report, date: str) -> str:
+    """What `llmconv verify --json` prints, and the date."""
+    return json.dumps({**report.as_dict(), "date": date}, indent=2) + "\n"
+
+
+def render_junit(report: Report, date: str) -> str:
     """One test case per check: class is scenario and graph, name is the output."""
     counts = {verdict: sum(check.verdict == verdict for check in report.checks) for verdict in ("fail", "skip")}
     suite = ElementTree.Element(
@@ -86,6 +110,7 @@ def render_junit(report: Report) -> str:
         failures=str(counts["fail"]),
         skipped=str(counts["skip"]),
         errors="0",
+        timestamp=date.removesuffix("Z"),
     )
     for check in report.checks:
         _add_case(suite, check)
@@ -116,11 +141,11 @@ def _xml(text: str) -> str:
     return XML_ILLEGAL.sub("?", text)
 
 
-def render_markdown(report: Report) -> str:
+def render_markdown(report: Report, date: str) -> str:
     """Verdict, where to look, and the worst of every scenario, first of those that differ."""
-    lines = [f"# {report.verdict.upper()}: {_cell(report.folder)}", "", _cell(report.summary()), ""]
+    lines = [f"# {report.verdict.upper()}: {_cell(report.folder)}", "", f"{_cell(report.summary())}, {date}", ""]
     lines += [f"**Where:** {_cell(report.where.text, LINE_LIMIT)}", ""] if report.where else []
-    lines += [f"* {_cell(note, LINE_LIMIT)}" for note in report.notes] + [""]
+    lines += [f"* {_cell(note, LINE_LIMIT)}" for note in [*report.copies_told(), *report.notes]] + [""]
     if report.quantization:
         lines += ["**Quantisation:**", "", *(f"* {_cell(line)}" for line in report.quantization.lines()), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
@@ -131,8 +156,10 @@ def render_markdown(report: Report) -> str:
 
 
 def _row(check: Check) -> str:
-    cells = [check.verdict, check.name, check.graph, check.output, f"{check.sigma:.2f}", f"{check.row_sigma:.2f}"]
-    return "| " + " | ".join(_cell(cell) for cell in [*cells, f"{check.max_abs:.1e}", check.detail]) + " |"
+    numbers = [f"{check.sigma:.2f}", f"{check.row_sigma:.2f}", f"{check.max_abs:.1e}"]
+    numbers = numbers if check.is_measured else [""] * 3
+    cells = [check.verdict, check.name, check.graph, check.output, *numbers, check.detail]
+    return f"| {' | '.join(map(_cell, cells))} |"
 
 
 def _cell(text: str, limit: int = NAME_LIMIT) -> str:

@@ -16,14 +16,15 @@ import numpy as np
 
 from llmconv.errors import UsageProblem
 from llmconv.runtime.runner import default_positions
+from llmconv.verify import coverage, pasts
 from llmconv.verify.calls import Call, Chain, Edit, Facts, chain, full_mask, holes_mask, moved, pieces, ragged_mask
 
 LENGTHS = (33, 1, 2, 3, 7)
 LONG_LENGTHS = (16, 17, 64, 65, 127)
 STEPS = 16
 GREEDY_STEPS = 32
-WINDOW_LIMIT = 512
-"""A sliding window is crossed when it is at most so long; longer ones cost too much in float64."""
+WINDOW_LIMITS = {False: (64, 512), True: (64, 1024)}
+"""Windows whose edge prompts cross in every way, and in one, in quick and in full; a made-up past crosses all."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,14 @@ class Scenario:
         bug: a public bug of this kind, and what it broke.
         chains: makes the calls for a model; an empty list where the scenario does not apply.
         suite: `quick` scenarios also run in `full`.
+        left_out: why a model does not get all of the chains that apply to it; empty when it does.
     """
 
     name: str
     bug: str
     chains: Callable[[Facts, np.random.Generator], list[Chain]]
     suite: str = "quick"
+    left_out: Callable[[Facts], str] = lambda facts: ""
 
     @property
     def seed(self) -> int:
@@ -68,26 +71,35 @@ def _every_split(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _window(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    if not facts.window or facts.window > WINDOW_LIMIT:
-        return []
-    width = facts.window
+    """Prompts and steps across the edges of short windows; of longer ones a prompt, beside a short one."""
+    every, once = WINDOW_LIMITS[facts.thorough]
+    chains = []
+    for width in facts.windows:
+        chains += _crossed(width, facts, rng) if width <= every else []
+        if width <= once:
+            chains.append(chain(ragged_mask((width + 4, 3), 2, "left"), [width + 4, 1, 1], facts, rng))
+    return chains
+
+
+def _crossed(width: int, facts: Facts, rng: np.random.Generator) -> list[Chain]:
     across = [chain(full_mask(1, length), [length], facts, rng) for length in (width, width + 1, 2 * width + 3)]
-    stepping = chain(full_mask(1, width + 3), [max(1, width - 2), *[1] * (width + 3 - max(1, width - 2))], facts, rng)
-    padded = chain(ragged_mask((width + 4, 3), 2, "left"), [width + 4, 1, 1], facts, rng)
-    return [*across, stepping, padded]
+    before = max(1, width - 2)
+    return [*across, chain(full_mask(1, width + 3), [before, *[1] * (width + 3 - before)], facts, rng)]
 
 
 def _edge_tokens(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+    """Alone, and in five rows of which each begins elsewhere."""
     last = facts.vocab_size - 1
     ids = np.array([[0, last, 0, 0, last]], dtype=np.int64)
-    mask = full_mask(1, 5)
-    return [[Call(ids, mask, default_positions(mask, 5))]]
+    alone, several = full_mask(1, 5), full_mask(5, 5)
+    rolled = np.concatenate([np.roll(ids, by, axis=1) for by in range(5)])
+    return [[Call(ids, alone, default_positions(alone, 5))], [Call(rolled, several, default_positions(several, 5))]]
 
 
 def _high_positions(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     if not facts.takes_positions:
         return []
-    return [chain(full_mask(2, 9), [6, 1, 2], facts, rng, jumps=True)]
+    return [chain(full_mask(4, 9), [6, 1, 2], facts, rng, jumps=True)]
 
 
 def _context_end(facts: Facts, rng: np.random.Generator) -> list[Chain]:
@@ -120,7 +132,7 @@ def _no_token(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 
 def _exchanged(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     """Two steps after each of which the rows continue other ones, padding included."""
-    if not facts.edits:
+    if facts.no_edits:
         return []
     mask = ragged_mask((7, 4, 2), 3, "left")
     calls = chain(mask, [7, 1, 1, 1], facts, rng)
@@ -137,7 +149,7 @@ def _exchanged(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 
 def _taken_back(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     """A draft of four tokens, of which three are taken back."""
-    if facts.keeps_states or not facts.edits:
+    if facts.keeps_states or facts.no_edits:
         return []
     first = chain(full_mask(2, 10), [6, 4], facts, rng)
     second = chain(full_mask(2, 10), [7, 1, 2], facts, rng)[1:]
@@ -152,7 +164,7 @@ def _holes(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _garbage(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    if not facts.edits:
+    if facts.no_edits:
         return []
     calls = chain(ragged_mask((9, 3), 2, "left"), [9, 1, 1], facts, rng)
     return [[calls[0], *(replace(call, edit=Edit(garbage=facts.garbage)) for call in calls[1:])]]
@@ -177,9 +189,9 @@ SCENARIOS = (
         for length in LENGTHS
     ),
     Scenario(
-        "chunked prefill, every split of 9 tokens",
+        "chunked prefill, pieces of 1 to 48 tokens",
         "optimum #1839: the decode graph assumed one new token",
-        _every_split,
+        coverage.many_pieces,
     ),
     Scenario(
         "decode chain, 16 steps",
@@ -216,6 +228,24 @@ SCENARIOS = (
         "tract #2323: the window was dropped, fine until the context outgrew it",
         _window,
     ),
+    Scenario(
+        "window crossed behind a made-up past",
+        "mobius #371: the window of 4,096 was missing, which no short test reaches",
+        pasts.crossed_windows,
+        left_out=pasts.windows_left_out,
+    ),
+    Scenario(
+        "pasts of 30 to 1,022 tokens",
+        "cascadia #151: fine below 1,024 tokens, degenerate beyond",
+        pasts.quick_pasts,
+        left_out=pasts.quick_left_out,
+    ),
+    Scenario("batch of 6", "genai #1639: the mask was read with the stride of one row", coverage.batch_of_six),
+    Scenario(
+        "positions over the whole context",
+        "onnxruntime #19801: a table of positions shorter than the context",
+        coverage.spread_positions,
+    ),
     Scenario("positions with gaps", "optimum #1381: position_ids declared but not used", _high_positions),
     Scenario("end of the context", "sparseml #1826: rotary table folded at export length", _context_end),
     Scenario("middle of the context", "gpt-neox #1003: rotary angles in half precision", _context_middle),
@@ -231,9 +261,24 @@ SCENARIOS = (
         "transformers #30311: the mask of several tokens after a past was that of a prompt",
         lambda facts, rng: [chain(full_mask(1, 19), [5, 1, 7, 1, 3, 2], facts, rng)],
     ),
-    Scenario("rows exchanged", "transformers #46612: beams went on without their cache", _exchanged),
-    Scenario("tokens taken back", "optimum #1924: another text after a rejected draft", _taken_back),
-    Scenario("garbage under the mask", "transformers #13175: NaN from slots that were never written", _garbage),
+    Scenario(
+        "rows exchanged",
+        "transformers #46612: beams went on without their cache",
+        _exchanged,
+        left_out=lambda facts: facts.no_edits,
+    ),
+    Scenario(
+        "tokens taken back",
+        "optimum #1924: another text after a rejected draft",
+        _taken_back,
+        left_out=lambda facts: "" if facts.keeps_states else facts.no_edits,
+    ),
+    Scenario(
+        "garbage under the mask",
+        "transformers #13175: NaN from slots that were never written",
+        _garbage,
+        left_out=lambda facts: facts.no_edits,
+    ),
     *(
         Scenario(
             f"prefill, {length} tokens",
@@ -244,12 +289,46 @@ SCENARIOS = (
         for length in LONG_LENGTHS
     ),
     Scenario(
+        "chunked prefill, every split of 9 tokens",
+        "optimum #1839: the decode graph assumed one new token",
+        _every_split,
+        "full",
+    ),
+    Scenario(
+        "every number of new tokens, 1 to 48",
+        "pytorch #148886: a dynamic length frozen at trace time",
+        coverage.every_number,
+        "full",
+    ),
+    Scenario(
+        "every batch size, 1 to 6", "pytorch #140011: batch size 1 baked into the graph", coverage.every_batch, "full"
+    ),
+    Scenario(
+        "every position of the context",
+        "onnxruntime #19801: a table of positions shorter than the context",
+        coverage.every_position,
+        "full",
+    ),
+    Scenario(
+        "pasts of 14 tokens to the end of the context",
+        "cascadia #151: fine below 1,024 tokens, degenerate beyond",
+        pasts.more_pasts,
+        "full",
+        pasts.more_left_out,
+    ),
+    Scenario(
         "decode chain, 64 steps",
         "cascadia #151: fine at first, degenerate later",
         lambda facts, rng: [chain(full_mask(2, 67), [3, *[1] * 64], facts, rng)],
         "full",
     ),
-    Scenario("greedy continuation, 32 tokens", "cascadia #151: fine at first, degenerate later", _greedy, "full"),
+    Scenario(
+        "greedy continuation, 32 tokens",
+        "cascadia #151: fine at first, degenerate later",
+        _greedy,
+        "full",
+        lambda facts: "" if facts.greedy else facts.no_edits,
+    ),
     Scenario(
         "one step after 130 tokens",
         "tinygrad #15949: the causal mask was not offset by the past",
@@ -277,8 +356,16 @@ def scenarios(suite: str, facts: Facts, only: Sequence[str] = ()) -> list[tuple[
     Raises:
         UsageProblem: a name that no scenario has.
     """
+    facts = replace(facts, thorough=suite == "full")
     built = [(scenario, scenario.build(facts)) for scenario in chosen(suite, only)]
     return [(scenario, chains) for scenario, chains in built if chains]
+
+
+def left_out(suite: str, facts: Facts, only: Sequence[str] = ()) -> list[tuple[Scenario, str]]:
+    """What of these scenarios applies to the model and is not run, with the reason."""
+    facts = replace(facts, thorough=suite == "full")
+    reasons = [(scenario, scenario.left_out(facts)) for scenario in chosen(suite, only)]
+    return [(scenario, reason) for scenario, reason in reasons if reason]
 
 
 def chosen(suite: str, only: Sequence[str] = ()) -> list[Scenario]:

@@ -16,7 +16,7 @@ from llmconv.verify.evidence import LOWEST, PER_DECADE, Evidence
 WIDTH, HEIGHT = 440, 240
 LEFT, BOTTOM, TOP = 46, 30, 14
 ROW_GATE = GATES["float32"].row
-CELL = 12
+CELL = 15
 MAP_LEFT, MAP_WIDTH = 70, 900
 
 
@@ -83,7 +83,7 @@ def position_map(evidence: Evidence) -> str:
     parts = []
     for at, (label, row) in enumerate(rows.items()):
         y = TOP + at * CELL
-        parts.append(f'<text x="{MAP_LEFT - 6}" y="{y + CELL - 2}" text-anchor="end">{escape(label)}</text>')
+        parts.append(f'<text x="{MAP_LEFT - 6}" y="{y + CELL - 4}" text-anchor="end">{escape(label)}</text>')
         parts += [_cell(label, position, sigma, width, y) for position, sigma in enumerate(row[:seen]) if sigma]
     y = TOP + len(rows) * CELL + 14
     parts.append(f'<text x="{MAP_LEFT}" y="{y}">position 0</text>')

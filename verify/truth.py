@@ -23,6 +23,7 @@ from llmconv.verify.compare import NoiseFloor, Truth, cache_rows, state_rows
 from llmconv.verify.prefix import Behind, Start
 from llmconv.verify.scenarios import Scenario
 from llmconv.verify.twin import Change
+from llmconv.verify.windows import windows_of
 
 ORIGINAL = "original_max_position_embeddings"
 
@@ -107,15 +108,24 @@ class Eager:
     def facts(self) -> Facts:
         """What the scenarios must know of the model."""
         config = self._model.config
-        window = getattr(config, "sliding_window", None)
         limit = getattr(config, "max_position_embeddings", None)
         original = original_context(config)
         if limit:
             limit = max(limit, 4 * (original or 0)) - self._first_position
-        states = any(is_state(name) for name in self.cache_shapes())
-        takes = self._model.takes_positions
-        limits = (limit, window, takes, original, states)
-        return Facts(self._model.vocab_size, *limits, garbage=self._garbage, greedy=self._continued)
+        shapes = self.cache_shapes()
+        return Facts(
+            self._model.vocab_size,
+            max_positions=limit,
+            windows=windows_of(config),
+            takes_positions=self._model.takes_positions,
+            original=original,
+            keeps_states=any(is_state(name) for name in shapes),
+            no_made_up="no past is made up behind a prefix" if self._virtual else "",
+            cache=shapes,
+            parameters=self._model.model.num_parameters(),
+            garbage=self._garbage,
+            greedy=self._continued,
+        )
 
     def _continued(self, prompt: Array, steps: int) -> Array:
         """A prompt [1, tokens] and its likeliest tokens, [1, tokens + steps]."""
@@ -201,7 +211,7 @@ class Eager:
         runs = zip(steps, run_chain(self._rounded, chain), strict=True)
         found = []
         for at, (call, (exact, rounded)) in enumerate(zip(chain, runs, strict=True)):
-            pairs = zip(rows_of(exact).items(), rows_of(rounded).values(), strict=True)
+            pairs = zip(rows_of(exact, call.known).items(), rows_of(rounded, call.known).values(), strict=True)
             truths = {name: self._floor.truth(name, a, b, self._valid(call, name)) for (name, a), b in pairs}
             found.append(self._with_others(truths, chain[: at + 1]))
         return found
@@ -211,7 +221,8 @@ class Eager:
         whole = one_call(calls)
         if whole is None:
             return truths
-        step = cache(lambda: rows_of(self._rounded.prefill(whole.input_ids, whole.attention_mask, whole.position_ids)))
+        given = (whole.input_ids, whole.attention_mask, whole.position_ids, whole.start)
+        step = cache(lambda: rows_of(self._rounded.prefill(*given), whole.known))
         new = calls[-1].input_ids.shape[1]
 
         def other(name: str) -> Array:
@@ -248,26 +259,33 @@ def run_chain(runner: Runner, chain: Chain) -> list[Step]:
 
 
 def one_call(calls: Sequence[Call]) -> Call | None:
-    """All tokens of calls that continue each other in one call; None of a single call, or where a cache was changed."""
-    if len(calls) < 2 or any(call.edit != Edit() for call in calls):
+    """All tokens of calls that continue each other in one call.
+
+    None of a single call, where a cache was changed, and behind a past with states, which several tokens lose.
+    """
+    start = calls[0].start
+    if len(calls) < 2 or any(call.edit != Edit() for call in calls) or (start and any(map(is_state, start.shapes))):
         return None
     ids = np.concatenate([call.input_ids for call in calls], axis=1)
-    return Call(ids, calls[-1].attention_mask, np.concatenate([call.position_ids for call in calls], axis=1))
+    positions = np.concatenate([call.position_ids for call in calls], axis=1)
+    return Call(ids, calls[-1].attention_mask, positions, start=start, known=calls[0].known)
 
 
 def edited(past: Cache | None, call: Call) -> Cache | None:
-    """What a call continues: the cache of the one before, as its client has changed it."""
-    return call.edit.apply(past, call.past_mask) if past else None
+    """What a call continues: the cache of the one before, as its client has changed it, or one that is made up."""
+    return call.start or (call.edit.apply(past, call.past_mask) if past else None)
 
 
-def rows_of(step: Step) -> dict[str, Array]:
-    """Every output as rows [batch, tokens, features], by name."""
+def rows_of(step: Step, known: int = 0) -> dict[str, Array]:
+    """Every output as rows [batch, tokens, features], by name; without the `known` first tokens of keys and values."""
     arrays = step.present.arrays().items()
-    return {"logits": step.logits, **{name: state_rows(a) if is_state(name) else cache_rows(a) for name, a in arrays}}
+    cached = {name: state_rows(a) if is_state(name) else cache_rows(a[:, :, known:]) for name, a in arrays}
+    return {"logits": step.logits, **cached}
 
 
 def valid_rows(call: Call, output: str) -> Array:
     """The rows of an output that are not padding; a state is one row for all tokens."""
     if is_state(output):
         return np.ones((len(call.input_ids), 1), dtype=bool)
-    return call.valid if output == "logits" else call.attention_mask == 1
+    valid: Array = call.attention_mask[:, call.known :] == 1
+    return call.valid if output == "logits" else valid

@@ -96,8 +96,10 @@ dry_run = click.option("--dry-run", is_flag=True, help="Print the plan (tensors,
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 
 
-def talk(command: Command) -> Command:
-    """`-q` and `-v`."""
+def talk(
+    command: Command, quiet: str = "No talk and no bars on stderr.", verbose: str = "Show the traceback of an error."
+) -> Command:
+    """`-q` and `-v`, with what they do."""
 
     def quieten(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         set_quiet(value)
@@ -105,13 +107,9 @@ def talk(command: Command) -> Command:
     def explain(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.meta[VERBOSE] = value
 
-    quiet = click.option(
-        "-q", "--quiet", is_flag=True, expose_value=False, callback=quieten, help="No talk and no bars on stderr."
-    )
-    verbose = click.option(
-        "-v", "--verbose", is_flag=True, expose_value=False, callback=explain, help="Show the traceback of an error."
-    )
-    return quiet(verbose(command))
+    quieted = click.option("-q", "--quiet", is_flag=True, expose_value=False, callback=quieten, help=quiet)
+    explained = click.option("-v", "--verbose", is_flag=True, expose_value=False, callback=explain, help=verbose)
+    return quieted(explained(command))
 
 
 def writes(command: Command) -> Command:

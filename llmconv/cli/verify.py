@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ import click
 
 from llmconv.cli import options
 from llmconv.errors import UsageProblem
-from llmconv.progress import say
+from llmconv.progress import is_quiet, say
 
 if TYPE_CHECKING:
     from llmconv.runtime import SessionSettings
@@ -63,7 +65,11 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 )
 @options.trust_remote_code
 @options.as_json
-@options.talk
+@partial(
+    options.talk,
+    quiet="Print the verdict's line alone.",
+    verbose="Print a line per graph and output; show the traceback of an error.",
+)
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -82,23 +88,28 @@ def command(
     transformers' exporter, mobius-onnx. One with quantised weights is compared with the model of the same weights, and
     what they cost is told: divergence from the full model, likeliest tokens, perplexity on --text.
 
+    Prints a line per scenario; where something differs, the outputs that do.
+
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
     from llmconv.runtime import SessionSettings
     from llmconv.verify.github import annotation_lines
-    from llmconv.verify.report_files import check_report, write_report
+    from llmconv.verify.report_files import require_place, write_report
 
     _require_fitting(folder, graphs, asked)
     if report_folder:
-        check_report(report_folder)
+        require_place(report_folder)
     started = time.perf_counter()
-    report = _verified(folder, graphs, asked, settings=SessionSettings(threads=threads), show=not as_json)
+    shown = _printer(every=ctx.meta.get(options.VERBOSE, False))
+    quiet = as_json or is_quiet()
+    report = _verified(folder, graphs, asked, settings=SessionSettings(threads=threads), show=None if quiet else shown)
     if report_folder:
         write_report(report, report_folder)
     if as_json:
         options.print_json(report.as_dict())
     else:
-        for line in report.closing_lines():
+        shown([])
+        for line in [report.summary()] if quiet else report.closing_lines():
             click.echo(line)
     for line in annotation_lines(report) if github else ():
         click.echo(line, err=as_json)
@@ -106,19 +117,36 @@ def command(
     ctx.exit(report.exit_code)
 
 
+Show = Callable[[list["Check"]], None]
+
+
+def _printer(*, every: bool) -> Show:
+    """Prints checks as they come: a line per scenario when it is over, or each check; given none, what is left."""
+    from llmconv.verify.lines import ScenarioLines
+    from llmconv.verify.report import lines_of
+
+    scenarios = ScenarioLines()
+
+    def show(checks: list[Check]) -> None:
+        for line in lines_of(checks) if every else scenarios.see(checks) if checks else scenarios.close():
+            click.echo(line)
+
+    return show
+
+
 def _verified(
-    folder: str | None, graphs: tuple[Path, ...], asked: dict[str, Any], *, settings: SessionSettings, show: bool
+    folder: str | None,
+    graphs: tuple[Path, ...],
+    asked: dict[str, Any],
+    *,
+    settings: SessionSettings,
+    show: Show | None,
 ) -> Report:
     """The report; `asked` are the options that the library takes under the same names."""
     from llmconv.verify import verify, verify_graphs
-    from llmconv.verify.report import lines_of
-
-    def echo(checks: list[Check]) -> None:
-        for line in lines_of(checks):
-            click.echo(line)
 
     of_both = {name: value for name, value in asked.items() if name not in {*OF_GRAPHS, *OF_FOLDER}}
-    given = {**of_both, "settings": settings, "on_checks": echo if show else None}
+    given = {**of_both, "settings": settings, "on_checks": show}
     if folder is None:
         return verify_graphs(graphs, **{name: asked[name] for name in OF_GRAPHS if asked[name] is not None}, **given)
     return verify(folder, **{name: asked[name] for name in OF_FOLDER}, **given)

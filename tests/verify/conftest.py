@@ -110,7 +110,7 @@ def broken(exported: Tiny, tmp_path: Path) -> Callable[[str, Mutant], Path]:
 def decode_only(folder: Path, target: Path) -> Path:
     """A copy of an exported folder that holds the decode graph only."""
     shutil.copytree(folder, target)
-    (target / "prefill.onnx").unlink()
+    (target / "prefill.onnx").unlink(missing_ok=True)
     (target / "llmconv.json").write_text(json.dumps({"graphs": {"decode": {"file": "decode.onnx"}}}))
     return target
 

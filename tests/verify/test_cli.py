@@ -24,8 +24,12 @@ def run(*arguments: object) -> Result:
 def test_a_clean_folder_exits_0_and_writes_the_report(exported: Callable[[str], Path], tmp_path: Path) -> None:
     result = run(exported("llama"), "--report", tmp_path / "report")
     assert result.exit_code == 0
-    assert "PASSED | decode chain, 16 steps | decode.onnx logits | sigma" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("PASS: ")
+    lines = result.stdout.splitlines()
+    assert [
+        line for line in lines if "decode chain" in line and line.startswith("PASSED | decode chain, 16 steps | 18 o")
+    ]
+    assert len(lines) == len({line.split(" | ")[1] for line in lines[:-1]}) + 1, "a line per scenario"
+    assert lines[-1].startswith("PASS: ")
     assert (tmp_path / "report" / "report.html").is_file()
 
 
@@ -41,6 +45,29 @@ def test_a_folder_without_graphs_is_inconclusive(tiny: Callable[[str], Path]) ->
     result = run(tiny("llama"), "--json")
     assert result.exit_code == 5
     assert json.loads(result.stdout)["verdict"] == "inconclusive"
+
+
+ONE = ("--scenario", "left padding")
+
+
+def test_quiet_is_the_verdict_s_line_alone(exported: Callable[[str], Path]) -> None:
+    result = run(exported("llama"), *ONE, "-q")
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("PASS: ") and not result.stderr
+
+
+def test_verbose_is_a_line_per_graph_and_kind_of_output(exported: Callable[[str], Path]) -> None:
+    lines = run(exported("llama"), *ONE, "-v").stdout.splitlines()
+    found = [line for line in lines if line.startswith("PASSED | left padding | ")]
+    assert [line.split(" | ")[2] for line in found] == [
+        f"{graph}.onnx {what}" for graph in ("prefill", "decode") for what in ("logits", "present, 8 outputs")
+    ]
+
+
+def test_a_report_without_a_place_is_refused_before_anything_runs(exported: Callable[[str], Path]) -> None:
+    result = run(exported("llama"), "--report", "/dev/null/report")
+    assert result.exit_code == 4
+    assert "cannot write the report" in result.stderr and not result.stdout
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:

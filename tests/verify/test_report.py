@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.verify import Check, Report
 from llmconv.verify.localise import localise
-from llmconv.verify.report_files import check_report, write_report
+from llmconv.verify.report_files import require_place, today, write_report
 
 HOSTILE = 'x"><script>alert(1)</script>\x1b[31m\x00|`a`'
 PASSED = Check("prefill, 7 tokens", "decode.onnx", "logits", sigma=1.02, row_sigma=1.5, max_abs=3.1e-07)
@@ -60,7 +61,7 @@ def test_a_line_starts_with_the_verdict_and_names_step_and_sigma() -> None:
     )
     assert lines[1].startswith("FAILED | decode chain, 16 steps, step 7 | decode.onnx present.1.key | sigma 2000.00")
     assert lines[2].startswith("WHERE | decode chain, 16 steps, decode.onnx, step 7: layer 1, keys only")
-    assert lines[-1].startswith("FAIL: 2 outputs checked, 1 differ")
+    assert lines[-1].startswith("FAIL: 1 checks passed, 1 differ, 0 skipped, largest sigma 2000.00")
 
 
 def test_outputs_of_the_cache_share_a_line_while_they_pass() -> None:
@@ -147,6 +148,53 @@ def test_code_in_a_note_is_set_as_code(tmp_path: Path) -> None:
     assert "changed since <code>&lt;b&gt;</code>" in (tmp_path / "report.html").read_text()
 
 
+def test_a_verdict_without_figures_names_no_largest_sigma() -> None:
+    report = report_of(Check("weights", "decode.onnx", "", detail="39 tensors"))
+    assert report.summary() == "INCONCLUSIVE: 1 checks passed, 0 differ, 0 skipped"
+
+
+def test_files_and_weights_have_no_sigma_in_the_summary(tmp_path: Path) -> None:
+    write_report(report_of(Check("weights", "model.safetensors", "", detail="sha256 as in the manifest")), tmp_path)
+    row = next(line for line in (tmp_path / "summary.md").read_text().splitlines() if line.startswith("| pass"))
+    assert "0.00" not in row and row.endswith("| sha256 as in the manifest |")
+
+
+def test_the_report_bears_a_date_that_the_builder_may_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    write_report(report_of(PASSED), tmp_path)
+    texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert json.loads(texts["report.json"])["date"] == "2023-11-14T22:13:20Z"
+    assert "2023-11-14 22:13:20 UTC" in texts["report.html"]
+    assert 'timestamp="2023-11-14T22:13:20"' in texts["junit.xml"]
+    assert "2023-11-14T22:13:20Z" in texts["summary.md"]
+    assert "date" not in report_of(PASSED).as_dict()
+
+
+@pytest.mark.parametrize("said", ["", "soon", "9" * 30])
+def test_without_such_a_time_the_date_is_now(said: str) -> None:
+    before = datetime.now(UTC).strftime("%Y-%m-%d")
+    assert today({"SOURCE_DATE_EPOCH": said} if said else {}) >= before
+
+
+def test_one_graph_under_two_names_is_shown_once(tmp_path: Path) -> None:
+    report = report_of(PASSED, replace(PASSED, graph="prefill.onnx", detail="the same bytes as decode.onnx"))
+    report.copies = {"prefill.onnx": "decode.onnx"}
+    write_report(report, tmp_path)
+    page, table = ((tmp_path / name).read_text() for name in ("report.html", "summary.md"))
+    assert page.count("sigma by scenario and layer") == 1 and "decode.onnx = prefill.onnx" in page
+    assert "are the same bytes" in page and "are the same bytes" in table
+    assert len([line for line in table.splitlines() if line.startswith("| pass")]) == 1
+    assert len(json.loads((tmp_path / "report.json").read_text())["checks"]) == 2
+
+
+def test_a_place_that_cannot_take_a_report_is_found_out_before(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputFailed, match="cannot write the report"):
+        require_place(tmp_path / "file" / "report")
+    require_place(tmp_path / "new" / "report")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_report_that_cannot_be_written_is_an_output_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputFailed, match="cannot write the report"):
@@ -169,8 +217,8 @@ def test_a_report_replaces_links_in_its_folder_and_follows_none(tmp_path: Path) 
 
 def test_a_full_disk_is_found_before_anything_is_compared(small_disk: Path) -> None:
     (small_disk / "other").write_bytes(bytes(900_000))
-    with pytest.raises(OutputFailed, match="cannot write the report to `.*report`: no space left"):
-        check_report(small_disk / "report")
+    with pytest.raises(OutputFailed, match="cannot write the report to `.*report`: No space left"):
+        require_place(small_disk / "report")
     assert os.listdir(small_disk) == ["other"]
 
 
@@ -186,10 +234,10 @@ def test_a_disk_that_fills_up_leaves_no_half_report(small_disk: Path) -> None:
 def test_what_no_report_can_replace_is_found_before_anything_is_compared(make: Any, tmp_path: Path) -> None:
     make(tmp_path / "junit.xml")
     with pytest.raises(InputRefused, match=r"`.*junit\.xml` is a (pipe|folder)"):
-        check_report(tmp_path)
+        require_place(tmp_path)
 
 
 def test_a_report_below_a_file_is_found_before_anything_is_compared(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OutputFailed, match="is not a folder"):
-        check_report(tmp_path / "file" / "report")
+    with pytest.raises(OutputFailed, match="Not a directory"):
+        require_place(tmp_path / "file" / "report")

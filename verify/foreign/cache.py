@@ -9,6 +9,7 @@ import numpy as np
 
 from llmconv.tensors import Array
 from llmconv.verify.calls import Edit
+from llmconv.verify.made_up import MadeUp
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,13 @@ class ForeignCache:
     given: Mapping[str, Array]
     input_ids: Array
     position_ids: Array
+
+    @classmethod
+    def made_up(cls, past: MadeUp) -> ForeignCache:
+        """A past of which there are no tokens: zeros stand for them."""
+        arrays = past.arrays()
+        none = np.zeros((past.rows, past.length), dtype=np.int64)
+        return cls(arrays, arrays, none, none)
 
     @property
     def length(self) -> int:

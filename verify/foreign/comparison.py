@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from llmconv.runtime.ort import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.compare import GATES
+from llmconv.verify.comparison import skipped
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.foreign.candidate import check_foreign, foreign_candidates
 from llmconv.verify.foreign.files import GraphFile
@@ -71,6 +72,8 @@ class ForeignComparison:
         """All scenarios on every graph that can begin alone, and on two together; or `few`, as of twins."""
         found = foreign_candidates(graphs)
         report, repeat = self.report, self.report.settings["repeat"]
+        if not (change or few or named):
+            self.add(skipped(report, eager, [candidate.name for candidate in found]))
         for scenario, chains in scenarios(report.suite, eager.facts(), tuple(report.settings["seeds"])):
             if (change or few) and scenario.name not in TWIN_SCENARIOS:
                 continue

@@ -24,6 +24,7 @@ from llmconv.tensors import Array
 from llmconv.verify.foreign.cache import ForeignCache, unrolled
 from llmconv.verify.foreign.limits import Limits
 from llmconv.verify.foreign.ports import AXES, Binding
+from llmconv.verify.made_up import MadeUp
 
 DTYPES = {
     "tensor(float)": "float32",
@@ -103,6 +104,7 @@ class ForeignGraph:
             InputRefused: what came before cannot be handed on.
             MalformedInput: onnxruntime cannot run the graph on them.
         """
+        past = ForeignCache.made_up(past) if isinstance(past, MadeUp) else past
         if past is not None and not isinstance(past, ForeignCache):
             raise InputRefused(f"`{self.name}` continues its own kind of cache only", hint="start with no past")
         rows, new = input_ids.shape

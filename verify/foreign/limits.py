@@ -25,6 +25,7 @@ class Limits:
         tokens: new tokens of every call, None for any number.
         takes_mask, takes_positions: it has those inputs.
         counts_mask: the mask tells how long a sequence is, and nothing else.
+        keeps_cache: it continues a past.
         rings: what lies in buffers of fixed length that are written round and round, by the names of reports.
         single: several new tokens after a past are for one sequence only.
     """
@@ -36,6 +37,7 @@ class Limits:
     counts_mask: bool
     single: bool
     rings: frozenset[str] = frozenset()
+    keeps_cache: bool = True
 
     @classmethod
     def of(cls, model: onnx.ModelProto, binding: Binding) -> Limits:
@@ -46,7 +48,8 @@ class Limits:
         biased = all(len(node.input) > BIAS and node.input[BIAS] for node in grouped)
         ringed = {port for node in grouped if _is_ring(node) for port in node.input[3:5]}
         rings = frozenset(name for name, port in binding.past.items() if port in ringed)
-        return cls(rows, tokens, binding.takes_mask, binding.takes_positions, not biased, bool(grouped), rings)
+        takes = (binding.takes_mask, binding.takes_positions)
+        return cls(rows, tokens, *takes, not biased, bool(grouped), rings, keeps_cache=bool(binding.past))
 
     def refusal(self, call: Call) -> str:
         """Why a call cannot be run; empty when it can."""
@@ -57,6 +60,10 @@ class Limits:
             return "the graph has no input for positions"
         if call.edit.drop and self.rings:
             return "the graph keeps its sliding layers in rings, of which no token can be taken back"
+        if call.known and self.rings:
+            return "the graph keeps its sliding layers in rings, which no made-up past fits"
+        if call.known and not self.keeps_cache:
+            return "the graph takes no past, so none can be made up"
         if call.attention_mask.all():
             return ""
         if not self.takes_mask:

@@ -21,6 +21,7 @@ from llmconv.verify.foreign.files import GraphFile
 from llmconv.verify.foreign.graph import ForeignGraph, Model
 from llmconv.verify.foreign.ports import AXES, Binding
 from llmconv.verify.foreign.twin import scaled_foreign
+from llmconv.verify.made_up import MadeUp
 from llmconv.verify.replay import Replay
 from llmconv.verify.report import Where
 from llmconv.verify.scenarios import scenarios
@@ -74,7 +75,7 @@ class Graphs:
         chain, step = place
         graph = candidate.foreign[-1] if step else candidate.foreign[0]
         steps = run_chain(candidate.runner, chain[:step])
-        feeds = _feeds(graph, chain[step], edited(steps[-1].present, chain[step]) if steps else None)
+        feeds = _feeds(graph, chain[step], edited(steps[-1].present if steps else None, chain[step]))
         if feeds is None:
             return None
         at = opened.index(graph)
@@ -98,6 +99,7 @@ def _place(candidate: ForeignCandidate, scenario: str, step: int, eager: Eager) 
 
 def _feeds(graph: ForeignGraph, call: Call, past: Cache | None) -> dict[str, Array] | None:
     """Every input of a graph for one call; None where the call is several runs, or goes over what is cached."""
+    past = ForeignCache.made_up(past) if isinstance(past, MadeUp) else past
     before = past.length if past else 0
     rows, new = call.input_ids.shape
     if graph.limits.rings or (before and not graph.keeps_cache) or graph.limits.width(rows, before, new) < new:

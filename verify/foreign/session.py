@@ -124,7 +124,7 @@ def _compare(
     files = verified.files
     half = next((file.dtype for file in files if file.dtype in HALVES), "")
     eager = _eager(verified, reference, half, asked.code, stack)
-    facts, settings = Model(eager.cache_shapes(), eager.facts().window), verified.settings
+    facts, settings = Model(eager.cache_shapes(), max(eager.facts().windows, default=None)), verified.settings
     if report.quantization:  # some kernels for quantised weights take them only in a layout of their own
         settings = replace(settings, prepack=True)
     verified = replace(verified, facts=facts, settings=settings)
