@@ -21,6 +21,7 @@ from llmconv.runtime.ort import SessionSettings
 from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
 from llmconv.verify.comparison import Comparison, open_graphs
+from llmconv.verify.decisions.audit import audit_decisions, read_config
 from llmconv.verify.embeddings import takes_embeddings
 from llmconv.verify.exported import audit_graph_files
 from llmconv.verify.foreign.quantized.kinds import quantized_operators
@@ -209,11 +210,11 @@ def _audit(verified: Folder, reference: Path, report: Report, add: OnChecks, *, 
     source = Source.of(verified.path, reference, prefixes)
     add(audit_files(verified.path))
     report.notes += odd_weights(source.reference)
-    used: set[str] = set()
+    used, config = set[str](), read_config(reference)
     for name, model in verified.models.items():
         check, names = audit_weights(name, model, source)
         used |= names
-        add([check])
+        add([check, audit_decisions(name, model, config)])
     unused = sorted(set(source.reference) - used)
     if used and unused:
         report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")

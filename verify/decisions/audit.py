@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import onnx
 from onnx.inliner import inline_local_functions
 
+from llmconv.checkpoint import read_json
 from llmconv.verify.decisions.numbers import Numbers
+from llmconv.verify.decisions.state import Axes
 from llmconv.verify.decisions.values import Found
 from llmconv.verify.decisions.walk import Walk
 from llmconv.verify.report import Check
@@ -21,12 +24,12 @@ FIRST = 5
 
 
 def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any]) -> Check:
-    """Fails where a graph of llmconv decides on lengths, batch, positions or tokens by a number that is not the model's.
+    """Fails where a graph decides on lengths, batch size, positions or tokens by a number that is not the model's.
 
     Args:
         graph: what reports call it.
         model: without its weights.
-        config: content of the model's `config.json`.
+        config: see `read_config`.
     """
     found = decisions_of(model, config)
     told = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
@@ -34,6 +37,18 @@ def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any
     numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < 1e9)
     detail = "; ".join(told[:FIRST]) + more or f"{found.decisions} by numbers of the model ({numbers})"
     return Check(NAME, graph, "", verdict="fail" if told else "pass", detail=detail)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The model's `config.json` as it is, and with the fields that it leaves to transformers."""
+    from transformers import AutoConfig  # noqa: PLC0415 - slow to import, and not needed to walk
+
+    fields = read_json(folder / "config.json")
+    try:
+        whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
+    except Exception:  # a config of the folder's own code: what it says is all there is
+        whole = {}
+    return {"said": fields, "meant": whole}
 
 
 def decisions_of(model: onnx.ModelProto, config: Mapping[str, Any]) -> Found:
@@ -47,10 +62,10 @@ def decisions_of(model: onnx.ModelProto, config: Mapping[str, Any]) -> Found:
     types = {port.name: port.type.tensor_type.elem_type for port in ports}
     walk = Walk(Numbers.of(config, _lengths(model)), axes, types)
     walk.run(model.graph)
-    return walk.found
+    return walk.judge.found
 
 
-def _axes(port: onnx.ValueInfoProto) -> list[int | str | None]:
+def _axes(port: onnx.ValueInfoProto) -> Axes:
     dims = port.type.tensor_type.shape.dim
     return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
 

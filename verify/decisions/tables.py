@@ -13,8 +13,8 @@ TOLERANCE = 1e-3
 def odd_row(table: Array) -> int | None:
     """The first row that does not follow from those before it; None where all do.
 
-    Regular are a constant, a line, a sinusoid of the row's number in every column, each scaled, and what is one value
-    up to some row and another from there (a triangle of a mask has such columns).
+    Regular are a constant, a line and a scaled sinusoid of the row's number in every column, and a square of which every
+    row is the one before moved by one place, as who sees whom is by the distance alone.
     """
     rows = table.reshape(len(table), -1).astype(np.float64) if table.ndim > 1 else table.astype(np.float64)[:, None]
     if len(rows) < 4 or not np.isfinite(rows).all():
@@ -35,7 +35,7 @@ def odd_row(table: Array) -> int | None:
 def _odd_in(column: Array, tolerance: float) -> int | None:
     """Of one column: c[n + 1] + c[n - 1] = f * c[n] with one f for a sinusoid; f = 2 for a line."""
     around, middle = column[2:] + column[:-2], column[1:-1]
-    if np.abs(np.diff(column)).max() <= tolerance or np.count_nonzero(np.diff(column)) == 1:
+    if np.abs(np.diff(column)).max() <= tolerance:
         return None
     candidates = [2.0, *_factors(around, middle)]
     misses = [np.abs(around - factor * middle) > 4 * tolerance for factor in candidates]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,3 +109,13 @@ def as_parts(value: Value) -> tuple[Form, ...] | None:
     if isinstance(value, Known) and value.array.ndim <= 1 and value.array.size <= 64 and value.array.dtype.kind in "iu":
         return tuple(Form(number=float(number)) for number in value.array.ravel())
     return None
+
+
+def forms_of(values: Iterable[Value], *, parts: bool = False) -> list[Form]:
+    """The forms of values that have one; with `parts`, those of a list's elements in the place of the list's own."""
+    found: list[Form] = []
+    for value in values:
+        listed = as_parts(value) if parts and isinstance(value, Call) else None
+        form = as_form(value)
+        found += listed if listed is not None else [form] if form is not None else []
+    return found
