@@ -13,7 +13,7 @@ import onnx
 from onnx import helper
 
 from llmconv.tensors import Array
-from tests.verify.surgery import add_constant, replace_input, users
+from tests.verify.surgery import add_constant, constant_value, replace_input, users
 
 FLOAT, INT, BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64, onnx.TensorProto.BOOL
 POSITION, LENGTH, BATCH, TOKEN = 3817, 5000, 77, 57
@@ -129,8 +129,8 @@ def token_equal(graph: Nodes) -> None:
     graph.scale_each(graph.loud(graph.make("Equal", "input_ids", TOKEN)))
 
 
-def two_tokens(graph: Nodes) -> None:
-    """Another token than the usual ones, after one that is."""
+def token_at_a_position(graph: Nodes) -> None:
+    """Some tokens at position 90 only."""
     first = graph.make("Equal", graph.make("Mod", "input_ids", 13), 7)
     graph.scale_each(graph.loud(graph.make("And", first, graph.make("Equal", "position_ids", 90))))
 
@@ -205,8 +205,10 @@ def by_a_token_table(graph: Nodes) -> None:
 
 def by_a_rotary_table(graph: Nodes) -> None:
     """Cosines from a table of which one row is another."""
-    cosine = next(node for node in graph.model.graph.node if node.op_type == "Cos")
-    half = np.float32(10000.0) ** (-np.arange(0, 16, 2, dtype=np.float32) / np.float32(16))
+    cosine = users(graph.model, "Cos")[0]
+    angles = next(node for node in users(graph.model, "Mul") if "rotary_emb" in node.name)
+    values = (constant_value(graph.model, name) for name in angles.input)
+    half = next(value for value in values if value is not None).ravel()
     table = np.cos(np.arange(1 << 13, dtype=np.float32)[:, None] * np.concatenate([half, half]))
     table[POSITION] = 0
     looked_up = graph.make("Gather", graph.constant(table), "position_ids")
@@ -459,7 +461,7 @@ TRIGGERS = tuple(
         batch_equal,
         shape_gathered,
         token_equal,
-        two_tokens,
+        token_at_a_position,
         mask_sum,
         mask_by_difference,
         number_in_parts,

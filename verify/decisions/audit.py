@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ import onnx
 from onnx.inliner import inline_local_functions
 
 from llmconv.checkpoint import read_json
+from llmconv.errors import first_line
 from llmconv.verify.decisions.numbers import Numbers
-from llmconv.verify.decisions.state import Axes
+from llmconv.verify.decisions.operators import INPUTS
+from llmconv.verify.decisions.state import Axes, State
 from llmconv.verify.decisions.values import Found
 from llmconv.verify.decisions.walk import Walk
 from llmconv.verify.report import Check
@@ -22,6 +24,9 @@ NAME = "decisions"
 FIRST = 5
 """Findings that are told."""
 
+MANY = 1e9
+"""Numbers beyond are ends of a range, and told to nobody."""
+
 
 def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any]) -> Check:
     """Fails where a graph decides on lengths, batch size, positions or tokens by a number that is not the model's.
@@ -31,12 +36,42 @@ def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any
         model: without its weights.
         config: see `read_config`.
     """
-    found = decisions_of(model, config)
+    try:
+        found = decisions_of(model, config, INPUTS)
+    except Exception as error:  # a graph that is no graph; the check of its structure says more
+        return Check(NAME, graph, "", verdict="fail", detail=f"cannot be followed: {first_line(error)}")
     told = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
-    more = f"; and {len(told) - FIRST} more" if len(told) > FIRST else ""
-    numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < 1e9)
-    detail = "; ".join(told[:FIRST]) + more or f"{found.decisions} by numbers of the model ({numbers})"
+    numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < MANY)
+    detail = _first(told) or f"{found.decisions} by numbers of the model ({numbers})"
     return Check(NAME, graph, "", verdict="fail" if told else "pass", detail=detail)
+
+
+def audit_foreign_decisions(
+    graph: str, model: onnx.ModelProto, config: Mapping[str, Any], inputs: Mapping[str, str]
+) -> tuple[list[Check], list[str]]:
+    """The same of another exporter's graph, of whose ways less is known.
+
+    Args:
+        inputs: what of a call its inputs are, see `operators.INPUTS`.
+
+    Returns:
+        A failed check where it asks for one length, position, batch size or token that no config has, if it does; and a
+        note of what else decides by numbers that are not the model's.
+    """
+    try:
+        found = decisions_of(model, config, inputs, tables=False)
+    except Exception as error:  # a graph of unknown making
+        return [], [f"{graph}: what it decides by cannot be followed: {first_line(error)}"]
+    told = {point: [f"`{one.node}` {one.text}" for one in found.findings if one.point is point and one.certain]
+            for point in (True, False)}  # fmt: skip
+    checks = [Check(NAME, graph, "", verdict="fail", detail=_first(told[True]))] if told[True] else []
+    others = list(dict.fromkeys(told[False]))
+    return checks, [f"{graph}: {_first(others)}, which is not in the config"] if others else []
+
+
+def _first(told: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    return "; ".join(told[:FIRST]) + (f"; and {len(told) - FIRST} more" if len(told) > FIRST else "")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -51,8 +86,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {"said": fields, "meant": whole}
 
 
-def decisions_of(model: onnx.ModelProto, config: Mapping[str, Any]) -> Found:
-    """What a graph decides on, and by which numbers."""
+def decisions_of(
+    model: onnx.ModelProto, config: Mapping[str, Any], inputs: Mapping[str, str], *, tables: bool = True
+) -> Found:
+    """What a graph decides on, and by which numbers; `tables` looks into constants that are looked up, too."""
     if model.functions:
         model = inline_local_functions(model)
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
@@ -60,7 +97,7 @@ def decisions_of(model: onnx.ModelProto, config: Mapping[str, Any]) -> Found:
     axes = {port.name: _axes(port) for port in ports if port.type.tensor_type.HasField("shape")}
     axes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     types = {port.name: port.type.tensor_type.elem_type for port in ports}
-    walk = Walk(Numbers.of(config, _lengths(model)), axes, types)
+    walk = Walk(Numbers.of(config, _lengths(model)), State(axes, types, inputs, tables))
     walk.run(model.graph)
     return walk.judge.found
 

@@ -11,6 +11,9 @@ from llmconv.verify.decisions.forms import LENGTH, WITHIN, Form, atom, made_of
 from llmconv.verify.decisions.numbers import Numbers
 from llmconv.verify.decisions.values import Finding, Found
 
+FEW = 64
+"""So many tokens or sequences every scenario has, or might."""
+
 OF_LENGTH = atom("length", LENGTH)
 
 
@@ -31,7 +34,8 @@ class Judge:
         self.found.decisions += 1
         self.found.numbers |= {form.offset}
         if not (self.numbers.explain_rounding(form) if rounded else self.numbers.explain(form)):
-            self.flag(node, f"decides on {said(form)} by {_numbers_told(form, rounded)}")
+            point = node.op_type == "Equal" and form.offset > FEW and not self.numbers.bounds_data(form.offset)
+            self.flag(node, f"decides on {said(form)} by {_numbers_told(form, rounded)}", point=point)
 
     def decisions(self, node: onnx.NodeProto, forms: Sequence[Form], *, rounded: bool = False) -> None:
         """The same of several; numbers among them are where the others are cut."""
@@ -54,9 +58,9 @@ class Judge:
         """Whether lengths may be compared with all of the numbers."""
         return all(self.numbers.knows(abs(float(number)), OF_LENGTH) for number in numbers.ravel())
 
-    def flag(self, node: onnx.NodeProto, text: str, *, certain: bool = True) -> None:
+    def flag(self, node: onnx.NodeProto, text: str, *, certain: bool = True, point: bool = False) -> None:
         """A node that decides otherwise."""
-        self.found.findings.append(Finding(node.name or node.output[0], node.op_type, text, certain))
+        self.found.findings.append(Finding(node.name or node.output[0], node.op_type, text, certain, point))
 
 
 def said(form: Form) -> str:

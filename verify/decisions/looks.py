@@ -81,7 +81,7 @@ class Looks:
             self.judge.flag(node, f"writes at {', '.join(map(str, np.unique(index.array)[:3].tolist()))}")
 
     def _at_table(self, node: onnx.NodeProto, table: Value | None, index: Call) -> None:
-        if not isinstance(table, Known) or table.array.dtype.kind not in "fiub":
+        if not self.state.tables or not isinstance(table, Known) or table.array.dtype.kind not in "fiub":
             return
         array = table.array.reshape(-1, *table.array.shape[-1:]) if table.array.ndim > 2 else table.array
         if array.ndim == 2 and len(array) == 1:

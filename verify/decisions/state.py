@@ -20,6 +20,8 @@ class State:
 
     Attributes:
         axes, types: of values, as shape inference has them.
+        ports: what of a call the graph's inputs are.
+        tables: whether constants are looked into.
         values: by name.
         weights: names of weights, and of what nodes make of weights and constants alone.
         changed: those of them that nodes make.
@@ -28,6 +30,8 @@ class State:
 
     axes: dict[str, Axes]
     types: Mapping[str, int]
+    ports: Mapping[str, str]
+    tables: bool = True
     values: dict[str, Value] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)

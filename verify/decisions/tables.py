@@ -13,8 +13,8 @@ TOLERANCE = 1e-3
 def odd_row(table: Array) -> int | None:
     """The first row that does not follow from those before it; None where all do.
 
-    Regular are a constant, a line and a scaled sinusoid of the row's number in every column, and a square of which every
-    row is the one before moved by one place, as who sees whom is by the distance alone.
+    Regular are a constant, a line and a scaled sinusoid of the row's number in every column, and a square of which
+    every row is the one before moved by one place, as who sees whom is by the distance alone.
     """
     rows = table.reshape(len(table), -1).astype(np.float64) if table.ndim > 1 else table.astype(np.float64)[:, None]
     if len(rows) < 4 or not np.isfinite(rows).all():

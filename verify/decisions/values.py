@@ -66,13 +66,15 @@ class Finding:
         node: its name.
         op: its operator.
         text: what it decides on, and by what.
-        certain: a point or a bound that no config has, as opposed to an operator of which nothing can be said.
+        certain: it decides by that number, as opposed to an operator of which nothing can be said.
+        point: it asks for that number alone, and no field of the config has it.
     """
 
     node: str
     op: str
     text: str
     certain: bool = True
+    point: bool = False
 
 
 @dataclass

@@ -17,10 +17,12 @@ from llmconv.verify.decisions.forms import atom, made_of
 from llmconv.verify.decisions.judge import Judge
 from llmconv.verify.decisions.looks import Looks
 from llmconv.verify.decisions.numbers import Numbers
-from llmconv.verify.decisions.operators import INPUTS
 from llmconv.verify.decisions.results import Results
-from llmconv.verify.decisions.state import Axes, State
+from llmconv.verify.decisions.state import State
 from llmconv.verify.decisions.values import Call, Data, Known, Value, forms_of
+
+SMALL = 1 << 12
+"""Elements of a constant that decides something, where weights may lie beside it."""
 
 
 class Walk:
@@ -28,25 +30,31 @@ class Walk:
 
     Args:
         numbers: of the model.
-        axes, types: of values, as shape inference has them.
+        state: what is known before.
     """
 
-    def __init__(self, numbers: Numbers, axes: Mapping[str, Axes], types: Mapping[str, int]) -> None:
-        self.state, self.judge = State(dict(axes), types), Judge(numbers)
+    def __init__(self, numbers: Numbers, state: State) -> None:
+        self.state, self.judge = state, Judge(numbers)
         self._looks, self._results = Looks(self.state, self.judge), Results(self.state, self.judge)
 
     def run(self, graph: onnx.GraphProto, given: Mapping[str, Value] | None = None) -> None:
         """All nodes of a graph; `given` are values of its inputs."""
         values = self.state.values
-        for tensor in graph.initializer:
-            values[tensor.name] = Data() if tensor.external_data else Known(numpy_helper.to_array(tensor))
-        self.state.weights |= {tensor.name for tensor in graph.initializer if tensor.external_data}
         for port in graph.input:
-            source = INPUTS.get(port.name)
+            source = self.state.ports.get(port.name)
             values[port.name] = Call(atom(port.name, source)) if source else Data()
         values |= given or {}
+        for tensor in graph.initializer:
+            values[tensor.name] = self._held(tensor)
+            self.state.weights |= {tensor.name} if tensor.external_data else set()
         for node in graph.node:
             self._see(node)
+
+    def _held(self, tensor: onnx.TensorProto) -> Value:
+        """A constant, or a weight; where both lie in the graph, by the size."""
+        if tensor.external_data or (not self.state.tables and np.prod(tensor.dims, dtype=np.int64) > SMALL):
+            return Data()
+        return Known(numpy_helper.to_array(tensor))
 
     def _see(self, node: onnx.NodeProto) -> None:
         value = self._value(node, self.state.inputs(node))
