@@ -142,6 +142,19 @@ def test_a_window_of_another_size_is_no_number_of_the_model(exported: Tiny, tmp_
     assert f"decides on length and place in the sequence by {window + 300}" in audit(folder).detail
 
 
+def test_a_window_that_is_missing_is_named(exported: Tiny, tmp_path: Path) -> None:
+    folder = decode_only(exported("gemma2"), tmp_path / "dropped")
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    everything = add_constant(model, np.array(True))
+    edge = users(model, "Greater")[0].output[0]
+    for node in users(model, "And"):
+        node.input[:] = [everything if name == edge else name for name in node.input]
+    model.graph.node.remove(users(model, "Greater")[0])
+    onnx.save(model, folder / "decode.onnx")
+    window = json.loads((folder / "config.json").read_text())["sliding_window"]
+    assert audit(folder).detail == f"no node decides by the sliding window of {window}"
+
+
 def test_a_number_that_the_config_leaves_to_transformers_is_the_model_s(exported: Tiny, tmp_path: Path) -> None:
     """Older configs lack fields; what the model then has is what its class says."""
     folder = decode_only(exported("gpt2"), tmp_path / "bare")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,7 +30,7 @@ class Nodes:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.model, self._made = model, 0
 
-    def make(self, op: str, *inputs: str | Array | np.generic | int | float, **attributes: object) -> str:
+    def make(self, op: str, *inputs: str | Array | np.generic | int | float, **attributes: Any) -> str:
         """A node; numbers among its inputs become constants. Its output's name."""
         names = [one if isinstance(one, str) else self.constant(one) for one in inputs]
         name = f"model.layers.0/{op}_{900 + len(self.model.graph.node)}"
@@ -220,7 +221,7 @@ def one_pair_of_the_mask(graph: Nodes) -> None:
     """Query 3817 sees key 4000."""
     choice = next(node for node in graph.model.graph.node if node.op_type == "LessOrEqual")
     at = list(graph.model.graph.node).index(choice)
-    key, query, output = *choice.input, choice.output[0]
+    key, query, output = choice.input[0], choice.input[1], choice.output[0]
     choice.output[0] = f"{output}_before"
     made = [
         helper.make_node("Equal", [query, graph.constant(POSITION)], ["pair_query"], name="pair/Equal"),
@@ -435,7 +436,7 @@ def _first_norm(graph: Nodes) -> onnx.NodeProto:
     return next(node for node in users(graph.model, "Pow") if "layers.1.input_layernorm" in node.name)
 
 
-def _node(graph: Nodes, before: onnx.NodeProto, op: str, inputs: list[str], **attributes: object) -> str:
+def _node(graph: Nodes, before: onnx.NodeProto, op: str, inputs: list[str], **attributes: Any) -> str:
     name = f"model.layers.1/{op}_{950 + len(graph.model.graph.node)}"
     at = list(graph.model.graph.node).index(before)
     graph.model.graph.node.insert(at, helper.make_node(op, inputs, [f"{name}:0"], name=name, **attributes))

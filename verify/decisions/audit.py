@@ -11,7 +11,8 @@ from onnx.inliner import inline_local_functions
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import first_line
-from llmconv.verify.decisions.numbers import Numbers
+from llmconv.runtime.embeddings import EMBEDDINGS
+from llmconv.verify.decisions.numbers import Numbers, window_of
 from llmconv.verify.decisions.operators import INPUTS
 from llmconv.verify.decisions.state import Axes, State
 from llmconv.verify.decisions.values import Found
@@ -41,6 +42,9 @@ def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any
     except Exception as error:  # a graph that is no graph; the check of its structure says more
         return Check(NAME, graph, "", verdict="fail", detail=f"cannot be followed: {first_line(error)}")
     told = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
+    window = window_of(config)
+    if window and graph != EMBEDDINGS and not {window - 1, window, window + 1} & found.numbers:
+        told.append(f"no node decides by the sliding window of {window}")
     numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < MANY)
     detail = _first(told) or f"{found.decisions} by numbers of the model ({numbers})"
     return Check(NAME, graph, "", verdict="fail" if told else "pass", detail=detail)

@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 
 from llmconv.tensors import Array
-from llmconv.verify.decisions.forms import POSITION, TOKEN
-from llmconv.verify.decisions.judge import Judge, said
-from llmconv.verify.decisions.operators import BOUNDS, COMPARISONS, INDEXED, LIMITS, THRESHOLDS
+from llmconv.verify.decisions.forms import POSITION, TOKEN, Form
+from llmconv.verify.decisions.judge import OF_LENGTH, Judge, said
+from llmconv.verify.decisions.operators import BOUNDS, COMPARISONS, INDEXED, LIMITS, THRESHOLDS, attribute
 from llmconv.verify.decisions.state import State
 from llmconv.verify.decisions.tables import odd_row
 from llmconv.verify.decisions.values import Call, Known, Value
@@ -59,6 +59,12 @@ class Looks:
             fixed = axes is not None and -len(axes) <= axis < len(axes) and isinstance(axes[axis], int)
             if not fixed and abs(bound) < EVERYTHING and not self.judge.knows_lengths(np.array(bound)):
                 self.judge.flag(node, f"cuts an axis of any length at {bound}", certain=axes is not None)
+
+    def at_window(self, node: onnx.NodeProto) -> None:
+        """A window that an attention node has itself; -1 for none."""
+        window = attribute(node, "local_window_size", -1)
+        if window >= 0:
+            self.judge.decision(node, OF_LENGTH + Form(number=window))
 
     def at_index(self, node: onnx.NodeProto, inputs: list[Value | None]) -> None:
         """Where a node looks something up, or writes."""

@@ -88,6 +88,16 @@ class Numbers:
         return size in self.data or size <= SMALLEST or _is_mask_value(number) or close
 
 
+def window_of(config: Any) -> int | None:
+    """The window of a config whose `layer_types` has sliding layers, wherever in it; None where none has."""
+    if not isinstance(config, Mapping):
+        return None
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if isinstance(window, int) and isinstance(kinds, list) and "sliding_attention" in kinds:
+        return window
+    return next(filter(None, map(window_of, config.values())), None)
+
+
 def _is_mask_value(number: float) -> bool:
     return not abs(number) < LARGEST
 

@@ -39,7 +39,7 @@ PLAIN = {*COMPARISONS, *LOGIC, *CURVES, *LIMITS, *ROUNDINGS, *REDUCTIONS, *STEPS
 THRESHOLDS = {"ThresholdedRelu", "Shrink", "IsInf", "IsNaN", "Sign", "Hardmax", *ROUNDINGS}
 """Operators that decide on what the model computes by numbers of their own."""
 
-EXACT_BITS = {
+EXACT_BITS: dict[int, int] = {
     onnx.TensorProto.FLOAT16: 11,
     onnx.TensorProto.BFLOAT16: 8,
     onnx.TensorProto.INT8: 7,

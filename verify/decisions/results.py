@@ -220,4 +220,5 @@ def evaluated(node: onnx.NodeProto, arrays: list[Array]) -> Array:
     ]
     graph = onnx.helper.make_graph([node], "constant", ports, [onnx.ValueInfoProto(name=node.output[0])])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)])
-    return np.asarray(ReferenceEvaluator(model).run([node.output[0]], feeds)[0])
+    found = ReferenceEvaluator(model).run([node.output[0]], feeds)
+    return np.asarray(list(found)[0])

@@ -72,6 +72,7 @@ class Walk:
         given = [value for value in inputs if value is not None]
         self._looks.at_bounds(node, inputs)
         self._looks.at_index(node, inputs)
+        self._looks.at_window(node)
         if any(one.HasField("g") for one in node.attribute):
             return self._inner(node, given)
         if node.op_type == "Range":
