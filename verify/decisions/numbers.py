@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import isclose
 from typing import Any
 
 from llmconv.verify.decisions.forms import BATCH, TOKEN, Form
@@ -22,6 +23,9 @@ TOKENS = re.compile(r"vocab|(pad|image|audio|video|vision|boi|eoi|boa|eoa|mask)\
 
 LIBRARY = frozenset({0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 20.0})
 """Bounds that activations of torch have themselves: hard sigmoid's, ReLU6's, and where softplus becomes a line (20)."""
+
+CLOSE = 1e-6
+"""Relative: numbers of a config are float64, those of a graph float32."""
 
 HUGE = 1e9
 """A factor as large makes a small number overflow."""
@@ -66,15 +70,13 @@ class Numbers:
     def explain_rounding(self, form: Form) -> bool:
         """The same where a form is rounded to whole numbers: its unit decides, too."""
         steps = [abs(factor) for factor in form.terms.values()]
-        return self.explain(form) and all(
-            self.knows(round(step, 6), form) or self.knows(round(1 / step, 3), form) for step in steps
-        )
+        return self.explain(form) and all(self.knows(step, form) or self.knows(1 / step, form) for step in steps)
 
     def knows(self, number: float, form: Form) -> bool:
         """Whether a number is the model's where a form is compared with it."""
         if number in (0, 1) or _is_mask_value(number):
             return True
-        return number in self._fitting(form) or round(number, 3) in self._fitting(form)
+        return any(isclose(number, known, rel_tol=CLOSE) for known in self._fitting(form))
 
     def _fitting(self, form: Form) -> frozenset[float]:
         if TOKEN in form.sources:
@@ -84,8 +86,8 @@ class Numbers:
     def bounds_data(self, number: float) -> bool:
         """Whether what the model computes may be compared with a number."""
         size = abs(number)
-        close = any(abs(size - known) <= 1e-6 * known for known in self.data if known)
-        return size in self.data or size <= SMALLEST or _is_mask_value(number) or close
+        known = any(isclose(size, known, rel_tol=CLOSE) for known in self.data)
+        return known or size <= SMALLEST or _is_mask_value(number)
 
 
 def window_of(config: Any) -> int | None:
