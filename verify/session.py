@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,7 @@ from llmconv import __version__
 from llmconv.calls import checked
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.manifest import MANIFEST, file_entry, read_manifest
+from llmconv.manifest import MANIFEST
 from llmconv.memory import telling_memory
 from llmconv.paths import Written
 from llmconv.runtime.embeddings import EMBEDDINGS
@@ -24,8 +24,10 @@ from llmconv.runtime.ort import SessionSettings
 from llmconv.storage import fetches
 from llmconv.verify.bisect import name_node
 from llmconv.verify.compare import GATES
-from llmconv.verify.comparison import Comparison, open_graphs, paths_of
+from llmconv.verify.comparison import Comparison, open_graphs
+from llmconv.verify.decisions.audit import audit_decisions, read_config
 from llmconv.verify.embeddings import takes_embeddings
+from llmconv.verify.exported import audit_graph_files
 from llmconv.verify.forecast import Forecast, choose, distinct_files
 from llmconv.verify.foreign.quantized.kinds import quantized_operators
 from llmconv.verify.localise import localise
@@ -64,6 +66,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     bisect: bool = False,
     minimize: Written | None = None,
     low_memory: bool | None = None,
+    allow_changed: bool = False,
 ) -> Report:
     """Compares every graph of a folder with the eager model: every output, every scenario.
 
@@ -80,6 +83,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         minimize: a new folder for the smallest piece that fails; looks for the node, too.
         low_memory: hold neither the model nor a graph's weights, see `llmconv.verify.low_memory`; None where the whole
             model does not fit into memory.
+        allow_changed: a graph that is not the one that was exported is a note and no failure.
 
     Raises:
         InputRefused: the folder or the reference cannot be used, a graph refers to what it must not, or memory does
@@ -101,7 +105,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         layered = low_memory
         if eager is None:
             layered = _layered(verified, truth_folder, report, low_memory, searches=bool(bisect or piece or repeat > 1))
-        _audit(verified, truth_folder, report, add)
+        _audit(verified, truth_folder, report, add, allow_changed=allow_changed)
         eager = _compare(verified, truth_folder, report, add, eager, trusted=trust_remote_code, low_memory=layered)
         report.where = localise(report.checks)
         if bisect or piece:
@@ -218,34 +222,25 @@ def recorded_reference(folder: Path) -> Path:
     return path
 
 
-def changed_graphs(folder: Path, paths: Iterable[Path]) -> list[str]:
-    """A note for every graph that is not the one that the manifest describes."""
-    recorded = read_manifest(folder).files
-    notes = []
-    for path in paths:
-        expected = recorded.get(path.name, {}).get("sha256")
-        if expected and expected != file_entry(path.read_bytes())["sha256"]:
-            notes.append(f"`{path.name}` has changed since the manifest was written")
-    return notes
-
-
 def library_versions() -> dict[str, str]:
     """Versions of what takes part in the verdict."""
     return {"llmconv": __version__, **{name: version(name) for name in LIBRARIES}}
 
 
-def _audit(verified: Folder, reference: Path, report: Report, add: OnChecks) -> None:
+def _audit(verified: Folder, reference: Path, report: Report, add: OnChecks, *, allow_changed: bool) -> None:
     """Files as the manifest has them, every initializer, and what is odd about the weights."""
-    report.notes += changed_graphs(verified.path, paths_of(verified.path, verified.entries, verified.models))
+    found = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
+    add(found[0])
+    report.notes += found[1]
     prefixes = [entry.prefix.file for entry in verified.entries if entry.prefix]
     source = Source.of(verified.path, reference, prefixes)
     add(audit_files(verified.path))
     report.notes += odd_weights(source.reference)
-    used: set[str] = set()
+    used, config = set[str](), read_config(reference)
     for name, model in verified.models.items():
         check, names = audit_weights(name, model, source)
         used |= names
-        add([check])
+        add([check, audit_decisions(name, model, config)])
     unused = sorted(set(source.reference) - used)
     if used and unused:
         report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")

@@ -89,7 +89,7 @@ def _audit_file(path: Path, entry: Mapping[str, Any]) -> tuple[str, str]:
         return "skip", f"cloned from the `{entry['clone_of']}` it was made from, without a sha256"
     with open(path, "rb") as file:
         same = hashlib.file_digest(file, "sha256").hexdigest() == entry.get("sha256")
-    return ("pass", "sha256 as in the manifest") if same else ("fail", "changed since the manifest was written")
+    return ("pass", "sha256 as in the manifest") if same else ("fail", "weights changed since the manifest was written")
 
 
 def audit_weights(graph: str, model: onnx.ModelProto, source: Source) -> tuple[Check, set[str]]:

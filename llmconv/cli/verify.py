@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llmconv.verify import Check, Report
 
 COST = ("text", "max_divergence", "min_agreement")
-OF_GRAPHS, OF_FOLDER = ("input_map", *COST), ("low_memory",)
+OF_GRAPHS, OF_FOLDER = ("input_map", *COST), ("low_memory", "allow_changed")
 """Options that only graphs of any exporter, and only a folder of llmconv's, take."""
 COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 
@@ -63,6 +63,7 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
     default=None,
     help="Hold one layer of the model at a time, or all of it. Default: all, where memory suffices.",
 )
+@click.option("--allow-changed", is_flag=True, help="A graph that was changed after its export is noted, not failed.")
 @options.trust_remote_code
 @options.as_json
 @partial(
@@ -164,5 +165,7 @@ def _require_fitting(folder: str | None, graphs: tuple[Path, ...], asked: dict[s
             "`--low-memory` takes FOLDER, runs every call once, and searches for no node",
             hint="leave out `--low-memory`, or `--graph`, `--repeat`, `--bisect` and `--minimize`",
         )
+    if graphs and asked["allow_changed"]:
+        raise UsageProblem("`--allow-changed` takes FOLDER", hint="leave it out: nothing is recorded of a `--graph`")
     if folder is not None and any(asked[name] is not None for name in COST):
         raise UsageProblem(f"{COST_OPTIONS} are for a `--graph` with quantised weights", hint="leave them out")

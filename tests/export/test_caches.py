@@ -71,7 +71,7 @@ def test_a_state_that_is_lost_is_seen(
         ports = node.input if side == "read" else node.output
         ports[:] = [{old: new, new: old}.get(name, name) for name in ports]
     onnx.save(model, folder / "decode.onnx")
-    report = verify(folder)
+    report = verify(folder, allow_changed=True)
     assert report.verdict == "fail"
     assert report.where and report.where.layer in {0, 1}
 

@@ -82,7 +82,7 @@ def test_a_length_that_is_one_too_small_is_caught(static: Tiny, tmp_path: Path) 
     assert length is not None
     length.input[1] = add_constant(model, np.array([0], dtype=np.int64))
     onnx.save(model, folder / "decode.onnx")
-    assert verify(folder).verdict == "fail"
+    assert verify(folder, allow_changed=True).verdict == "fail"
 
 
 def test_a_write_one_slot_too_far_is_caught(static: Tiny, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_write_one_slot_too_far_is_caught(static: Tiny, tmp_path: Path) -> Non
     for scatter in users(model, "TensorScatter")[2:4]:
         scatter.input[2] = "later"
     onnx.save(model, folder / "decode.onnx")
-    assert verify(folder).verdict == "fail"
+    assert verify(folder, allow_changed=True).verdict == "fail"
 
 
 def test_rows_of_different_lengths_need_no_padding(static: Tiny) -> None:

@@ -40,7 +40,7 @@ def test_every_mutant_is_caught(
     eager: Callable[[str], Eager],
 ) -> None:
     report = verify(broken(model_type, mutant), reference=exported(model_type), eager=eager(model_type))
-    assert report.verdict == "fail"
+    assert any(check.verdict == "fail" and check.name != "decisions" for check in report.checks)
     assert report.where and report.where.text
 
 

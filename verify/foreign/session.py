@@ -17,6 +17,8 @@ from llmconv.runtime.ort import SessionSettings
 from llmconv.storage import fetches, local_path
 from llmconv.tensors import LazyTensor
 from llmconv.verify.bisect import name_node
+from llmconv.verify.decisions.audit import audit_foreign_decisions, read_config
+from llmconv.verify.decisions.forms import MASK, POSITION, TOKEN
 from llmconv.verify.forecast import Forecast, choose
 from llmconv.verify.foreign.comparison import ForeignComparison, OnChecks
 from llmconv.verify.foreign.files import GraphFile, read_graphs
@@ -90,6 +92,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     asked = Asked(Path(text) if text else None, limits, folder if trust_remote_code else None)
     verified, add = Graphs(files, Model({}), settings, open_weights(folder)), collector(report, on_checks)
     _audit(files, verified.tensors, report, add)
+    _audit_decisions(files, folder, report, add)
     with ExitStack() as stack, telling_memory(f"while {report.folder} was verified"):
         eager, verified = _compare(verified, eager or folder, report, add, asked, stack)
         report.where = localise(sharpest(report.checks))
@@ -176,6 +179,17 @@ def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report
         add([audit_contents(file.name, file.contents, tensors)])
     if missing and len(missing) < len(tensors):
         report.notes.append(f"{len(missing)} tensors of the model are in no graph as they are, first `{min(missing)}`")
+
+
+def _audit_decisions(files: Sequence[GraphFile], reference: Path, report: Report, add: OnChecks) -> None:
+    """Lengths, positions and tokens that a graph asks for and no config has."""
+    config = read_config(reference)
+    for file in files:
+        row = file.binding.port_map
+        inputs = {row.tokens: TOKEN, row.mask: MASK, row.positions: POSITION}
+        checks, notes = audit_foreign_decisions(file.name, file.model, config, inputs)
+        add(checks)
+        report.notes += notes
 
 
 def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, add: OnChecks) -> None:

@@ -1,0 +1,120 @@
+"""The audit of a graph's decisions: one check, which names every node that decides by a number of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx.inliner import inline_local_functions
+
+from llmconv.checkpoint import read_json
+from llmconv.errors import first_line
+from llmconv.runtime.embeddings import EMBEDDINGS
+from llmconv.verify.decisions.numbers import Numbers, window_of
+from llmconv.verify.decisions.operators import INPUTS
+from llmconv.verify.decisions.state import Axes, State
+from llmconv.verify.decisions.values import Found
+from llmconv.verify.decisions.walk import Walk
+from llmconv.verify.report import Check
+
+NAME = "decisions"
+"""What the check is called in reports."""
+
+FIRST = 5
+"""Findings that are told."""
+
+MANY = 1e9
+"""Numbers beyond are ends of a range, and told to nobody."""
+
+
+def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any]) -> Check:
+    """Fails where a graph decides on lengths, batch size, positions or tokens by a number that is not the model's.
+
+    Args:
+        graph: what reports call it.
+        model: without its weights.
+        config: see `read_config`.
+    """
+    try:
+        found = decisions_of(model, config, INPUTS)
+    except Exception as error:  # a graph that is no graph; the check of its structure says more
+        return Check(NAME, graph, "", verdict="fail", detail=f"cannot be followed: {first_line(error)}")
+    told = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
+    window = window_of(config)
+    if window and graph != EMBEDDINGS and not {window - 1, window, window + 1} & found.numbers:
+        told.append(f"no node decides by the sliding window of {window}")
+    numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < MANY)
+    detail = _first(told) or f"{found.decisions} by numbers of the model ({numbers})"
+    return Check(NAME, graph, "", verdict="fail" if told else "pass", detail=detail)
+
+
+def audit_foreign_decisions(
+    graph: str, model: onnx.ModelProto, config: Mapping[str, Any], inputs: Mapping[str, str]
+) -> tuple[list[Check], list[str]]:
+    """The same of another exporter's graph, of whose ways less is known.
+
+    Args:
+        inputs: what of a call its inputs are, see `operators.INPUTS`.
+
+    Returns:
+        A failed check where it asks for one length, position, batch size or token that no config has, if it does; and a
+        note of what else decides by numbers that are not the model's.
+    """
+    try:
+        found = decisions_of(model, config, inputs, tables=False)
+    except Exception as error:  # a graph of unknown making
+        return [], [f"{graph}: what it decides by cannot be followed: {first_line(error)}"]
+    told = {point: [f"`{one.node}` {one.text}" for one in found.findings if one.point is point and one.certain]
+            for point in (True, False)}  # fmt: skip
+    checks = [Check(NAME, graph, "", verdict="fail", detail=_first(told[True]))] if told[True] else []
+    others = list(dict.fromkeys(told[False]))
+    return checks, [f"{graph}: {_first(others)}, which is not in the config"] if others else []
+
+
+def _first(told: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    return "; ".join(told[:FIRST]) + (f"; and {len(told) - FIRST} more" if len(told) > FIRST else "")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The model's `config.json` as it is, and with the fields that it leaves to transformers."""
+    from transformers import AutoConfig  # noqa: PLC0415 - slow to import, and not needed to walk
+
+    fields = read_json(folder / "config.json")
+    try:
+        whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
+    except Exception:  # a config of the folder's own code: what it says is all there is
+        whole = {}
+    return {"said": fields, "meant": whole}
+
+
+def decisions_of(
+    model: onnx.ModelProto, config: Mapping[str, Any], inputs: Mapping[str, str], *, tables: bool = True
+) -> Found:
+    """What a graph decides on, and by which numbers; `tables` looks into constants that are looked up, too."""
+    if model.functions:
+        model = inline_local_functions(model)
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    ports = [*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output]
+    axes = {port.name: _axes(port) for port in ports if port.type.tensor_type.HasField("shape")}
+    axes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    types = {port.name: port.type.tensor_type.elem_type for port in ports}
+    walk = Walk(Numbers.of(config, _lengths(model)), State(axes, types, inputs, tables))
+    walk.run(model.graph)
+    return walk.judge.found
+
+
+def _axes(port: onnx.ValueInfoProto) -> Axes:
+    dims = port.type.tensor_type.shape.dim
+    return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
+
+
+def _lengths(model: onnx.ModelProto) -> list[int]:
+    """Lengths that the graph is made for: axes of its inputs that are numbers, but not of a state or a head."""
+    found = []
+    for port in model.graph.input:
+        axes = _axes(port)
+        found += [axis for axis in (axes[:2] if len(axes) < 4 else axes[2:3]) if isinstance(axis, int)]
+    return found

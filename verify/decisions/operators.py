@@ -1,0 +1,59 @@
+"""What operators do to the values that follow from a call, as far as decisions go."""
+
+from __future__ import annotations
+
+import onnx
+
+from llmconv.verify.decisions.forms import LENGTH, MASK, POSITION, TOKEN
+
+INPUTS = {"input_ids": TOKEN, "attention_mask": MASK, "position_ids": POSITION, "write_indices": LENGTH}
+"""Inputs of a graph, and what of a call they are."""
+
+SAME = {"Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "Tile", "Flatten", "Split", "Dropout"}
+"""Other layouts of their first input."""
+
+SUMS = {"Add", "Sub", "Neg", "Mul", "Div", "Sum"}
+COMPARISONS = {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
+LOGIC = {"And", "Or", "Xor", "Not"}
+CURVES = {"Cos", "Sin", "Log", "Sqrt"}
+"""Alike everywhere: where they are wrong at one position, they are at all."""
+
+PICKS = {"Gather", "Slice", "GatherElements", "GatherND"}
+"""They give elements of their first input."""
+
+BOUNDS = {"Slice": (1, 2), "Pad": (1,), "Range": (0, 1, 2), "TensorScatter": (2,), "Trilu": (1,), "Loop": (0,)}
+"""Inputs that say from where to where."""
+
+INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1, "RotaryEmbedding": 3}
+"""The input that says where to look."""
+
+LIMITS = {"Clip": (1, 2), "Min": None, "Max": None}
+"""Inputs that are limits of the others; None for all."""
+
+ROUNDINGS = {"Floor", "Ceil", "Round"}
+REDUCTIONS = {"ReduceSum", "ReduceMax", "ReduceMin", "ArgMax", "CumSum"}
+STEPS = {"Mod", "Div", "Relu", "Abs", "Sign", "Sigmoid", "Tanh", "Pad", "Add", "Sub", "ScatterND", "ScatterElements"}
+PLAIN = {*COMPARISONS, *LOGIC, *CURVES, *LIMITS, *ROUNDINGS, *REDUCTIONS, *STEPS, "Mul", "Exp"}
+"""Operators of which their inputs' numbers say all."""
+
+THRESHOLDS = {"ThresholdedRelu", "Shrink", "IsInf", "IsNaN", "Sign", "Hardmax", *ROUNDINGS}
+"""Operators that decide on what the model computes by numbers of their own."""
+
+EXACT_BITS: dict[int, int] = {
+    onnx.TensorProto.FLOAT16: 11,
+    onnx.TensorProto.BFLOAT16: 8,
+    onnx.TensorProto.INT8: 7,
+    onnx.TensorProto.UINT8: 8,
+    onnx.TensorProto.INT16: 15,
+    onnx.TensorProto.UINT16: 16,
+}
+"""Integers beyond so many bits change in these types."""
+
+HALVES = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32, *EXACT_BITS} - HALVES
+"""Types in which what is behind the point is lost."""
+
+
+def attribute(node: onnx.NodeProto, name: str, default: int) -> int:
+    """A whole number among a node's attributes."""
+    return next((int(one.i) for one in node.attribute if one.name == name), default)

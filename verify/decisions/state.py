@@ -1,0 +1,83 @@
+"""The state of a walk: what is known of the values so far, of their axes and types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import onnx
+
+from llmconv.verify.decisions.forms import BATCH, LENGTH, Form, atom
+from llmconv.verify.decisions.values import Call, Data, Known, Value, as_parts
+
+Axes = list[int | str | None]
+"""Sizes, names, or None for what is unknown."""
+
+
+@dataclass
+class State:
+    """What is known.
+
+    Attributes:
+        axes, types: of values, as shape inference has them.
+        ports: what of a call the graph's inputs are.
+        tables: whether constants are looked into.
+        values: by name.
+        weights: names of weights, and of what nodes make of weights and constants alone.
+        changed: those of them that nodes make.
+        named: the forms of axes by the names that they have in `axes`.
+    """
+
+    axes: dict[str, Axes]
+    types: Mapping[str, int]
+    ports: Mapping[str, str]
+    tables: bool = True
+    values: dict[str, Value] = field(default_factory=dict)
+    weights: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
+    named: dict[str, Form] = field(default_factory=dict)
+
+    def inputs(self, node: onnx.NodeProto) -> list[Value | None]:
+        """What a node reads; None for what is left out."""
+        return [self.values.get(name, Data()) if name else None for name in node.input]
+
+    def parts(self, name: str, value: Value) -> tuple[Form, ...] | None:
+        """The forms of a list's elements; a scalar is a list of one."""
+        if isinstance(value, Call) and value.parts is None and self.axes.get(name) in ([], [1]):
+            return (value.form,)
+        return as_parts(value)
+
+    def name_axes(self, name: str, forms: tuple[Form, ...]) -> None:
+        """Notes the axes of a value."""
+        self.named |= {form.key(): form for form in forms if form.terms}
+        self.axes[name] = [form.key() if form.terms else int(form.number) for form in forms]
+
+    def lengths(self, name: str) -> list[Form] | None:
+        """The forms of a value's axes; None where not even their number is known."""
+        axes = self.axes.get(name)
+        if axes is None:
+            return None
+        return [
+            Form(number=float(axis)) if isinstance(axis, int) else self._length(axis or f"{name}[{at}]")
+            for at, axis in enumerate(axes)
+        ]
+
+    def _length(self, name: str) -> Form:
+        return self.named.get(name) or atom(name, BATCH if name == "batch_size" else LENGTH)
+
+    def is_of_weights(self, node: onnx.NodeProto) -> bool:
+        """Whether a node reads weights and constants alone."""
+        read = [name for name in node.input if name]
+        return bool(read) and all(name in self.weights or isinstance(self.values.get(name), Known) for name in read)
+
+    def complete_axes(self, node: onnx.NodeProto) -> None:
+        """Axes that shape inference does not follow, through what a key is put together by."""
+        known = self.axes.get(node.input[0]) if node.input else None
+        if known is None or self.axes.get(node.output[0]) is not None:
+            return
+        if node.op_type == "Transpose":
+            named = (list(one.ints) for one in node.attribute if one.name == "perm")
+            order = next(named, list(range(len(known)))[::-1])
+            self.axes[node.output[0]] = [known[at] for at in order]
+        elif node.op_type in ("ScatterND", "ScatterElements"):
+            self.axes[node.output[0]] = known

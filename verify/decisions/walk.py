@@ -1,0 +1,105 @@
+"""The walk: what follows from the call alone, node by node, and which nodes decide by it.
+
+A graph's masks, positions and shapes follow from lengths, token ids and the mask alone, in a few dozen nodes without
+weights. Sums of them and other layouts decide nothing. What compares, rounds, clips, looks up or cuts does, and has to
+do so by numbers of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from llmconv.verify.decisions.forms import atom, made_of
+from llmconv.verify.decisions.judge import Judge
+from llmconv.verify.decisions.looks import Looks
+from llmconv.verify.decisions.numbers import Numbers
+from llmconv.verify.decisions.results import Results
+from llmconv.verify.decisions.state import State
+from llmconv.verify.decisions.values import Call, Data, Known, Value, forms_of
+
+SMALL = 1 << 12
+"""Elements of a constant that decides something, where weights may lie beside it."""
+
+
+class Walk:
+    """Walks over a graph's nodes in order.
+
+    Args:
+        numbers: of the model.
+        state: what is known before.
+    """
+
+    def __init__(self, numbers: Numbers, state: State) -> None:
+        self.state, self.judge = state, Judge(numbers)
+        self._looks, self._results = Looks(self.state, self.judge), Results(self.state, self.judge)
+
+    def run(self, graph: onnx.GraphProto, given: Mapping[str, Value] | None = None) -> None:
+        """All nodes of a graph; `given` are values of its inputs."""
+        values = self.state.values
+        for port in graph.input:
+            source = self.state.ports.get(port.name)
+            values[port.name] = Call(atom(port.name, source)) if source else Data()
+        values |= given or {}
+        for tensor in graph.initializer:
+            values[tensor.name] = self._held(tensor)
+            self.state.weights |= {tensor.name} if tensor.external_data else set()
+        for node in graph.node:
+            self._see(node)
+
+    def _held(self, tensor: onnx.TensorProto) -> Value:
+        """A constant, or a weight; where both lie in the graph, by the size."""
+        if tensor.external_data or (not self.state.tables and np.prod(tensor.dims, dtype=np.int64) > SMALL):
+            return Data()
+        return Known(numpy_helper.to_array(tensor))
+
+    def _see(self, node: onnx.NodeProto) -> None:
+        value = self._value(node, self.state.inputs(node))
+        self.state.values |= dict.fromkeys(node.output, value)
+        self.state.complete_axes(node)
+        if isinstance(value, Data) and self.state.is_of_weights(node):
+            self.state.weights |= set(node.output)
+            self.state.changed |= set(node.output)
+
+    def _value(self, node: onnx.NodeProto, inputs: list[Value | None]) -> Value:
+        if node.op_type in ("Shape", "Size"):
+            return self._results.lengths(node)
+        if node.op_type == "Constant":
+            return _constant(node)
+        given = [value for value in inputs if value is not None]
+        self._looks.at_bounds(node, inputs)
+        self._looks.at_index(node, inputs)
+        self._looks.at_window(node)
+        if any(one.HasField("g") for one in node.attribute):
+            return self._inner(node, given)
+        if node.op_type == "Range":
+            return self._results.counted(inputs)
+        if any(isinstance(value, Data) for value in given):
+            self._looks.at_data(node, inputs)
+            return Data()
+        if all(isinstance(value, Known) for value in given):
+            return self._results.folded(node, given)
+        return self._results.of_call(node, given)
+
+    def _inner(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+        """If, Loop, Scan: their graphs see the values around them."""
+        is_data, forms = any(isinstance(value, Data) for value in given), forms_of(given)
+        outer: Value = Data() if is_data else Call(made_of(node.op_type, forms))
+        if node.op_type == "If" and not is_data:
+            self.judge.decisions(node, forms)
+        results = []
+        for one in node.attribute:
+            if one.HasField("g"):
+                self.run(one.g, {port.name: outer for port in one.g.input})
+                results += [self.state.values.get(port.name, Data()) for port in one.g.output]
+        return Data() if any(isinstance(value, Data) for value in results) else outer
+
+
+def _constant(node: onnx.NodeProto) -> Value:
+    value = node.attribute[0]
+    if value.name == "value":
+        return Data() if value.t.external_data else Known(numpy_helper.to_array(value.t))
+    return Known(np.asarray(onnx.helper.get_attribute_value(value)))
