@@ -15,15 +15,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.pickles.data import HOOKS, RANK_LIMIT, Global, interpret
-from llmconv.pickles.machine import Machine, Stub
+from llmconv.pickles.data import RANK_LIMIT, Global, read_pickle
+from llmconv.pickles.machine import Stub
 from llmconv.tensors import BY_NAME, DType
 
 FILE = ".metadata"
 SIZE_LIMIT = 512 << 20
-PATIENCE = 10
-"""About 70 opcodes a chunk: a model of 70 billion with its optimizer has a million chunks on 512 ranks."""
-
 DEPTH_LIMIT = 64
 """Keys from the root of the nested dict to a leaf; JSON of a tokenizer is the deepest that trainers store."""
 
@@ -93,9 +90,7 @@ def read_metadata(folder: Path) -> Metadata:
 @lru_cache(maxsize=4)
 def _read(folder: Path, _size: int, _changed: int) -> Metadata:
     """Kept, because a folder is first asked what it is and then opened."""
-    machine = Machine((folder / FILE).read_bytes(), HOOKS)
-    machine.patience = PATIENCE
-    whole = interpret(machine, FILE)
+    whole = read_pickle((folder / FILE).read_bytes(), FILE)
     if isinstance(whole, Stub) and str(whole.function).startswith("megatron."):
         raise UnsupportedInput(
             f"`{folder.name}` was written by Megatron's own checkpoint library, not by torch's",

@@ -1,0 +1,133 @@
+"""How long onnxruntime may take: it is told to stop when a graph of this size cannot need so long.
+
+A graph file of a kilobyte can ask for a loop of 2^60 rounds, or for constants of a terabyte. What is allowed grows with
+the weights and the tokens, so that no model is stopped that a slow machine could run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+
+import onnxruntime as ort
+
+SECONDS = 60.0
+"""For whatever a small graph does."""
+
+BYTES_LOADED, BYTES_COMPUTED = 20e6, 10e6
+"""Bytes of weights that are read, and multiplied with one token each, in a second: a hundredth of what one core does."""
+
+PAIRS = 1e5
+"""Pairs of a token and one that it may look at, likewise."""
+
+POLL = 0.5
+IDLE_POLLS = 20
+
+
+class _Watch:
+    """One thread that stops what runs too long; it ends when nothing has run for a while."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._running: dict[int, tuple[float, Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def stopping(self, stop: Callable[[], None], seconds: float) -> Iterator[None]:
+        """Calls `stop`, again and again, once the block has taken so many seconds."""
+        number = next(self._numbers)
+        with self._lock:
+            self._running[number] = time.monotonic() + seconds, stop
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="llmconv-time-limit", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._running[number]
+
+    def _look(self) -> None:
+        idle = 0
+        while True:
+            time.sleep(POLL)
+            with self._lock:
+                idle = 0 if self._running else idle + 1
+                if idle > IDLE_POLLS:
+                    self._thread = None
+                    return
+                now = time.monotonic()
+                late = [stop for end, stop in self._running.values() if end < now]
+            for stop in late:
+                stop()
+
+
+_WATCH = _Watch()
+
+
+class TimeLimit:
+    """The time that the sessions of one graph may take; what was stopped once is not begun again.
+
+    Args:
+        weight_bytes: of the graph's weights.
+        seconds: at the least; None for `SECONDS`.
+    """
+
+    def __init__(self, weight_bytes: int, seconds: float | None = None) -> None:
+        self._weight_bytes = weight_bytes
+        self._least = SECONDS if seconds is None else seconds
+        self._stopped = ""
+
+    @contextmanager
+    def loading(self, options: ort.SessionOptions) -> Iterator[None]:
+        """A block that opens a session with `options`.
+
+        Raises:
+            TimeoutError: it was stopped.
+        """
+        seconds = self._least + self._weight_bytes / BYTES_LOADED
+        with self._limited(seconds, "opening it", lambda: options.set_load_cancellation_flag(True)):
+            yield
+
+    @contextmanager
+    def running(self, new: int, total: int) -> Iterator[ort.RunOptions]:
+        """A block that runs `new` tokens of sequences of `total`, past included, with the options that it is given.
+
+        Raises:
+            TimeoutError: it was stopped, or was before.
+        """
+        options = ort.RunOptions()
+        seconds = self._least + self._weight_bytes * new / BYTES_COMPUTED + new * total / PAIRS
+        with self._limited(seconds, f"{new} tokens", lambda: setattr(options, "terminate", True)):
+            yield options
+
+    @contextmanager
+    def _limited(self, seconds: float, what: str, stop: Callable[[], None]) -> Iterator[None]:
+        if self._stopped:
+            raise TimeoutError(self._stopped)
+        stopped = threading.Event()
+
+        def late() -> None:
+            stopped.set()
+            stop()
+
+        try:
+            with _WATCH.stopping(late, seconds):
+                yield
+        except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            if not stopped.is_set():
+                raise
+            self._stopped = f"it was stopped: {what} took more than {seconds:.0f} s, which no model of its size needs"
+            raise TimeoutError(self._stopped) from error
+
+
+def tokens_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """New tokens of all rows, and the length of a row with its past, by the shapes of what a graph is fed."""
+    tokens = next((shape for name, shape in shapes.items() if name in ("input_ids", "inputs_embeds")), (1, 1))
+    new = max(1, tokens[0] * (tokens[1] if len(tokens) > 1 else 1))
+    longest = max((max(shape, default=1) for shape in shapes.values()), default=1)
+    return new, longest
