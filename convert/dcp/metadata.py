@@ -132,7 +132,7 @@ def _path(folder: Path, name: Any, path: Any) -> Names:
     return path
 
 
-def _places(folder: Path, stored: Any) -> dict[tuple[str, Sizes | None], Place]:
+def _places(folder: Path, stored: Any) -> dict[tuple[str, str], Place]:
     """Where each chunk lies, by name and first element; no two share a byte.
 
     Raises:
@@ -140,13 +140,15 @@ def _places(folder: Path, stored: Any) -> dict[tuple[str, Sizes | None], Place]:
     """
     if not isinstance(stored, dict):
         refuse(folder, f"has a `{FILE}` without `storage_data`")
-    places: dict[tuple[str, Sizes | None], Place] = {}
+    places: dict[tuple[str, str], Place] = {}
     for index, entry in stored.items():
         key = _fields(folder, index, "MetadataIndex")
         name, offset = key.get("fqn"), key.get("offset")
-        if not isinstance(name, str) or not (offset is None or _naturals(offset)):
+        if not isinstance(name, str) or not (offset is None or _is_shape(offset)):
             refuse(folder, f"has a `{FILE}` with an index that is none")
-        places[name, offset] = _place(folder, name, _fields(folder, entry, "_StorageInfo"))
+        if (name, key_of(offset)) in places:
+            refuse(folder, f"has two places for {shown(name)}")
+        places[name, key_of(offset)] = _place(folder, name, _fields(folder, entry, "_StorageInfo"))
     _check_apart(folder, places.values())
     return places
 
@@ -190,7 +192,7 @@ def _is_safetensors(path: Path, start: int) -> bool:
 
 
 def _item(
-    folder: Path, name: str, entry: Any, places: Mapping[tuple[str, Sizes | None], Place]
+    folder: Path, name: str, entry: Any, places: Mapping[tuple[str, str], Place]
 ) -> TensorItem | BytesItem:
     if is_kind(entry, "BytesStorageMetadata"):
         return BytesItem(_stored(folder, places, name, None))
@@ -199,6 +201,8 @@ def _item(
     chunks: Any = fields.get("chunks")
     if not _is_shape(shape) or not isinstance(chunks, list):
         refuse(folder, f"gives {shown(name)} an impossible shape")
+    if len({*map(id, chunks)}) < len(chunks):
+        refuse(folder, f"gives {shown(name)} one chunk twice")
     boxes = [_fields(folder, chunk, "ChunkStorageMetadata") for chunk in chunks]
     pairs: list[Any] = [(box.get("offsets"), box.get("sizes")) for box in boxes]
     if not all(_is_shape(part) and len(part) == len(shape) for pair in pairs for part in pair):
@@ -208,10 +212,15 @@ def _item(
     return TensorItem(BY_NAME.get(kind), kind, shape, placed)
 
 
-def _stored(folder: Path, places: Mapping[tuple[str, Sizes | None], Place], name: str, offset: Sizes | None) -> Place:
-    if (name, offset) not in places:
+def _stored(folder: Path, places: Mapping[tuple[str, str], Place], name: str, offset: Sizes | None) -> Place:
+    if (name, key_of(offset)) not in places:
         refuse(folder, f"says nowhere where the data of {shown(name)} lie")
-    return places[name, offset]
+    return places[name, key_of(offset)]
+
+
+def key_of(offset: Sizes | None) -> str:
+    """An offset as text, whose hash no file can choose."""
+    return "" if offset is None else repr(offset)
 
 
 def _dtype(folder: Path, name: str, properties: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from llmconv.errors import MalformedInput
 BPE = 2
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\u2581"
+
+SPLIT_LIMIT = 200_000_000
+"""The sum of the squares of the lengths of all tokens: 1 million for 32,000 tokens, 10 million for Llama 3's."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +122,22 @@ def _piece(data: bytes) -> tuple[str, float, int]:
     return fields[1].decode("utf-8"), score, fields.get(3, 1)
 
 
+def require_short(tokens: Iterable[str | bytes]) -> None:
+    """Tokens, each of which can be split wherever it may be: that takes the square of its length.
+
+    Raises:
+        MalformedInput: it would take too long.
+    """
+    if sum(len(token) ** 2 for token in tokens) > SPLIT_LIMIT:
+        raise MalformedInput("the tokens in `tokenizer.model` are far too long", hint="copy it again")
+
+
 def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
     """The merges of a BPE model, best first: each way to split a piece in two, in the order of the pieces' scores.
 
     sentencepiece joins the pair whose result has the best score, so every split of a piece shares its rank.
     """
+    require_short(text for text, _, _ in model.pieces)
     ids = {text: index for index, (text, _, _) in enumerate(model.pieces)}
     ranked: list[tuple[float, int, int, str, str]] = []
     for text, score, kind in model.pieces:

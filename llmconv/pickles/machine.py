@@ -19,7 +19,7 @@ STRING_LIMIT = 64 << 20
 INT_BYTES_LIMIT = 64
 NAME_LIMIT = 1_024
 
-MEMORY, MEMORY_PER_BYTE = 64 << 20, 24
+MEMORY, MEMORY_PER_BYTE = 48 << 20, 24
 """Bytes of containers, and so many more per byte of the pickle: states of optimizers need 5, vocabularies 10."""
 
 MEMOS, BYTES_PER_MEMO = 200_000, 3
@@ -262,32 +262,34 @@ def _tuple(size: int) -> Operation:
     return operation
 
 
-def _from_mark(make: Callable[[list[Any]], Any], cost: int = 0, each: int = 0) -> Operation:
+def _from_mark(make: Callable[[list[Any]], Any], cost: int = 0) -> Operation:
     def operation(machine: Machine) -> None:
         items = machine.pop_mark()
-        machine.spend(cost + each * len(items))
+        machine.spend(cost)
         machine.stack.append(make(items))
 
     return operation
 
 
-def make_dict(items: list[Any]) -> dict[Any, Any]:
-    """A dict from keys and values in turn."""
+def make_dict(items: list[Any], spend: Callable[[int], object] = id) -> dict[Any, Any]:
+    """A dict from keys and values in turn; `spend` counts what they cost, if the caller has not."""
     made: dict[Any, Any] = {}
-    _fill_dict(made, items)
+    _fill_dict(made, items, spend)
     return made
 
 
-def _fill_dict(target: Any, items: list[Any]) -> None:
+def _fill_dict(target: Any, items: list[Any], spend: Callable[[int], object]) -> None:
+    spend(ENTRY // 2 * len(items))
     if isinstance(target, dict):
         for index in range(0, len(items), 2):
-            target[_key(items[index], len(target))] = items[index + 1]
+            target[_key(items[index], len(target), spend)] = items[index + 1]
     elif not isinstance(target, Stub):
         raise Refused("sets items on what is no dict")
 
 
-def _key(value: Any, others: int) -> Any:
-    """`value`, a key beside `others`, where its hash costs little and no file can choose it; else a Stub, which is no other's equal.
+def _key(value: Any, others: int, spend: Callable[[int], object]) -> Any:
+    """`value`, a key beside `others`, where its hash costs little and no file can choose it; else a Stub, which is
+    no other's equal.
 
     The hash of a tuple takes as long as the tuple and is never kept, that of a deep one overflows the C stack, and
     numbers and tuples of numbers with one hash are easily found: each such key is compared with all before it.
@@ -295,21 +297,23 @@ def _key(value: Any, others: int) -> Any:
     if isinstance(value, str):
         return value
     if isinstance(value, int):
-        return value if others < LARGER_KEYS or -LARGEST_KEY <= value <= LARGEST_KEY else Stub("key", (value,))
-    plain = value is None or isinstance(value, bytes | float) or type(value).__hash__ is object.__hash__
-    return value if plain else Stub("key", (value,))
+        plain = others < LARGER_KEYS or -LARGEST_KEY <= value <= LARGEST_KEY
+    else:
+        plain = value is None or isinstance(value, bytes | float) or type(value).__hash__ is object.__hash__
+    if plain:
+        return value
+    spend(CALL)
+    return Stub("key", (value,))
 
 
 def _setitem(machine: Machine) -> None:
-    machine.spend(ENTRY)
     value, key = machine.stack.pop(), machine.stack.pop()
-    _fill_dict(machine.stack[-1], [key, value])
+    _fill_dict(machine.stack[-1], [key, value], machine.spend)
 
 
 def _setitems(machine: Machine) -> None:
     items = machine.pop_mark()
-    machine.spend(ENTRY // 2 * len(items))
-    _fill_dict(machine.stack[-1], items)
+    _fill_dict(machine.stack[-1], items, machine.spend)
 
 
 def _append(machine: Machine) -> None:
@@ -331,12 +335,28 @@ def _extend(target: Any, items: list[Any]) -> None:
 
 def _additems(machine: Machine) -> None:
     items = machine.pop_mark()
-    machine.spend(ITEM * len(items))
     target = machine.stack[-1]
     if isinstance(target, set):
-        target.update(_key(item, len(target) + number) for number, item in enumerate(items))
+        target.update(_keys(machine, items, len(target)))
     elif not isinstance(target, Stub):
         raise Refused("adds to what is no set")
+
+
+def _frozenset(machine: Machine) -> None:
+    machine.spend(SET)
+    items = machine.pop_mark()
+    machine.stack.append(frozenset(_keys(machine, items, 0)))
+
+
+def _keys(machine: Machine, items: list[Any], others: int) -> list[Any]:
+    machine.spend(ITEM * len(items))
+    return [_key(item, others + number, machine.spend) for number, item in enumerate(items)]
+
+
+def _dict(machine: Machine) -> None:
+    machine.spend(DICT)
+    items = machine.pop_mark()
+    machine.stack.append(make_dict(items, machine.spend))
 
 
 def _global(machine: Machine) -> None:
@@ -445,8 +465,8 @@ NAMED_OPERATIONS: dict[bytes, Operation] = {
     b"\x87": _tuple(3),
     b"t": _from_mark(tuple),
     b"l": _from_mark(list, LIST),
-    b"d": _from_mark(make_dict, DICT, ENTRY // 2),
-    b"\x91": _from_mark(lambda items: frozenset(_key(item, at) for at, item in enumerate(items)), SET, ITEM),
+    b"d": _dict,
+    b"\x91": _frozenset,
     b"o": _from_mark(lambda items: Stub(items[0], tuple(items[1:])), CALL),
     b"s": _setitem,
     b"u": _setitems,

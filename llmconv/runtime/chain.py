@@ -10,9 +10,10 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import MalformedInput, first_line
-from llmconv.runtime.guard import load_guarded, nodes
+from llmconv.runtime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.packed import open_packed
 from llmconv.runtime.session_settings import CPU
+from llmconv.runtime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 
 
 class SessionChain:
@@ -26,6 +27,7 @@ class SessionChain:
         options: of every session.
         providers: what runs their operators, best first.
         packed: they pack their weights.
+        seconds: that opening it, and every run, may take at the least; None for the usual.
 
     Raises:
         MalformedInput: the guard or onnxruntime refuses a file.
@@ -37,11 +39,12 @@ class SessionChain:
         options: ort.SessionOptions,
         providers: Sequence[Any] = (CPU,),
         packed: bool = False,
+        seconds: float | None = None,
     ) -> None:
         models = [load_guarded(path) for path in paths]
         self.op_types = {node.op_type for model in models for node in nodes(model)}
         self._sessions = [
-            _open(path, model if packed else None, options, providers)
+            _open(path, model, options, providers, packed, seconds)
             for path, model in zip(paths, models, strict=True)
         ]
         self._ports = [  # onnxruntime makes these lists anew for whoever asks
@@ -50,7 +53,7 @@ class SessionChain:
         ]
 
     @property
-    def whole(self) -> ort.InferenceSession:
+    def whole(self) -> LimitedSession:
         """The last session, which is the only one of a graph that is whole."""
         return self._sessions[-1]
 
@@ -84,12 +87,20 @@ class SessionChain:
 
 
 def _open(
-    path: Path, packed: onnx.ModelProto | None, options: ort.SessionOptions, providers: Sequence[Any]
-) -> ort.InferenceSession:
+    path: Path,
+    model: onnx.ModelProto,
+    options: ort.SessionOptions,
+    providers: Sequence[Any],
+    packed: bool,
+    seconds: float | None,
+) -> LimitedSession:
+    limit = TimeLimit(weight_bytes(model), seconds)
     try:
         if packed:
-            return open_packed(path, packed, options, providers)
-        return ort.InferenceSession(path, options, list(providers))
+            return open_packed(path, model, options, providers, limit)
+        return LimitedSession(path, options, providers, limit)
+    except TimeoutError as error:
+        raise MalformedInput(f"`{path.name}` cannot be opened: {error}", hint=TOO_LONG) from error
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
         raise MalformedInput(
             f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"

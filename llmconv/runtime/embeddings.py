@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from llmconv.runtime.guard import load_guarded
+from llmconv.runtime.bound import as_input
+from llmconv.runtime.guard import load_guarded, weight_bytes
 from llmconv.runtime.session_settings import CPU
+from llmconv.runtime.time_limit import LimitedSession, TimeLimit
 from llmconv.tensors import Array
 
 EMBEDDINGS = "embeddings.onnx"
@@ -30,11 +32,11 @@ class EmbeddingGraph:
     """
 
     def __init__(self, path: Path, options: ort.SessionOptions, providers: Sequence[Any] = (CPU,)) -> None:
-        load_guarded(path)
-        self._session = ort.InferenceSession(path, options, list(providers))
+        limit = TimeLimit(weight_bytes(load_guarded(path)))
+        self._session = LimitedSession(path, options, providers, limit)
 
     def run(self, input_ids: Array) -> Array:
         """Float [batch, tokens, hidden] of int64 [batch, tokens]."""
         ids = np.ascontiguousarray(input_ids, dtype=np.int64)
-        embedded: Array = self._session.run([INPUTS_EMBEDS], {"input_ids": ids})[0]
-        return embedded
+        (embedded,) = self._session.run_with_ort_values([INPUTS_EMBEDS], {"input_ids": as_input(ids)})
+        return np.asarray(embedded.numpy())

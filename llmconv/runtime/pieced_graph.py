@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
 from llmconv.runtime.bound import as_input
@@ -23,6 +22,7 @@ from llmconv.runtime.ort import LENGTH_AXIS, TENSOR_DTYPES, OrtCache, OrtGraph, 
 from llmconv.runtime.pieces import TYPES, Piece, cut
 from llmconv.runtime.planned import PlannedCall
 from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.time_limit import LimitedSession, TimeLimit
 from llmconv.tensors import Array
 
 PIECE = 1 << 30
@@ -147,14 +147,15 @@ class PiecedGraph(OrtGraph):
             feeds = {name: self._fed(name, piece, call, mine, values) for name in piece.inputs}
             mine |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True)
 
-    def _open(self, piece: Piece, ports: Ports) -> ort.InferenceSession:
+    def _open(self, piece: Piece, ports: Ports) -> LimitedSession:
         settings = self._settings
         if piece.weight_bytes > self._limit:  # no second copy of a large matrix
             settings = replace(settings, optimization="disable")
         options = settings.options()
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self._folder))
         content = piece.build(ports).SerializeToString()
-        return ort.InferenceSession(content, options, ["CPUExecutionProvider"])
+        limit = TimeLimit(piece.weight_bytes, settings.timeout)
+        return LimitedSession(content, options, ["CPUExecutionProvider"], limit)
 
     def _given(self, call: PlannedCall) -> Values:
         """Tokens, mask and positions of a call, and its past as far as it is there."""

@@ -42,6 +42,8 @@ class SessionSettings:
         entries: onnxruntime's session configuration, such as `session.intra_op.allow_spinning`, all text.
         attributes: fields of `onnxruntime.SessionOptions`; they go before the ones above.
         free_dimensions: symbols of the graph's axes, and the sizes they are fixed to.
+        timeout: seconds that opening a graph, and every run of it, may take at the least (larger models and longer
+            prompts may take more, see `time_limit`); None for 60.
     """
 
     threads: int = 0
@@ -57,6 +59,7 @@ class SessionSettings:
     entries: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     free_dimensions: Mapping[str, int] = field(default_factory=dict)
+    timeout: float | None = None
 
     def options(self) -> ort.SessionOptions:
         """As onnxruntime's own object.

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
+from math import prod
+from pathlib import Path
+from typing import Any
 
 import onnxruntime as ort
+
+TOO_LONG = "the graph may be hostile: export it again from a model that you trust, or give it more time (`--timeout`)"
 
 SECONDS = 60.0
 """For whatever a small graph does."""
@@ -72,13 +77,16 @@ _WATCH = _Watch()
 class TimeLimit:
     """The time that the sessions of one graph may take; what was stopped once is not begun again.
 
-    Args:
+    Attributes:
         weight_bytes: of the graph's weights.
+
+    Args:
+        weight_bytes: see above.
         seconds: at the least; None for `SECONDS`.
     """
 
     def __init__(self, weight_bytes: int, seconds: float | None = None) -> None:
-        self._weight_bytes = weight_bytes
+        self.weight_bytes = weight_bytes
         self._least = SECONDS if seconds is None else seconds
         self._stopped = ""
 
@@ -89,7 +97,7 @@ class TimeLimit:
         Raises:
             TimeoutError: it was stopped.
         """
-        seconds = self._least + self._weight_bytes / BYTES_LOADED
+        seconds = self._least + self.weight_bytes / BYTES_LOADED
         with self._limited(seconds, "opening it", lambda: options.set_load_cancellation_flag(True)):
             yield
 
@@ -101,7 +109,7 @@ class TimeLimit:
             TimeoutError: it was stopped, or was before.
         """
         options = ort.RunOptions()
-        seconds = self._least + self._weight_bytes * new / BYTES_COMPUTED + new * total / PAIRS
+        seconds = self._least + self.weight_bytes * new / BYTES_COMPUTED + new * total / PAIRS
         with self._limited(seconds, f"{new} tokens", lambda: setattr(options, "terminate", True)):
             yield options
 
@@ -125,9 +133,56 @@ class TimeLimit:
             raise TimeoutError(self._stopped) from error
 
 
-def tokens_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
-    """New tokens of all rows, and the length of a row with its past, by the shapes of what a graph is fed."""
-    tokens = next((shape for name, shape in shapes.items() if name in ("input_ids", "inputs_embeds")), (1, 1))
-    new = max(1, tokens[0] * (tokens[1] if len(tokens) > 1 else 1))
-    longest = max((max(shape, default=1) for shape in shapes.values()), default=1)
-    return new, longest
+FOLDED = "optimization.constant_folding_max_output_size_in_bytes"
+FOLDED_BYTES, FOLDED_PER_BYTE = 256 << 20, 8
+"""Of a constant that onnxruntime computes when it opens a graph: a table, or weights in another type."""
+
+FEEDS = 3
+"""Of what a graph is fed, tokens, mask and positions come first."""
+
+
+class LimitedSession:
+    """An `InferenceSession` whose opening and runs end; what it declares and gives is onnxruntime's own.
+
+    Args:
+        graph: the file, or its content.
+        options: of the session.
+        providers: what runs its operators, best first.
+        limit: how long it may take.
+
+    Raises:
+        TimeoutError: it was stopped; `run_with_ort_values` and `run_with_iobinding` raise it too.
+    """
+
+    def __init__(
+        self, graph: Path | bytes, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
+    ) -> None:
+        self._limit = limit
+        options.add_session_config_entry(FOLDED, str(FOLDED_BYTES + FOLDED_PER_BYTE * limit.weight_bytes))
+        with limit.loading(options):
+            self._session = ort.InferenceSession(graph, options, list(providers))
+        self.get_inputs, self.get_outputs = self._session.get_inputs, self._session.get_outputs
+        self.io_binding = self._session.io_binding
+
+    def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
+        """As onnxruntime's."""
+        shapes = [value.shape() for value in islice(feeds.values(), FEEDS)]
+        with self._limit.running(*_tokens(shapes)) as options:
+            values: list[ort.OrtValue] = self._session.run_with_ort_values(names, feeds, options)
+        return values
+
+    def run_with_iobinding(self, binding: ort.IOBinding, shapes: Sequence[Sequence[int]]) -> None:
+        """As onnxruntime's.
+
+        Args:
+            binding: of inputs and outputs.
+            shapes: of tokens, mask and positions.
+        """
+        with self._limit.running(*_tokens(shapes)) as options:
+            self._session.run_with_iobinding(binding, options)
+
+
+def _tokens(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """New tokens of all rows, and the length of a row with its past, by the shapes of what a graph is fed first."""
+    new = max((prod(shape[:2]) for shape in shapes[:1]), default=1)
+    return max(1, new), max((size for shape in shapes for size in shape[:2]), default=1)
