@@ -191,9 +191,7 @@ def _is_safetensors(path: Path, start: int) -> bool:
         return file.read(9)[8:] == b"{"
 
 
-def _item(
-    folder: Path, name: str, entry: Any, places: Mapping[tuple[str, str], Place]
-) -> TensorItem | BytesItem:
+def _item(folder: Path, name: str, entry: Any, places: Mapping[tuple[str, str], Place]) -> TensorItem | BytesItem:
     if is_kind(entry, "BytesStorageMetadata"):
         return BytesItem(_stored(folder, places, name, None))
     fields = _fields(folder, entry, "TensorStorageMetadata")

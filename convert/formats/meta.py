@@ -16,7 +16,17 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.beside import left_beside
 from llmconv.convert.configs import without_code
 from llmconv.convert.formats import Format
-from llmconv.convert.mapping import concat, equal, first_missing, listing, permute_rows, rename, replicated, require, rope_order
+from llmconv.convert.mapping import (
+    concat,
+    equal,
+    first_missing,
+    listing,
+    permute_rows,
+    rename,
+    replicated,
+    require,
+    rope_order,
+)
 from llmconv.convert.meta.names import LLAMA, split_dim
 from llmconv.convert.meta.params import PARAMS, Sizes, is_scaled, kv_heads_of, read_params, to_config
 from llmconv.convert.meta.save import save

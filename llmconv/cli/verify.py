@@ -56,6 +56,12 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 @click.option("--bisect", is_flag=True, help="After a failure, name the first node that differs.")
 @click.option("--minimize", type=click.Path(path_type=Path), help="Write the smallest failing piece to a new folder.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="That a run of a small graph may take; more weights and tokens may take more.  [default: 60]",
+)
 @click.option("--low-memory", is_flag=True, help="Hold no more of the model than one layer: slower, for large models.")
 @options.trust_remote_code
 @options.as_json
@@ -67,6 +73,7 @@ def command(
     folder: Path | None,
     graphs: tuple[Path, ...],
     threads: int,
+    timeout: float | None,
     report_folder: Path | None,
     github: bool,
     as_json: bool,
@@ -86,7 +93,9 @@ def command(
 
     _require_fitting(folder, graphs, asked)
     started = time.perf_counter()
-    report = _verified(folder, graphs, asked, settings=SessionSettings(threads=threads), show=not as_json)
+    report = _verified(
+        folder, graphs, asked, settings=SessionSettings(threads=threads, timeout=timeout), show=not as_json
+    )
     if report_folder:
         write_report(report, report_folder)
     if as_json:

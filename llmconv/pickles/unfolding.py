@@ -16,7 +16,7 @@ TREE, TREE_PER_PART = 1_000_000, 2
 """Parts of the tree, and so many more per part that is really there."""
 
 DEPTH_LIMIT, OBJECT_DEPTH_LIMIT = 200, 5_000
-"""Containers in containers, and in objects: code that walks them calls itself at each, and so does what pickles them."""
+"""Containers in containers, and in objects: code that walks them calls itself at each, as picklers do."""
 
 CHARACTERS = 64
 """Of a text that count as one part."""

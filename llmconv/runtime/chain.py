@@ -44,8 +44,7 @@ class SessionChain:
         models = [load_guarded(path) for path in paths]
         self.op_types = {node.op_type for model in models for node in nodes(model)}
         self._sessions = [
-            _open(path, model, options, providers, packed, seconds)
-            for path, model in zip(paths, models, strict=True)
+            _open(path, model, options, providers, packed, seconds) for path, model in zip(paths, models, strict=True)
         ]
         self._ports = [  # onnxruntime makes these lists anew for whoever asks
             ([arg.name for arg in session.get_inputs()], [arg.name for arg in session.get_outputs()])

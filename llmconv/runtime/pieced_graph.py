@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
 from llmconv.runtime.bound import as_input

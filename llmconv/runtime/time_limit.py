@@ -23,7 +23,7 @@ SECONDS = 60.0
 """For whatever a small graph does."""
 
 BYTES_LOADED, BYTES_COMPUTED = 20e6, 10e6
-"""Bytes of weights that are read, and multiplied with one token each, in a second: a hundredth of what one core does."""
+"""Bytes of weights that are read, and multiplied with one token each, in a second: a hundredth of what a core does."""
 
 PAIRS = 1e5
 """Pairs of a token and one that it may look at, likewise."""
@@ -169,6 +169,12 @@ class LimitedSession:
         shapes = [value.shape() for value in islice(feeds.values(), FEEDS)]
         with self._limit.running(*_tokens(shapes)) as options:
             values: list[ort.OrtValue] = self._session.run_with_ort_values(names, feeds, options)
+        return values
+
+    def run(self, names: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
+        """As onnxruntime's."""
+        with self._limit.running(*_tokens([array.shape for array in islice(feeds.values(), FEEDS)])) as options:
+            values: list[Any] = self._session.run(names, feeds, options)
         return values
 
     def run_with_iobinding(self, binding: ort.IOBinding, shapes: Sequence[Sequence[int]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import resource
 import signal
 import sys
@@ -20,6 +21,10 @@ SECONDS = 3.0
 
 MEBIBYTES = 500
 ADDRESSES = 8 << 30
+
+
+for _name in ("cp437", "latin1", "idna", "utf-16", "utf-32", "utf-8-sig"):
+    codecs.lookup(_name)  # loaded when the first file asks for it
 
 
 class _TooLong(BaseException):

@@ -1,4 +1,4 @@
-"""Files of a few megabytes that ask for minutes or gigabytes; each is refused soon, or costs what others of its size do.
+"""Files of a few megabytes that ask for minutes or gigabytes; each is refused soon, or costs what honest ones do.
 
 Kinds: pickles (alone, in a distributed checkpoint, of before torch 1.6), names of files, tokenizers, configurations,
 headers.
@@ -16,7 +16,7 @@ from tests.hostile import honest, legacy
 from tests.hostile.case import Case
 from tests.hostile.dcp import folder_of
 from tests.hostile.honest import composer, message, mindspore_value, safetensors, with_pickle
-from tests.hostile.pickles import call, named, text
+from tests.hostile.pickles import named, text
 
 SIZE = 4 << 20
 """Bytes of a bomb, about."""
