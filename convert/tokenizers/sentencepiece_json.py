@@ -58,7 +58,7 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
         trainer = dict(_fields(next((value for number, value in fields if number == 2), b"")))
         normalizer = dict(_fields(next((value for number, value in fields if number == 3), b"")))
         pieces = tuple(_piece(value) for number, value in fields if number == 1)
-    except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError) as error:
+    except (IndexError, struct.error, AttributeError, KeyError, TypeError, ValueError) as error:
         raise MalformedInput("`tokenizer.model` is no sentencepiece model", hint="copy it again") from error
     if max(_signed(trainer.get(field, default)) for field, default in ((40, 0), (41, 1), (42, 2))) >= len(pieces):
         raise MalformedInput(

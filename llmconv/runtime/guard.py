@@ -138,9 +138,13 @@ def _size_of(path: Path, location: str) -> int:
     return data.stat().st_size
 
 
-def _is_plain(location: str) -> bool:
+def _is_plain(location: object) -> bool:
     return (
-        bool(location) and location.isprintable() and not set(location) & set("/\\*:") and location not in {".", ".."}
+        isinstance(location, str)
+        and bool(location)
+        and location.isprintable()
+        and not set(location) & set("/\\*:")
+        and location not in {".", ".."}
     )
 
 

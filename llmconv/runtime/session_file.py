@@ -126,7 +126,7 @@ def _member(path: Path, kind: Any, name: str) -> Any:
 def _int(path: Path, name: str, said: Any) -> int:
     try:
         return int(said)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         _malformed(path, f"gives `{name}` the value `{said}`, which is no whole number")
 
 

@@ -41,6 +41,7 @@ from llmconv.runtime.session_file import read_session_file
 from llmconv.safetensors_io import read_header
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.openai_schema import chat_request, completion_request, parse_json
+from llmconv.storage import reading_safely
 from tests.hostile import adapters, deltas, honest, legacy
 from tests.hostile.dcp import folder_of
 from tests.hostile.pickles import PYTHON, call, text
@@ -349,7 +350,8 @@ def run_target(target: Target, data: bytes, folder: Path) -> None:
     """
     path = folder / target.name
     path.write_bytes(data)
-    target.read(path)
+    with reading_safely(path):
+        target.read(path)
 
 
 __all__ = ["TARGETS", "Target", "run_target"]

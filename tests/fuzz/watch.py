@@ -23,7 +23,18 @@ MEBIBYTES = 500
 ADDRESSES = 8 << 30
 
 
-for _name in ("cp437", "latin1", "idna", "utf-16", "utf-32", "utf-8-sig"):
+for _name in (
+    "cp437",
+    "latin1",
+    "idna",
+    "utf-16-le",
+    "utf-16-be",
+    "utf-32-le",
+    "utf-32-be",
+    "utf-16",
+    "utf-32",
+    "utf-8-sig",
+):
     codecs.lookup(_name)  # loaded when the first file asks for it
 
 

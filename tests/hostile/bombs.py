@@ -490,7 +490,7 @@ CASES: dict[str, Case] = {
         lambda: SPECIAL + BPE + b"".join(piece("a" * n) for n in range(1, 2800))
     ),
     "sentencepiece: many pieces": tokenizer(
-        lambda: SPECIAL + BPE + b"".join(piece(f"{n:x}") for n in range(SIZE // 12))
+        lambda: SPECIAL + BPE + b"".join(piece(f"{n:x}") for n in range(SIZE // 16))
     ),
     "sentencepiece: empty pieces": tokenizer(lambda: SPECIAL + BPE + times(message(1, message(1, b"")))),
     "sentencepiece: many fields": tokenizer(lambda: SPECIAL + message(2, message(3, 2) + times(b"\x20\x01"))),
