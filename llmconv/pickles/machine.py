@@ -19,8 +19,8 @@ STRING_LIMIT = 64 << 20
 INT_BYTES_LIMIT = 64
 NAME_LIMIT = 1_024
 
-MEMORY, MEMORY_PER_BYTE = 48 << 20, 24
-"""Bytes of containers, and so many more per byte of the pickle: states of optimizers need 5, vocabularies 10."""
+MEMORY, MEMORY_PER_BYTE = 48 << 20, 32
+"""Bytes of containers, and so many more per byte of the pickle: states of optimizers and tables of chunks need 15."""
 
 MEMOS, BYTES_PER_MEMO = 200_000, 3
 """Objects to remember, and one more per so many bytes of the pickle: no writer remembers an object of one byte."""
@@ -28,7 +28,7 @@ MEMOS, BYTES_PER_MEMO = 200_000, 3
 SET, DICT, LIST, ENTRY, ITEM = 232, 80, 72, 100, 64
 """Bytes of an empty container of CPython, of an entry of a dict and of an item of a set."""
 
-CALL, ARGUMENT, CHARACTER = 160, 100, 8
+CALL, ARGUMENT, CHARACTER = 100, 100, 8
 """What a call costs, and an item or a character of its arguments: it may copy them, or make a dict of them."""
 
 LARGEST_KEY, LARGER_KEYS = (1 << 61) - 2, 100
@@ -407,7 +407,7 @@ def _build(machine: Machine) -> None:
 
 def _reduce(machine: Machine) -> None:
     args, function = _arguments(machine.stack.pop()), machine.stack.pop()
-    machine.spend(CALL + cost_of(args))
+    machine.spend(CALL)
     for argument in args:
         machine.spend(cost_of(argument))
     machine.stack.append(machine.hooks.call(function, args))
