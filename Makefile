@@ -2,17 +2,19 @@
 #
 # PYTHON=python3.12 make setup     another interpreter
 # make setup TORCH=torch==2.13.0   whatever build of torch pip finds, CUDA included (default: only a CPU build)
+# make fuzz SECONDS=600            as long for each parser (default: 60)
 # make test WORKERS=8              as many processes (default: 2; 0: none but pytest itself)
 
 PYTHON ?= python3
 TORCH ?=
 WORKERS ?= 2
+SECONDS ?= 60
 BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow clients check fix bench families mutants other-exporters docs wheel size
+.PHONY: help setup demo test test-slow clients check fix bench families mutants other-exporters docs fuzz wheel size
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-15s %s\n", $$1, $$2 }'
@@ -70,6 +72,9 @@ other-exporters: $(READY) ## verify their graphs of tiny models; kept in docs/ve
 docs: $(READY) ## write the generated pages again
 	$(BIN)/python -m tools.cli_page
 	$(BIN)/python -m tools.formats_page
+
+fuzz: $(READY) ## changed inputs for every parser, SECONDS=60 each; what goes wrong is kept in tests/fuzz/corpus
+	@$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS)
 
 wheel: $(READY) ## build it from the sdist, compare it with the tree, use it in a fresh environment
 	$(BIN)/python -m tools.wheel

@@ -22,8 +22,12 @@ CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines", "_attn_imple
 TRACE_FIELDS = ("_name_or_path", "_commit_hash", "_attn_implementation_autoset", "_attn_implementation")
 """Traces of the training machine."""
 
-YAML_LIMIT = 1 << 20
+YAML_LIMIT = 128 << 10
 YAML_NODES = 100_000
+YAML_DEPTH = 100
+"""A run's configuration has 20 kB, a thousand nodes and six levels; a parser in Python takes 7 s for a megabyte."""
+
+YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def merged_configs(paths: tuple[Path, ...]) -> dict[str, Any]:
@@ -53,9 +57,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if path.stat().st_size > YAML_LIMIT:
         raise MalformedInput(f"`{path.name}` is too large for a configuration", hint="give the YAML file of the run")
     try:
-        text = path.read_text(encoding="utf-8")
-        _spend(yaml.compose(text, yaml.SafeLoader), [YAML_NODES])
-        content = yaml.safe_load(text)
+        content = _parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = str(getattr(error, "problem", None) or error or type(error).__name__).partition("\n")[0]
         raise MalformedInput(
@@ -65,6 +67,26 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise MalformedInput(f"`{path.name}` is not a YAML mapping of names", hint="give the YAML file of the run")
     require_shallow(content, path.name)
     return content
+
+
+def _parse_yaml(text: str) -> Any:
+    """The value of a document; its depth and its nodes are counted before anything is made of them.
+
+    Raises:
+        ValueError, YAMLError: it is none, or too large.
+    """
+    depth = 0
+    for event in yaml.parse(text, YAML_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > YAML_DEPTH:
+            raise ValueError(f"it is nested deeper than {YAML_DEPTH}")
+    loader = YAML_LOADER(text)
+    try:
+        node = loader.get_single_node()
+        _spend(node, [YAML_NODES])
+        return loader.construct_document(node) if node else None
+    finally:
+        loader.dispose()
 
 
 def _spend(node: Any, left: list[int]) -> None:

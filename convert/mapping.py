@@ -6,7 +6,7 @@ Nothing here reads data; every result is a LazyTensor that reads when a writer a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -88,6 +88,11 @@ def require(targets: Iterable[str], produced: Mapping[str, Any], source: str) ->
 
 LAYER_NUMBER = r"(?<=\.)\d{1,9}(?=\.)"
 """A longer one is of no layer, and may be longer than what Python makes a number of."""
+
+
+def first_missing(numbers: Collection[int], count: int) -> int | None:
+    """The lowest of 0 … `count` - 1 that is not among `numbers`, which a file's name may make as large as it likes."""
+    return next((number for number in range(min(count, len(numbers) + 1)) if number not in numbers), None)
 
 
 def listing(names: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.pickles.data import HOOKS, Global, StorageRef, interpret, storage_dtype
-from llmconv.pickles.machine import Hooks, Machine, Refused
+from llmconv.pickles.machine import NAME_LIMIT, Hooks, Machine, Refused
 
 MAGIC = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 """The first pickle without its two bytes of protocol: the number 0x1950a86a20f9469cfc6c."""
@@ -64,8 +64,9 @@ def _pickle(data: mmap, start: int, path: Path, hooks: Hooks = HOOKS) -> tuple[A
 
 def _check_system(path: Path, protocol: Any, system: Any) -> None:
     if protocol != PROTOCOL:
+        told = str(protocol)[:20] if isinstance(protocol, int) else type(protocol).__name__
         raise UnsupportedInput(
-            f"`{path.name}` has the protocol {str(protocol)[:20]} of old torch files, known is {PROTOCOL}",
+            f"`{path.name}` has the protocol {told} of old torch files, known is {PROTOCOL}",
             hint="load it with a torch you trust it to, and save it again with `torch.save`",
         )
     if not isinstance(system, dict) or system.get("little_endian") is not True:
@@ -83,7 +84,7 @@ class _Storages:
         """A persistent id: `("storage", type, key, location, numel, view)`, the view None or `(key, offset, numel)`."""
         match reference:
             case ("storage", Global() as kind, str() as key, str(), int() as numel, *view) if (
-                0 <= numel < STORAGE_LIMIT
+                0 <= numel < STORAGE_LIMIT and len(key) <= NAME_LIMIT
             ):
                 root = StorageRef(storage_dtype(kind), kind.name, key, numel)
             case _:
@@ -94,7 +95,9 @@ class _Storages:
         match view:
             case [] | [None]:
                 return root
-            case [(str() as name, int() as offset, int() as size)] if 0 <= offset <= numel - size <= numel:
+            case [(str() as name, int() as offset, int() as size)] if (
+                0 <= offset <= numel - size <= numel and len(name) <= NAME_LIMIT
+            ):
                 part, place = f"{key}:{name}", (key, offset, size, root.dtype.itemsize if root.dtype else 1)
                 if self.parts.setdefault(part, place) != place:
                     raise Refused(f"describes view `{name[:40]}` in two ways")

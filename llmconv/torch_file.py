@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from llmconv.crc import Record
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.legacy_torch_file import is_legacy, read_legacy
 from llmconv.pickles.data import TensorRef, read_pickle
 from llmconv.pointers import refuse_git_lfs
@@ -143,7 +143,10 @@ def open_torch_file(path: Path) -> TorchFile:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise MalformedInput(f"`{path.name}` is no regular file", hint="it should be a file that `torch.save` wrote")
-    return _open(path, found.st_size, found.st_mtime_ns)
+    opened = _open(path, found.st_size, found.st_mtime_ns)
+    if isinstance(opened, LlmconvError):
+        raise type(opened)(opened.message, hint=opened.hint)
+    return opened
 
 
 def open_torch_blob(path: Path, start: int, size: int) -> TorchFile:
@@ -158,8 +161,15 @@ def open_torch_blob(path: Path, start: int, size: int) -> TorchFile:
 
 
 @lru_cache(maxsize=32)
-def _open(path: Path, size: int, _changed: int) -> TorchFile:
-    """Kept, because a file is first asked what it is and then opened."""
+def _open(path: Path, size: int, _changed: int) -> TorchFile | LlmconvError:
+    """Kept, because a file is asked by every format what it is, and then opened; so is what is wrong with it."""
+    try:
+        return _read_any(path, size)
+    except LlmconvError as error:
+        return type(error)(error.message, hint=error.hint)  # without the frames, which hold what was read
+
+
+def _read_any(path: Path, size: int) -> TorchFile:
     if is_legacy(path):
         content, places = read_legacy(path)
         return TorchFile(path, content, {key: Record(path, key, *place, None) for key, place in places.items()})

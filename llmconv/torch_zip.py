@@ -13,6 +13,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -68,6 +69,13 @@ def _part(fd: int, start: int, size: int) -> IO[bytes]:
 
 def is_torch_zip(path: Path) -> bool:
     """Whether the file is a zip with a `data.pkl`; content decides."""
+    found = path.stat()
+    return _is_torch_zip(path, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=32)
+def _is_torch_zip(path: Path, _size: int, _changed: int) -> bool:
+    """Kept, because every format asks."""
     try:
         with open(path, "rb") as file, _open_zip(file) as archive:
             return any(name.endswith("/data.pkl") for name in archive.namelist())

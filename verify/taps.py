@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
 from llmconv.errors import MalformedInput, first_line
+from llmconv.runtime.guard import weight_bytes
 from llmconv.runtime.ort import SessionSettings
+from llmconv.runtime.time_limit import LimitedSession, TimeLimit
 from llmconv.tensors import Array
 
 FOLDER_KEY = "session.model_external_initializers_file_folder_path"
@@ -98,7 +99,8 @@ def _run(
     options = replace(settings, optimization="disable").options()
     options.add_session_config_entry(FOLDER_KEY, str(folder.resolve()))
     try:
-        session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        limit = TimeLimit(weight_bytes(model), settings.timeout)
+        session = LimitedSession(model.SerializeToString(), options, ["CPUExecutionProvider"], limit)
         names = [port.name for port in session.get_outputs()]
         taken = {port.name: np.ascontiguousarray(feeds[port.name]) for port in session.get_inputs()}
         arrays = session.run(names, taken)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from llmconv.convert.mapping import concat, listing, slice_rows
+from llmconv.convert.mapping import concat, first_missing, listing, slice_rows
 from llmconv.convert.meta.names import split_dim
 from llmconv.convert.transpose import transposed
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
@@ -82,11 +82,12 @@ def _numbered_meta(folder: Path, names: Iterable[str]) -> dict[int, str]:
 
 
 def _check_numbers(folder: Path, numbers: Mapping[int, str], count: int) -> None:
-    missing, extra = sorted(set(range(count)) - set(numbers)), sorted(set(numbers) - set(range(count)))
-    if missing or extra:
+    missing = first_missing(numbers, count)
+    extra = min((number for number in numbers if number >= count), default=None)
+    if missing is not None or extra is not None:
         raise MalformedInput(
-            f"`{folder.name}` should have {count} shards, but number {(missing or extra)[0]} "
-            + ("is missing" if missing else f"(`{numbers[extra[0]]}`) is there too"),
+            f"`{folder.name}` should have {count} shards, but number {extra if missing is None else missing} "
+            + ("is missing" if missing is not None else f"(`{numbers[extra or 0]}`) is there too"),
             hint="copy the folder again; all shards of one checkpoint are needed, and no others",
         )
 

@@ -15,15 +15,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.pickles.data import HOOKS, RANK_LIMIT, Global, interpret
-from llmconv.pickles.machine import Machine, Stub
+from llmconv.pickles.data import RANK_LIMIT, Global, read_pickle
+from llmconv.pickles.machine import Stub
 from llmconv.tensors import BY_NAME, DType
 
 FILE = ".metadata"
 SIZE_LIMIT = 512 << 20
-PATIENCE = 10
-"""About 70 opcodes a chunk: a model of 70 billion with its optimizer has a million chunks on 512 ranks."""
-
 DEPTH_LIMIT = 64
 """Keys from the root of the nested dict to a leaf; JSON of a tokenizer is the deepest that trainers store."""
 
@@ -93,9 +90,7 @@ def read_metadata(folder: Path) -> Metadata:
 @lru_cache(maxsize=4)
 def _read(folder: Path, _size: int, _changed: int) -> Metadata:
     """Kept, because a folder is first asked what it is and then opened."""
-    machine = Machine((folder / FILE).read_bytes(), HOOKS)
-    machine.patience = PATIENCE
-    whole = interpret(machine, FILE)
+    whole = read_pickle((folder / FILE).read_bytes(), FILE)
     if isinstance(whole, Stub) and str(whole.function).startswith("megatron."):
         raise UnsupportedInput(
             f"`{folder.name}` was written by Megatron's own checkpoint library, not by torch's",
@@ -137,7 +132,7 @@ def _path(folder: Path, name: Any, path: Any) -> Names:
     return path
 
 
-def _places(folder: Path, stored: Any) -> dict[tuple[str, Sizes | None], Place]:
+def _places(folder: Path, stored: Any) -> dict[tuple[str, str], Place]:
     """Where each chunk lies, by name and first element; no two share a byte.
 
     Raises:
@@ -145,13 +140,15 @@ def _places(folder: Path, stored: Any) -> dict[tuple[str, Sizes | None], Place]:
     """
     if not isinstance(stored, dict):
         refuse(folder, f"has a `{FILE}` without `storage_data`")
-    places: dict[tuple[str, Sizes | None], Place] = {}
+    places: dict[tuple[str, str], Place] = {}
     for index, entry in stored.items():
         key = _fields(folder, index, "MetadataIndex")
         name, offset = key.get("fqn"), key.get("offset")
-        if not isinstance(name, str) or not (offset is None or _naturals(offset)):
+        if not isinstance(name, str) or not (offset is None or _is_shape(offset)):
             refuse(folder, f"has a `{FILE}` with an index that is none")
-        places[name, offset] = _place(folder, name, _fields(folder, entry, "_StorageInfo"))
+        if (name, key_of(offset)) in places:
+            refuse(folder, f"has two places for {shown(name)}")
+        places[name, key_of(offset)] = _place(folder, name, _fields(folder, entry, "_StorageInfo"))
     _check_apart(folder, places.values())
     return places
 
@@ -194,9 +191,7 @@ def _is_safetensors(path: Path, start: int) -> bool:
         return file.read(9)[8:] == b"{"
 
 
-def _item(
-    folder: Path, name: str, entry: Any, places: Mapping[tuple[str, Sizes | None], Place]
-) -> TensorItem | BytesItem:
+def _item(folder: Path, name: str, entry: Any, places: Mapping[tuple[str, str], Place]) -> TensorItem | BytesItem:
     if is_kind(entry, "BytesStorageMetadata"):
         return BytesItem(_stored(folder, places, name, None))
     fields = _fields(folder, entry, "TensorStorageMetadata")
@@ -204,6 +199,8 @@ def _item(
     chunks: Any = fields.get("chunks")
     if not _is_shape(shape) or not isinstance(chunks, list):
         refuse(folder, f"gives {shown(name)} an impossible shape")
+    if len({*map(id, chunks)}) < len(chunks):
+        refuse(folder, f"gives {shown(name)} one chunk twice")
     boxes = [_fields(folder, chunk, "ChunkStorageMetadata") for chunk in chunks]
     pairs: list[Any] = [(box.get("offsets"), box.get("sizes")) for box in boxes]
     if not all(_is_shape(part) and len(part) == len(shape) for pair in pairs for part in pair):
@@ -213,10 +210,15 @@ def _item(
     return TensorItem(BY_NAME.get(kind), kind, shape, placed)
 
 
-def _stored(folder: Path, places: Mapping[tuple[str, Sizes | None], Place], name: str, offset: Sizes | None) -> Place:
-    if (name, offset) not in places:
+def _stored(folder: Path, places: Mapping[tuple[str, str], Place], name: str, offset: Sizes | None) -> Place:
+    if (name, key_of(offset)) not in places:
         refuse(folder, f"says nowhere where the data of {shown(name)} lie")
-    return places[name, offset]
+    return places[name, key_of(offset)]
+
+
+def key_of(offset: Sizes | None) -> str:
+    """An offset as text, whose hash no file can choose."""
+    return "" if offset is None else repr(offset)
 
 
 def _dtype(folder: Path, name: str, properties: Any) -> str:

@@ -16,7 +16,17 @@ from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.beside import left_beside
 from llmconv.convert.configs import without_code
 from llmconv.convert.formats import Format
-from llmconv.convert.mapping import concat, equal, listing, permute_rows, rename, replicated, require, rope_order
+from llmconv.convert.mapping import (
+    concat,
+    equal,
+    first_missing,
+    listing,
+    permute_rows,
+    rename,
+    replicated,
+    require,
+    rope_order,
+)
 from llmconv.convert.meta.names import LLAMA, split_dim
 from llmconv.convert.meta.params import PARAMS, Sizes, is_scaled, kv_heads_of, read_params, to_config
 from llmconv.convert.meta.save import save
@@ -88,10 +98,10 @@ def _open_shards(path: Path) -> list[Shard]:
         MalformedInput: a gap, or a shard that differs.
     """
     found = {int(match[1]): entry for entry in path.iterdir() if (match := SHARD.fullmatch(entry.name))}
-    missing = sorted(set(range(max(found) + 1)) - set(found))
-    if missing:
+    missing = first_missing(found, max(found) + 1)
+    if missing is not None:
         raise MalformedInput(
-            f"`{path.name}` has {len(found)} shards, but `consolidated.{missing[0]:02}.pth` is missing",
+            f"`{path.name}` has {len(found)} shards, but `consolidated.{missing:02}.pth` is missing",
             hint="copy the missing shard; all of them are needed",
         )
     shards = [_open_shard(found[number]) for number in sorted(found)]

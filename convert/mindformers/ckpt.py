@@ -25,7 +25,9 @@ TYPES = {
     **{f"{kind}{bits}": BY_NAME[f"{kind.lower()}{bits}"] for kind in ("Int", "UInt") for bits in (8, 16, 32, 64)},
 }
 TEXT = "str"
-VALUE_LIMIT = 1_000_000
+VALUES, BYTES_PER_VALUE = 20_000, 256
+"""Tensors of a file, and one more per so many of its bytes."""
+
 CRC_TAG = b"crc_num"
 CRC_TAIL = len(CRC_TAG) + 10
 CRC_LIMIT = 64 << 20
@@ -121,7 +123,7 @@ def _without_crc(source: ProtobufFile) -> tuple[int, tuple[str, ...]]:
 def _values(source: ProtobufFile, end: int) -> list[Value]:
     values: list[Value] = []
     for outer in source.fields(0, end):
-        if outer.number != 1 or outer.wire != BYTES or len(values) == VALUE_LIMIT:
+        if outer.number != 1 or outer.wire != BYTES or len(values) == VALUES + source.size // BYTES_PER_VALUE:
             source.refuse(f"has something else than a tensor at byte {outer.start}")
         values.append(_value(source, outer))
     return values

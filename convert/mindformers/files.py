@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmconv.convert.mapping import listing
+from llmconv.convert.mapping import first_missing, listing
 from llmconv.convert.mindformers.ckpt import is_mindspore_ckpt, read_ckpt
 from llmconv.convert.mindformers.strategy import find_layouts, merge_ranks
 from llmconv.convert.raw import joined
@@ -153,10 +153,10 @@ def _open_file(path: Path) -> Parameters:
 
 
 def _open_ranks(folder: Path, files: Mapping[int, Path]) -> Parameters:
-    missing = sorted(set(range(max(files) + 1)) - set(files))
-    if missing:
+    missing = first_missing(files, max(files) + 1)
+    if missing is not None:
         raise MalformedInput(
-            f"`{folder.name}` has {len(files)} ranks, but `rank_{missing[0]}` is missing",
+            f"`{folder.name}` has {len(files)} ranks, but `rank_{missing}` is missing",
             hint="copy the missing folder; all of them are needed",
         )
     opened = {rank: _open_file(file) for rank, file in files.items()}

@@ -125,11 +125,11 @@ def read_strategy(path: Path) -> dict[str, Layout]:
     """
     try:
         layouts = _read_json(path) if path.suffix == ".json" else _read_protobuf(path)
-    except (KeyError, TypeError, ValueError, LlmconvError) as error:
+        odd = [name for name, layout in layouts.items() if not layout.is_sound()]
+    except (AttributeError, KeyError, TypeError, ValueError, LlmconvError) as error:
         raise MalformedInput(
             f"`{path.name}` is no strategy file", hint="it should be a `ckpt_strategy_rank_N.ckpt` of the run"
         ) from error
-    odd = [name for name, layout in layouts.items() if not layout.is_sound()]
     if odd:
         raise MalformedInput(
             f"`{path.name}` gives {len(odd)} tensors an impossible layout: {listing(odd)}", hint="copy the file again"

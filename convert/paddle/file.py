@@ -66,6 +66,7 @@ class _FileMachine(Machine):
             return super().sized(count, decode, limit)
         place = BytesAt(self.position, count, decode is text)
         self.position += count
+        self.skipped += count
         if self.position > len(self.data):
             raise Refused(f"is truncated: it ends at byte {len(self.data)}")
         return place

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ PIECE = {1: bytes, 2: bytes, 3: int}
 """Field number to its kind on the wire: text, score, type."""
 TRAINER = {3: int, 35: int, 40: int, 41: int, 42: int}
 NORMALIZER = {2: bytes, 3: int, 4: int}
+
+SPLIT_LIMIT = 200_000_000
+"""The sum of the squares of the lengths of all tokens: 1 million for 32,000 tokens, 10 million for Llama 3's."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
         trainer = _typed(next((value for number, value in fields if number == 2), b""), TRAINER)
         normalizer = _typed(next((value for number, value in fields if number == 3), b""), NORMALIZER)
         pieces = tuple(_piece(value) for number, value in fields if number == 1)
-    except (IndexError, struct.error, UnicodeDecodeError, TypeError, ValueError) as error:
+    except (IndexError, struct.error, AttributeError, KeyError, TypeError, ValueError) as error:
         raise MalformedInput("`tokenizer.model` is no sentencepiece model", hint="copy it again") from error
     if max(_signed(trainer.get(field, default)) for field, default in ((40, 0), (41, 1), (42, 2))) >= len(pieces):
         raise MalformedInput(
@@ -137,11 +140,22 @@ def _typed(data: Any, kinds: Mapping[int, type]) -> dict[int, Any]:
     return fields
 
 
+def require_short(tokens: Iterable[str | bytes]) -> None:
+    """Tokens, each of which can be split wherever it may be: that takes the square of its length.
+
+    Raises:
+        MalformedInput: it would take too long.
+    """
+    if sum(len(token) ** 2 for token in tokens) > SPLIT_LIMIT:
+        raise MalformedInput("the tokens in `tokenizer.model` are far too long", hint="copy it again")
+
+
 def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
     """The merges of a BPE model, best first: each way to split a piece in two, in the order of the pieces' scores.
 
     sentencepiece joins the pair whose result has the best score, so every split of a piece shares its rank.
     """
+    require_short(text for text, _, _ in model.pieces)
     ids = {text: index for index, (text, _, _) in enumerate(model.pieces)}
     ranked: list[tuple[float, int, int, str, str]] = []
     for text, score, kind in model.pieces:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from llmconv.convert.tokenizers.sentencepiece_json import added_token, bos_template
+from llmconv.convert.tokenizers.sentencepiece_json import added_token, bos_template, require_short
 from llmconv.errors import MalformedInput
 
 PATTERN = (
@@ -61,6 +61,7 @@ def special_tokens(*, since_3_1: bool) -> list[str]:
 
 def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     """Each way to split a token in two tokens, best first: tiktoken joins the pair whose result has the lowest rank."""
+    require_short(ranks)
     merges: list[tuple[bytes, bytes]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         splits = [(token[:at], token[at:]) for at in range(1, len(token))]
@@ -120,9 +121,10 @@ def tiktoken_of(content: Mapping[str, Any]) -> bytes | None:
         ranks = {bytes(byte_of[character] for character in token): rank for token, rank in vocabulary.items()}
         pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
         stored = [tuple(bytes(byte_of[character] for character in part) for part in pair) for pair in pairs]
-    except (KeyError, TypeError):
+        expected = merges_of(ranks)
+    except (KeyError, TypeError, MalformedInput):
         return None
-    if sorted(map(repr, ranks.values())) != sorted(map(repr, range(len(ranks)))) or stored != merges_of(ranks):
+    if sorted(map(repr, ranks.values())) != sorted(map(repr, range(len(ranks)))) or stored != expected:
         return None
     lines = (base64.b64encode(token) + f" {ranks[token]}\n".encode() for token in sorted(ranks, key=ranks.__getitem__))
     return b"".join(lines)

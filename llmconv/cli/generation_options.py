@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,6 +42,12 @@ RUNNING = (
     click.option("--threads", type=click.IntRange(0), help="Of onnxruntime or torch; 0 for one per core."),
     click.option(
         "--session-config", type=click.Path(path_type=Path), metavar="FILE", help="Session options, .ini or JSON."
+    ),
+    click.option(
+        "--timeout",
+        type=click.FloatRange(0, min_open=True),
+        metavar="SECONDS",
+        help="That a run of a small graph may take, 60 if not said; more weights and tokens may take more.",
     ),
     click.option("--prepack", is_flag=True, help="Copy weights into a faster layout; else they stay mapped files."),
 )
@@ -103,6 +110,7 @@ def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:
     if given["backend"] == "torch":
         _refuse_session(given)
     settings = _session(given["provider"], given["threads"], given["session_config"], given["prepack"])
+    settings = replace(settings, timeout=given["timeout"])
 
     def opened() -> TextModel:
         from llmconv.generation import TextModel
@@ -125,7 +133,7 @@ def _refuse_session(given: Mapping[str, Any]) -> None:
 OPENING = ("backend", "adapter", "trust_remote_code")
 """Options that `TextModel.open` takes as they are."""
 
-OF_RUNNING = (*OPENING, "provider", "threads", "session_config", "prepack")
+OF_RUNNING = (*OPENING, "provider", "threads", "session_config", "prepack", "timeout")
 """All that `opener` takes."""
 
 
@@ -133,8 +141,6 @@ def _session(
     provider: str | None, threads: int | None, session_config: Path | None, prepack: bool = False
 ) -> SessionSettings:
     """Settings of onnxruntime from what `running` took; options go before the file."""
-    from dataclasses import replace
-
     from llmconv.runtime.session_file import read_session_file
     from llmconv.runtime.session_settings import SessionSettings, provider_name
 

@@ -59,6 +59,12 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 @click.option("--minimize", type=options.Output(), help="Write the smallest failing piece to a new folder.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
 @click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="That a run of a small graph may take; more weights and tokens may take more.  [default: 60]",
+)
+@click.option(
     "--low-memory/--no-low-memory",
     default=None,
     help="Hold one layer of the model at a time, or all of it. Default: all, where memory suffices.",
@@ -78,6 +84,7 @@ def command(
     folder: str | None,
     graphs: tuple[Path, ...],
     threads: int,
+    timeout: float | None,
     report_folder: Path | None,
     github: bool,
     as_json: bool,
@@ -103,7 +110,8 @@ def command(
     started = time.perf_counter()
     shown = _printer(every=ctx.meta.get(options.VERBOSE, False))
     quiet = as_json or is_quiet()
-    report = _verified(folder, graphs, asked, settings=SessionSettings(threads=threads), show=None if quiet else shown)
+    settings = SessionSettings(threads=threads, timeout=timeout)
+    report = _verified(folder, graphs, asked, settings=settings, show=None if quiet else shown)
     if report_folder:
         write_report(report, report_folder)
     if as_json:

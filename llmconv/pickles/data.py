@@ -6,13 +6,16 @@ object becomes an inert `Stub`. There is no way back to `torch.load`.
 
 from __future__ import annotations
 
+import gc
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from llmconv.errors import MalformedInput
-from llmconv.pickles.machine import COPY_AGAIN, Hooks, Machine, Refused, Stub, make_dict, run
+from llmconv.pickles.machine import COPY_AGAIN, NAME_LIMIT, Hooks, Machine, Refused, Stub, make_dict, run
+from llmconv.pickles.unfolding import check_unfolded
 from llmconv.tensors import BY_NAME, DType
 
 RANK_LIMIT = 16
@@ -22,7 +25,7 @@ COMMAND_NAMES = {"eval", "exec", "compile", "open", "__import__", "breakpoint"}
 """Nothing named in a file can run, so this list guards nothing; it only tells the user that the file is an attack."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Global:
     """The name of a class or function, and nothing but the name."""
 
@@ -33,7 +36,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class StorageRef:
     """A storage record of a torch file: `dtype` is None for an untyped one, whose `numel` counts bytes."""
 
@@ -43,7 +46,7 @@ class StorageRef:
     numel: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class TensorRef:
     """A view on a storage; `offset` and `stride` count elements of `dtype`."""
 
@@ -82,9 +85,13 @@ def read_pickle(data: bytes, source: str) -> Any:
 
 
 def interpret(machine: Machine, source: str) -> Any:
-    """The value of the pickle in `machine`; see `read_pickle`."""
+    """The value of the pickle in `machine`, small as a tree too; see `read_pickle`."""
     try:
-        return run(machine)
+        with _without_collector():
+            value = run(machine)
+            machine.forget()
+            check_unfolded(value)
+            return value
     except Refused as problem:
         reason, hint = str(problem), problem.hint
     except (IndexError, KeyError, struct.error, UnicodeDecodeError):
@@ -92,6 +99,18 @@ def interpret(machine: Machine, source: str) -> Any:
     except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
         reason, hint = f"is inconsistent at byte {machine.position}", COPY_AGAIN
     raise MalformedInput(f"the pickle in `{source}` {reason}", hint=hint)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """No collection of cycles, which would look at every object that was made again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _name(module: str, name: str) -> Global:
@@ -116,11 +135,15 @@ def _tensor(
     """`torch._utils._rebuild_tensor_v2`, and `_v3`, which names the dtype of an untyped storage."""
     if not isinstance(storage, StorageRef) or not _naturals((offset,)):
         raise Refused("describes a tensor without a storage")
-    if not (_naturals(shape) and _naturals(stride) and len(shape) == len(stride) <= RANK_LIMIT):
+    if not (_is_shape(shape) and _is_shape(stride) and len(shape) == len(stride)):
         raise Refused("describes a tensor of impossible shape")
     named = more[0] if more and isinstance(more[0], Global) else None
     dtype = BY_NAME.get(named.name) if named else storage.dtype
     return TensorRef(storage, dtype, offset, shape, stride)
+
+
+def _is_shape(values: Any) -> bool:
+    return isinstance(values, tuple) and len(values) <= RANK_LIMIT and _naturals(values)
 
 
 def _naturals(values: Any) -> bool:
@@ -130,7 +153,9 @@ def _naturals(values: Any) -> bool:
 def _storage(reference: Any) -> StorageRef:
     """A persistent id: `("storage", type, key, location, numel)`."""
     match reference:
-        case ("storage", Global() as kind, str() as key, str(), int() as numel) if 0 <= numel < 1 << 62:
+        case ("storage", Global() as kind, str() as key, str(), int() as numel) if (
+            0 <= numel < 1 << 62 and len(key) <= NAME_LIMIT
+        ):
             return StorageRef(storage_dtype(kind), kind.name, key, numel)
         case _:
             raise Refused("refers to something outside that is no storage")

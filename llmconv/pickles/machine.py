@@ -1,7 +1,8 @@
 """The stack machine of pickle: decodes opcodes (as in CPython's `pickletools`) and builds plain containers only.
 
 What a name, a call or a reference to a storage means is decided by three hooks; the machine itself knows no name.
-Limits keep a hostile file from exhausting memory.
+What a file may cost grows with its bytes: every container that it makes or fills, every argument that it passes to a
+call and every object that it remembers is counted, so that no few bytes buy much memory or time.
 """
 
 from __future__ import annotations
@@ -12,17 +13,32 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
 
-OPCODE_LIMIT = 20_000_000
-MEMO_LIMIT = 5_000_000
+OPCODE_LIMIT = 100_000_000
 DEPTH_LIMIT = 1_000
 STRING_LIMIT = 64 << 20
 INT_BYTES_LIMIT = 64
 NAME_LIMIT = 1_024
 
+MEMORY, MEMORY_PER_BYTE = 48 << 20, 32
+"""Bytes of containers, and so many more per byte of the pickle: states of optimizers and tables of chunks need 15."""
+
+MEMOS, BYTES_PER_MEMO = 200_000, 3
+"""Objects to remember, and one more per so many bytes of the pickle: no writer remembers an object of one byte."""
+
+SET, DICT, LIST, ENTRY, ITEM = 232, 80, 72, 100, 64
+"""Bytes of an empty container of CPython, of an entry of a dict and of an item of a set."""
+
+CALL, ARGUMENT, CHARACTER = 100, 100, 8
+"""What a call costs, and an item or a character of its arguments: it may copy them, or make a dict of them."""
+
+LARGEST_KEY, LARGER_KEYS = (1 << 61) - 2, 100
+"""Numbers up to the first are their own hash; beyond, any number of keys could have one hash, and few are let in."""
+
+CONTAINERS = frozenset({tuple, list, dict, set, frozenset})
 COPY_AGAIN = "the file is damaged or hostile; copy it again from where it was saved"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, repr=False)
 class Stub:
     """An object that the pickle would have built; it was not.
 
@@ -35,6 +51,11 @@ class Stub:
     function: Any
     args: tuple[Any, ...]
     state: Any = field(default=None)
+
+    def __repr__(self) -> str:
+        """Short: what is inside may be a tree without end."""
+        kind = type(self.function)
+        return f"<{kind.__name__ if kind is Stub or kind in CONTAINERS else str(self.function)[:80]}>"
 
 
 @dataclass(frozen=True)
@@ -57,9 +78,6 @@ class Refused(Exception):
 class Machine:
     """The state of one interpretation: stacks, memo and the position in the bytes; `alone`: the bytes hold no more."""
 
-    patience = 1
-    """Times the usual limits of opcodes and objects, for a file that is a table and not the description of a model."""
-
     def __init__(self, data: bytes | mmap, hooks: Hooks, *, alone: bool = True) -> None:
         self.data = data
         self.hooks = hooks
@@ -68,6 +86,20 @@ class Machine:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
+        self.spent = 0
+        self.skipped = 0
+
+    def spend(self, cost: int) -> None:
+        """Counts `cost` bytes of memory, or as much work."""
+        self.spent += cost
+        if self.spent > MEMORY + MEMORY_PER_BYTE * (self.position - self.skipped):
+            raise Refused(f"would need more than {MEMORY_PER_BYTE} times its own size in memory")
+
+    def forget(self) -> None:
+        """Lets go of everything but the value that was returned."""
+        self.memo.clear()
+        self.stack.clear()
+        self.marks.clear()
 
     def take(self, count: int) -> bytes:
         """The next `count` bytes."""
@@ -100,8 +132,8 @@ class Machine:
 
     def remember(self, index: int) -> None:
         """Keeps the top of the stack under `index`."""
-        if len(self.memo) >= MEMO_LIMIT * self.patience:
-            raise Refused(f"remembers more than {MEMO_LIMIT * self.patience} objects")
+        if len(self.memo) > MEMOS and len(self.memo) > MEMOS + self.position // BYTES_PER_MEMO:
+            raise Refused(f"remembers more than {MEMOS} objects, and more than it has bytes for")
         self.memo[index] = self.stack[-1]
 
 
@@ -113,7 +145,7 @@ def run(machine: Machine) -> Any:
         IndexError, KeyError, TypeError, ValueError, struct.error: the pickle does not add up.
     """
     data, operations = machine.data, OPERATIONS
-    for _ in range(OPCODE_LIMIT * machine.patience):
+    for _ in range(OPCODE_LIMIT):
         code = data[machine.position]
         machine.position += 1
         if code == STOP:
@@ -125,7 +157,7 @@ def run(machine: Machine) -> Any:
         if operation is None:
             raise Refused(f"uses opcode 0x{code:02x} at byte {machine.position - 1}, which no checkpoint needs")
         operation(machine)
-    raise Refused(f"has more than {OPCODE_LIMIT * machine.patience} opcodes")
+    raise Refused(f"has more than {OPCODE_LIMIT} opcodes")
 
 
 STOP = ord(".")
@@ -134,6 +166,14 @@ Operation = Callable[[Machine], None]
 
 def _constant(make: Callable[[], Any]) -> Operation:
     return lambda machine: machine.stack.append(make())
+
+
+def _container(make: Callable[[], Any], cost: int) -> Operation:
+    def operation(machine: Machine) -> None:
+        machine.spend(cost)
+        machine.stack.append(make())
+
+    return operation
 
 
 def _number(layout: str) -> Operation:
@@ -222,45 +262,58 @@ def _tuple(size: int) -> Operation:
     return operation
 
 
-def _from_mark(make: Callable[[list[Any]], Any]) -> Operation:
+def _from_mark(make: Callable[[list[Any]], Any], cost: int = 0) -> Operation:
     def operation(machine: Machine) -> None:
         items = machine.pop_mark()
+        machine.spend(cost)
         machine.stack.append(make(items))
 
     return operation
 
 
-def make_dict(items: list[Any]) -> dict[Any, Any]:
-    """A dict from keys and values in turn."""
+def make_dict(items: list[Any], spend: Callable[[int], object] = id) -> dict[Any, Any]:
+    """A dict from keys and values in turn; `spend` counts what they cost, if the caller has not."""
     made: dict[Any, Any] = {}
-    _fill_dict(made, items)
+    _fill_dict(made, items, spend)
     return made
 
 
-def _fill_dict(target: Any, items: list[Any]) -> None:
+def _fill_dict(target: Any, items: list[Any], spend: Callable[[int], object]) -> None:
+    spend(ENTRY // 2 * len(items))
     if isinstance(target, dict):
         for index in range(0, len(items), 2):
-            target[_key(items[index])] = items[index + 1]
+            target[_key(items[index], len(target), spend)] = items[index + 1]
     elif not isinstance(target, Stub):
         raise Refused("sets items on what is no dict")
 
 
-def _key(value: Any) -> Any:
-    """`value` where hashing it is harmless; else a Stub, because hashing a deep tuple overflows the C stack."""
-    if isinstance(value, tuple):
-        flat = all(isinstance(item, str | bytes | int | float | None) for item in value)
-        return value if flat else Stub("key", value)
-    return Stub("key", (value,)) if isinstance(value, list | dict | set | frozenset | bytearray) else value
+def _key(value: Any, others: int, spend: Callable[[int], object]) -> Any:
+    """`value`, a key beside `others`, where its hash costs little and no file can choose it; else a Stub, which is
+    no other's equal.
+
+    The hash of a tuple takes as long as the tuple and is never kept, that of a deep one overflows the C stack, and
+    numbers and tuples of numbers with one hash are easily found: each such key is compared with all before it.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        plain = others < LARGER_KEYS or -LARGEST_KEY <= value <= LARGEST_KEY
+    else:
+        plain = value is None or isinstance(value, bytes | float) or type(value).__hash__ is object.__hash__
+    if plain:
+        return value
+    spend(CALL)
+    return Stub("key", (value,))
 
 
 def _setitem(machine: Machine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
-    _fill_dict(machine.stack[-1], [key, value])
+    _fill_dict(machine.stack[-1], [key, value], machine.spend)
 
 
 def _setitems(machine: Machine) -> None:
     items = machine.pop_mark()
-    _fill_dict(machine.stack[-1], items)
+    _fill_dict(machine.stack[-1], items, machine.spend)
 
 
 def _append(machine: Machine) -> None:
@@ -284,9 +337,26 @@ def _additems(machine: Machine) -> None:
     items = machine.pop_mark()
     target = machine.stack[-1]
     if isinstance(target, set):
-        target.update(map(_key, items))
+        target.update(_keys(machine, items, len(target)))
     elif not isinstance(target, Stub):
         raise Refused("adds to what is no set")
+
+
+def _frozenset(machine: Machine) -> None:
+    machine.spend(SET)
+    items = machine.pop_mark()
+    machine.stack.append(frozenset(_keys(machine, items, 0)))
+
+
+def _keys(machine: Machine, items: list[Any], others: int) -> list[Any]:
+    machine.spend(ITEM * len(items))
+    return [_key(item, others + number, machine.spend) for number, item in enumerate(items)]
+
+
+def _dict(machine: Machine) -> None:
+    machine.spend(DICT)
+    items = machine.pop_mark()
+    machine.stack.append(make_dict(items, machine.spend))
 
 
 def _global(machine: Machine) -> None:
@@ -298,6 +368,8 @@ def _stack_global(machine: Machine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not isinstance(module, str) or not isinstance(name, str):
         raise Refused("names a global by what is no text")
+    if len(module) > NAME_LIMIT or len(name) > NAME_LIMIT:
+        raise Refused(f"names a global by more than {NAME_LIMIT} characters")
     machine.stack.append(machine.hooks.name(module, name))
 
 
@@ -305,17 +377,26 @@ def _inst(machine: Machine) -> None:
     module = machine.line()
     function = machine.hooks.name(module, machine.line())
     items = machine.pop_mark()
+    machine.spend(CALL)
     machine.stack.append(Stub(function, tuple(items)))
 
 
 def _newobj(machine: Machine) -> None:
     args, function = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(Stub(function, tuple(args)))
+    machine.spend(CALL)
+    machine.stack.append(Stub(function, _arguments(args)))
 
 
 def _newobj_ex(machine: Machine) -> None:
     keywords, args, function = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(Stub(function, (*args, keywords)))
+    machine.spend(CALL + cost_of(args))
+    machine.stack.append(Stub(function, (*_arguments(args), keywords)))
+
+
+def _arguments(args: Any) -> tuple[Any, ...]:
+    if not isinstance(args, tuple):
+        raise Refused("calls something with what are no arguments")
+    return args
 
 
 def _build(machine: Machine) -> None:
@@ -325,13 +406,23 @@ def _build(machine: Machine) -> None:
 
 
 def _reduce(machine: Machine) -> None:
-    args, function = machine.stack.pop(), machine.stack.pop()
-    if not isinstance(args, tuple):
-        raise Refused("calls something with what are no arguments")
+    args, function = _arguments(machine.stack.pop()), machine.stack.pop()
+    machine.spend(CALL)
+    for argument in args:
+        machine.spend(cost_of(argument))
     machine.stack.append(machine.hooks.call(function, args))
 
 
+def cost_of(argument: Any) -> int:
+    """What a call may do with an argument: go through it once, or copy it."""
+    kind = type(argument)
+    if kind is str or kind is bytes:
+        return CHARACTER * len(argument)
+    return ARGUMENT * len(argument) if kind in CONTAINERS else 0
+
+
 def _refer(machine: Machine) -> None:
+    machine.spend(CALL)
     machine.stack.append(machine.hooks.refer(machine.stack.pop()))
 
 
@@ -346,9 +437,9 @@ NAMED_OPERATIONS: dict[bytes, Operation] = {
     b"\x88": _constant(lambda: True),
     b"\x89": _constant(lambda: False),
     b")": _constant(tuple),
-    b"]": _constant(list),
-    b"}": _constant(dict),
-    b"\x8f": _constant(set),
+    b"]": _container(list, LIST),
+    b"}": _container(dict, DICT),
+    b"\x8f": _container(set, SET),
     b"K": _number("<B"),
     b"M": _number("<H"),
     b"J": _number("<i"),
@@ -373,10 +464,10 @@ NAMED_OPERATIONS: dict[bytes, Operation] = {
     b"\x86": _tuple(2),
     b"\x87": _tuple(3),
     b"t": _from_mark(tuple),
-    b"l": _from_mark(list),
-    b"d": _from_mark(make_dict),
-    b"\x91": _from_mark(lambda items: frozenset(map(_key, items))),
-    b"o": _from_mark(lambda items: Stub(items[0], tuple(items[1:]))),
+    b"l": _from_mark(list, LIST),
+    b"d": _dict,
+    b"\x91": _frozenset,
+    b"o": _from_mark(lambda items: Stub(items[0], tuple(items[1:])), CALL),
     b"s": _setitem,
     b"u": _setitems,
     b"a": _append,

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from llmconv.runtime.time_limit import LimitedSession
 from llmconv.tensors import Array
 
 
 class Bound:
     """A session whose inputs and cache are bound to memory that later runs take again."""
 
-    def __init__(self, session: ort.InferenceSession, results: Sequence[str]) -> None:
+    def __init__(self, session: LimitedSession, results: Sequence[str]) -> None:
         self._session, self._results, self._binding = session, results, session.io_binding()
         self._inputs: dict[str, Array] = {}
         self._bind_results()  # before the cache: values come out in the order in which they were bound
@@ -36,7 +37,7 @@ class Bound:
 
     def run(self) -> list[Array]:
         """The results; nobody else holds them, and later runs leave them as they are."""
-        self._session.run_with_iobinding(self._binding)
+        self._session.run_with_iobinding(self._binding, [array.shape for array in self._inputs.values()])
         values = self._binding.get_outputs_as_ortvaluevector()
         results = [values[at].numpy() for at in range(len(self._results))]
         self._bind_results()  # anew: the next may have another shape

@@ -17,6 +17,7 @@ from llmconv.errors import InputRefused
 from llmconv.runtime.bound import Bound
 from llmconv.runtime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.runner import Cache
+from llmconv.runtime.time_limit import LimitedSession
 from llmconv.tensors import Array
 
 WRITE_INDICES = "write_indices"
@@ -46,10 +47,10 @@ class Buffers:
         self.values = [ort.OrtValue.ortvalue_from_numpy(np.array(array, order="C")) for array in arrays]
         self.filled = filled
         self.slots = int(self.values[0].shape()[2])
-        self._bound: dict[ort.InferenceSession, Bound] = {}
+        self._bound: dict[LimitedSession, Bound] = {}
 
     def bound(
-        self, session: ort.InferenceSession, past: Sequence[str], results: Sequence[str], present: Sequence[str]
+        self, session: LimitedSession, past: Sequence[str], results: Sequence[str], present: Sequence[str]
     ) -> Bound:
         """A session whose cache they are, bound once: to name every key and value takes longer than the rest."""
         if session not in self._bound:
@@ -148,7 +149,7 @@ class BufferedSession:
 
     def __init__(
         self,
-        session: ort.InferenceSession,
+        session: LimitedSession,
         sizes: FixedSizes,
         results: Sequence[str],
         embed: Callable[[Array], dict[str, Array]],

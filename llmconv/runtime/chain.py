@@ -11,9 +11,10 @@ import onnxruntime as ort
 
 from llmconv.errors import MalformedInput, first_line
 from llmconv.memory import require_memory
-from llmconv.runtime.guard import load_guarded, nodes
+from llmconv.runtime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.packed import open_changed, open_packed
 from llmconv.runtime.session_settings import CPU, Change
+from llmconv.runtime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 
 
 class SessionChain:
@@ -28,6 +29,7 @@ class SessionChain:
         providers: what runs their operators, best first.
         packed: they pack their weights.
         change: see `SessionSettings`.
+        seconds: that opening it, and every run, may take at the least; None for the usual.
 
     Raises:
         MalformedInput: the guard or onnxruntime refuses a file.
@@ -40,15 +42,17 @@ class SessionChain:
         providers: Sequence[Any] = (CPU,),
         packed: bool = False,
         change: Change | None = None,
+        seconds: float | None = None,
     ) -> None:
         models = [load_guarded(path) for path in paths]
+        limits = [TimeLimit(weight_bytes(model), seconds) for model in models]
         if change:
             for path, model in zip(paths, models, strict=True):
                 change(path, model)
         self.op_types = {node.op_type for model in models for node in nodes(model)}
         self._sessions = [
-            _open(path, model if packed or change else None, options, providers, packed)
-            for path, model in zip(paths, models, strict=True)
+            _open(path, model if packed or change else None, options, providers, packed, limit)
+            for path, model, limit in zip(paths, models, limits, strict=True)
         ]
         self._ports = [  # onnxruntime makes these lists anew for whoever asks
             ([arg.name for arg in session.get_inputs()], [arg.name for arg in session.get_outputs()])
@@ -56,7 +60,7 @@ class SessionChain:
         ]
 
     @property
-    def whole(self) -> ort.InferenceSession:
+    def whole(self) -> LimitedSession:
         """The last session, which is the only one of a graph that is whole."""
         return self._sessions[-1]
 
@@ -90,12 +94,19 @@ class SessionChain:
 
 
 def _open(
-    path: Path, model: onnx.ModelProto | None, options: ort.SessionOptions, providers: Sequence[Any], packed: bool
-) -> ort.InferenceSession:
+    path: Path,
+    model: onnx.ModelProto | None,
+    options: ort.SessionOptions,
+    providers: Sequence[Any],
+    packed: bool,
+    limit: TimeLimit,
+) -> LimitedSession:
     try:
         if model:
-            return (open_packed if packed else open_changed)(path, model, options, providers)
-        return ort.InferenceSession(path, options, list(providers))
+            return (open_packed if packed else open_changed)(path, model, options, providers, limit)
+        return LimitedSession(path, options, providers, limit)
+    except TimeoutError as error:
+        raise MalformedInput(f"`{path.name}` cannot be opened: {error}", hint=TOO_LONG) from error
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
         require_memory(error, f"while `{path.name}` was opened")
         raise MalformedInput(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llmconv.runtime.bound import as_input
 from llmconv.runtime.chain import SessionChain
 from llmconv.runtime.session_settings import SessionSettings
 from llmconv.tensors import Array
@@ -27,11 +28,13 @@ class EmbeddingGraph:
 
     def __init__(self, path: Path, settings: SessionSettings | None = None) -> None:
         settings = settings or SessionSettings()
-        chain = SessionChain([path], settings.options(), settings.providers(), change=settings.change)
+        chain = SessionChain(
+            [path], settings.options(), settings.providers(), change=settings.change, seconds=settings.timeout
+        )
         self._session = chain.whole
 
     def run(self, input_ids: Array) -> Array:
         """Float [batch, tokens, hidden] of int64 [batch, tokens]."""
         ids = np.ascontiguousarray(input_ids, dtype=np.int64)
-        embedded: Array = self._session.run([INPUTS_EMBEDS], {"input_ids": ids})[0]
-        return embedded
+        (embedded,) = self._session.run_with_ort_values([INPUTS_EMBEDS], {"input_ids": as_input(ids)})
+        return np.asarray(embedded.numpy())

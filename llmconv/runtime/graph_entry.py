@@ -66,6 +66,8 @@ def graph_entries(folder: Path) -> list[GraphEntry]:
         MalformedInput: the manifest says of a graph what cannot be.
     """
     listed = read_manifest(folder).graphs
+    if not isinstance(listed, dict):
+        raise MalformedInput("the manifest's `graphs` is not an object", hint="run `llmconv export` again")
     if not listed:
         found = {role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()}
         return [GraphEntry(role, (name,)) for role, name in found.items()]

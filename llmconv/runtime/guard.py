@@ -6,7 +6,8 @@ the ONNX project's ExternalDataSecurity notes: plain names beside the graph, kno
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from llmconv.errors import MalformedInput
+from llmconv.runtime.graph_size import constant_problem, expansion_problem
 
 KEYS = {"location", "offset", "length", "checksum"}
 DOMAINS = {"", "ai.onnx", "com.microsoft"}
@@ -40,8 +42,12 @@ def load_guarded(path: Path) -> onnx.ModelProto:
     for node in nodes(model):
         if node.op_type in FORBIDDEN_OPS or node.domain not in DOMAINS | own:
             _refuse(path, f"uses the operator `{node.domain}::{node.op_type}`")
+    within = partial(_nodes_of, depth=DEPTH_LIMIT)
+    if problem := expansion_problem(model, within) or constant_problem(model, nodes(model)):
+        _refuse(path, problem)
+    sizes: dict[str, int] = {}
     for tensor in external_tensors(model):
-        _check_range(path, tensor)
+        _check_range(path, tensor, sizes)
     return model
 
 
@@ -57,6 +63,12 @@ def _require_text(path: Path, model: onnx.ModelProto) -> None:
         found += [(pair.key, pair.value) for tensor in graph.initializer for pair in tensor.external_data]
     if not all(isinstance(text, str) for texts in found for text in texts):
         _refuse(path, "has a name that is not text in UTF-8")
+
+
+def weight_bytes(model: onnx.ModelProto) -> int:
+    """Bytes of the graph's weights, in its own file and in others."""
+    outside = sum(int(external_fields(tensor).get("length") or 0) for tensor in external_tensors(model))
+    return int(outside + model.ByteSize())
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -96,7 +108,7 @@ def graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
                 yield from graphs(inner)
 
 
-def _nodes_of(nodes: Iterator[onnx.NodeProto], depth: int) -> Iterator[onnx.NodeProto]:
+def _nodes_of(nodes: Iterable[onnx.NodeProto], depth: int) -> Iterator[onnx.NodeProto]:
     if depth == 0:
         raise MalformedInput("the graph nests subgraphs too deeply", hint="export the graph again")
     for node in nodes:
@@ -110,14 +122,28 @@ def _subgraphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
     return [attribute.g] if attribute.HasField("g") else list(attribute.graphs)
 
 
-def _check_range(path: Path, tensor: onnx.TensorProto) -> None:
-    """One tensor's location, offset and length."""
+def _check_range(path: Path, tensor: onnx.TensorProto, sizes: dict[str, int]) -> None:
+    """One tensor's location, offset and length; `sizes` has those of the files that were looked at."""
     fields = external_fields(tensor)
     if len(fields) != len(tensor.external_data) or not set(fields) <= KEYS:
         _refuse(path, f"describes tensor `{tensor.name[:80]}` with unknown or repeated keys")
     location = fields.get("location", "")
     if not _is_plain(location):
         _refuse(path, f"keeps tensor `{tensor.name[:80]}` at {location[:80]!r}, which is no plain file name")
+    if location not in sizes:
+        sizes[location] = _size_of(path, location)
+    offset, length = fields.get("offset", "0"), fields.get("length", "0")
+    if not (offset.isascii() and offset.isdigit() and length.isascii() and length.isdigit()):
+        _refuse(path, f"gives tensor `{tensor.name[:80]}` an offset or length that is no number")
+    if max(len(offset), len(length)) > DIGITS or int(offset) + int(length) > sizes[location]:
+        raise MalformedInput(
+            f"`{path.name}` keeps tensor `{tensor.name[:80]}` beyond the end of `{location}`",
+            hint="the weights are cut short or of another model; copy them again, or export again",
+        )
+
+
+def _size_of(path: Path, location: str) -> int:
+    """Bytes of a file beside the graph."""
     data = path.parent / location
     if not data.exists():
         raise MalformedInput(
@@ -125,20 +151,17 @@ def _check_range(path: Path, tensor: onnx.TensorProto) -> None:
         )
     if not data.is_file() or not _may_follow(path, data):
         _refuse(path, f"needs `{location}` beside it, which is a link or no file")
-    offset, length = fields.get("offset", "0"), fields.get("length", "0")
-    if not all(text.isascii() and text.isdigit() and len(text) <= DIGITS for text in (offset, length)):
-        _refuse(path, f"gives tensor `{tensor.name[:80]}` an offset or length that is no number")
-    if int(offset) + int(length) > data.stat().st_size:
-        raise MalformedInput(
-            f"`{path.name}` keeps tensor `{tensor.name[:80]}` beyond the end of `{location}`",
-            hint="the weights are cut short or of another model; copy them again, or export again",
-        )
+    return data.stat().st_size
 
 
-def _is_plain(location: Any) -> bool:
-    """Whether it is text and a plain file name."""
-    is_text = isinstance(location, str) and bool(location) and location.isprintable()
-    return is_text and not set(location) & set("/\\*:") and location not in {".", ".."}
+def _is_plain(location: object) -> bool:
+    return (
+        isinstance(location, str)
+        and bool(location)
+        and location.isprintable()
+        and not set(location) & set("/\\*:")
+        and location not in {".", ".."}
+    )
 
 
 def _may_follow(path: Path, data: Path) -> bool:

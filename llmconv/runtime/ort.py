@@ -20,6 +20,7 @@ from llmconv.runtime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.graph_entry import GraphEntry, PrefixEntry, graph_entries
 from llmconv.runtime.runner import Cache, Choices, Step
 from llmconv.runtime.session_settings import SessionSettings as SessionSettings  # its users look for it here
+from llmconv.runtime.time_limit import TOO_LONG
 from llmconv.tensors import Array
 
 TENSOR_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
@@ -100,7 +101,8 @@ class OrtGraph:
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
         """What declares inputs and outputs, and runs."""
-        return SessionChain(paths, settings.options(), settings.providers(), settings.prepack, settings.change)
+        rest = (settings.prepack, settings.change, settings.timeout)
+        return SessionChain(paths, settings.options(), settings.providers(), *rest)
 
     def embed(self, input_ids: Array) -> dict[str, Array]:
         """`input_ids`, or `inputs_embeds` where the graph takes those."""
@@ -117,6 +119,8 @@ class OrtGraph:
             results, present = self._buffered.run(**given, past=past) if self._buffered else self._grow(given, past)
         except LlmconvError:
             raise
+        except TimeoutError as error:
+            raise MalformedInput(f"`{self.name}` cannot be run: {error}", hint=TOO_LONG) from error
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             require_memory(error, f"in `{self.name}`")
             fixed = ", ".join(f"{name} = {size}" for name, size in self._fixed.items())

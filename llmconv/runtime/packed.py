@@ -13,13 +13,14 @@ from onnx import helper
 
 from llmconv.runtime.guard import external_fields, external_tensors
 from llmconv.runtime.heap import large_pages
+from llmconv.runtime.time_limit import LimitedSession, TimeLimit
 
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def open_packed(
-    path: Path, model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[Any]
-) -> ort.InferenceSession:
+    path: Path, model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
+) -> LimitedSession:
     """A session that holds its own copy of the weights, in the order in which onnxruntime's kernels read them.
 
     Args:
@@ -27,20 +28,21 @@ def open_packed(
         model: what the file says, without the weights; it is changed.
         options: of the session.
         providers: what runs its operators, best first.
+        limit: how long it may take.
     """
     if options.graph_optimization_level != ort.GraphOptimizationLevel.ORT_DISABLE_ALL:  # else nobody folds the matrices
         join_projections(model.graph)
     size = sum(int(external_fields(tensor).get("length", 0)) for tensor in external_tensors(model))
     with large_pages(size):
-        return open_changed(path, model, options, providers)
+        return open_changed(path, model, options, providers, limit)
 
 
 def open_changed(
-    path: Path, model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[Any]
-) -> ort.InferenceSession:
+    path: Path, model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
+) -> LimitedSession:
     """A session of what `model` says in the place of the file at `path`, on the weights beside that."""
     options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent.absolute()))
-    return ort.InferenceSession(model.SerializeToString(), options, list(providers))
+    return LimitedSession(model.SerializeToString(), options, providers, limit)
 
 
 def join_projections(graph: onnx.GraphProto) -> None:

@@ -25,6 +25,7 @@ from llmconv.runtime.pieces import TYPES, Piece, cut
 from llmconv.runtime.planned import PlannedCall
 from llmconv.runtime.runner import Cache, Step
 from llmconv.runtime.session_settings import Change
+from llmconv.runtime.time_limit import LimitedSession, TimeLimit
 from llmconv.tensors import Array
 
 PIECE = 1 << 30
@@ -154,14 +155,15 @@ class PiecedGraph(OrtGraph):
             feeds = {name: self._fed(name, piece, call, mine, values) for name in piece.inputs}
             mine |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True)
 
-    def _open(self, piece: Piece, ports: Ports) -> ort.InferenceSession:
+    def _open(self, piece: Piece, ports: Ports) -> LimitedSession:
         settings = self._settings
         if piece.weight_bytes > self._limit:  # no second copy of a large matrix
             settings = replace(settings, optimization="disable")
         options = settings.options()
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self._folder))
         content = piece.build(ports).SerializeToString()
-        return ort.InferenceSession(content, options, ["CPUExecutionProvider"])
+        limit = TimeLimit(piece.weight_bytes, settings.timeout)
+        return LimitedSession(content, options, ["CPUExecutionProvider"], limit)
 
     def _given(self, call: PlannedCall) -> Values:
         """Tokens, mask and positions of a call, and its past as far as it is there."""

@@ -48,6 +48,8 @@ class SessionSettings:
         attributes: fields of `onnxruntime.SessionOptions`; they go before the ones above.
         free_dimensions: symbols of the graph's axes, and the sizes they are fixed to.
         change: called with every graph's path and content before it is opened, and may change the content.
+        timeout: seconds that opening a graph, and every run of it, may take at the least (larger models and longer
+            prompts may take more, see `time_limit`); None for 60.
     """
 
     threads: int = 0
@@ -64,6 +66,7 @@ class SessionSettings:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     free_dimensions: Mapping[str, int] = field(default_factory=dict)
     change: Change | None = None
+    timeout: float | None = None
 
     def options(self) -> ort.SessionOptions:
         """As onnxruntime's own object.

@@ -282,7 +282,7 @@ CASES: dict[str, Case] = {
     "blob: another call": blob(with_call(call("evil", "Evil", text(CANARY))), None, "class"),
     "blob: a torch file in bytes": blob(lambda _: saved(saved(saved({"x": 1}))), None, "class"),
     "blob: a pickle in bytes": blob(lambda _: saved(b"cos\nsystem\n."), None, "class"),
-    "blob: a list a million deep": blob(with_call(b"]" * 1_000_000 + b"a" * 999_999), None, "class"),
+    "blob: a list a million deep": blob(with_call(b"]" * 1_000_000 + b"a" * 999_999), "nested deeper", "class"),
     "blob: no zip": blob(lambda _: b"cos\nsystem\n.", "no torch file", "class"),
     "blob: nothing": blob(lambda _: b"", "no torch file|truncated", "class"),
 }

@@ -122,8 +122,8 @@ def test_hostile_pickles_are_refused(data: bytes, reason: str) -> None:
 
 
 def test_a_deep_tuple_as_key_does_not_overflow_the_stack() -> None:
-    value = read_pickle(b"}" + b")" + b"\x85" * 200_000 + b"Ns.", "x.pt")
-    assert [type(key) for key in value] == [Stub]
+    with pytest.raises(MalformedInput, match="nested deeper"):
+        read_pickle(b"}" + b")" + b"\x85" * 200_000 + b"Ns.", "x.pt")
 
 
 def test_nested_rebuilds_do_not_overflow_the_stack() -> None:

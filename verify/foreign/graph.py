@@ -20,6 +20,7 @@ from llmconv.runtime.cache_names import cache_order
 from llmconv.runtime.chain import SessionChain
 from llmconv.runtime.ort import SessionSettings
 from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.time_limit import TOO_LONG
 from llmconv.tensors import Array
 from llmconv.verify.foreign.cache import ForeignCache, unrolled
 from llmconv.verify.foreign.limits import Limits
@@ -85,7 +86,7 @@ class ForeignGraph:
     ) -> None:
         self.name, self.path, self.binding, self._eager = name or path.name, path, binding, eager
         self.limits = Limits.of(model, binding)
-        self._session = SessionChain([path], settings.options(), change=settings.change)
+        self._session = SessionChain([path], settings.options(), change=settings.change, seconds=settings.timeout)
         declared, given = self._session.get_inputs(), self._session.get_outputs()
         self.shapes = {port.name: port.shape for port in [*declared, *given]}
         self._dtypes = {port.name: _dtype(self.name, port.name, port.type) for port in [*declared, *given]}
@@ -136,6 +137,8 @@ class ForeignGraph:
             logits, *present = [value.numpy() for value in self._session.run_with_ort_values(wanted, values)]
         except LlmconvError:
             raise
+        except TimeoutError as error:
+            raise MalformedInput(f"`{self.name}` cannot be run: {error}", hint=TOO_LONG) from error
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
             require_memory(error, f"in `{self.name}`")
             said = str(error).rpartition(STATUS)[2].partition("\n")[0].strip() or first_line(error)

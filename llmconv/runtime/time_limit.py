@@ -1,0 +1,194 @@
+"""How long onnxruntime may take: it is told to stop when a graph of this size cannot need so long.
+
+A graph file of a kilobyte can ask for a loop of 2^60 rounds, or for constants of a terabyte. What is allowed grows with
+the weights and the tokens, so that no model is stopped that a slow machine could run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count, islice
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import onnxruntime as ort
+
+TOO_LONG = "the graph may be hostile: export it again from a model that you trust, or give it more time (`--timeout`)"
+
+SECONDS = 60.0
+"""For whatever a small graph does."""
+
+BYTES_LOADED, BYTES_COMPUTED = 20e6, 10e6
+"""Bytes of weights that are read, and multiplied with one token each, in a second: a hundredth of what a core does."""
+
+PAIRS = 1e5
+"""Pairs of a token and one that it may look at, likewise."""
+
+POLL = 0.5
+IDLE_POLLS = 20
+
+
+class _Watch:
+    """One thread that stops what runs too long; it ends when nothing has run for a while."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._running: dict[int, tuple[float, Callable[[], None]]] = {}
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def stopping(self, stop: Callable[[], None], seconds: float) -> Iterator[None]:
+        """Calls `stop`, again and again, once the block has taken so many seconds."""
+        number = next(self._numbers)
+        with self._lock:
+            self._running[number] = time.monotonic() + seconds, stop
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="llmconv-time-limit", daemon=True)
+                self._thread.start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._running[number]
+
+    def _look(self) -> None:
+        idle = 0
+        while True:
+            time.sleep(POLL)
+            with self._lock:
+                idle = 0 if self._running else idle + 1
+                if idle > IDLE_POLLS:
+                    self._thread = None
+                    return
+                now = time.monotonic()
+                late = [stop for end, stop in self._running.values() if end < now]
+            for stop in late:
+                stop()
+
+
+_WATCH = _Watch()
+
+
+class TimeLimit:
+    """The time that the sessions of one graph may take; what was stopped once is not begun again.
+
+    Attributes:
+        weight_bytes: of the graph's weights.
+
+    Args:
+        weight_bytes: see above.
+        seconds: at the least; None for `SECONDS`.
+    """
+
+    def __init__(self, weight_bytes: int, seconds: float | None = None) -> None:
+        self.weight_bytes = weight_bytes
+        self._least = SECONDS if seconds is None else seconds
+        self._stopped = ""
+
+    @contextmanager
+    def loading(self, options: ort.SessionOptions) -> Iterator[None]:
+        """A block that opens a session with `options`.
+
+        Raises:
+            TimeoutError: it was stopped.
+        """
+        seconds = self._least + self.weight_bytes / BYTES_LOADED
+        with self._limited(seconds, "opening it", lambda: options.set_load_cancellation_flag(True)):
+            yield
+
+    @contextmanager
+    def running(self, new: int, total: int) -> Iterator[ort.RunOptions]:
+        """A block that runs `new` tokens of sequences of `total`, past included, with the options that it is given.
+
+        Raises:
+            TimeoutError: it was stopped, or was before.
+        """
+        options = ort.RunOptions()
+        seconds = self._least + self.weight_bytes * new / BYTES_COMPUTED + new * total / PAIRS
+        with self._limited(seconds, f"{new} tokens", lambda: setattr(options, "terminate", True)):
+            yield options
+
+    @contextmanager
+    def _limited(self, seconds: float, what: str, stop: Callable[[], None]) -> Iterator[None]:
+        if self._stopped:
+            raise TimeoutError(self._stopped)
+        stopped = threading.Event()
+
+        def late() -> None:
+            stopped.set()
+            stop()
+
+        try:
+            with _WATCH.stopping(late, seconds):
+                yield
+        except Exception as error:  # onnxruntime's exceptions share no base class of their own
+            if not stopped.is_set():
+                raise
+            self._stopped = f"it was stopped: {what} took more than {seconds:.0f} s, which no model of its size needs"
+            raise TimeoutError(self._stopped) from error
+
+
+FOLDED = "optimization.constant_folding_max_output_size_in_bytes"
+FOLDED_BYTES, FOLDED_PER_BYTE = 256 << 20, 8
+"""Of a constant that onnxruntime computes when it opens a graph: a table, or weights in another type."""
+
+FEEDS = 3
+"""Of what a graph is fed, tokens, mask and positions come first."""
+
+
+class LimitedSession:
+    """An `InferenceSession` whose opening and runs end; what it declares and gives is onnxruntime's own.
+
+    Args:
+        graph: the file, or its content.
+        options: of the session.
+        providers: what runs its operators, best first.
+        limit: how long it may take.
+
+    Raises:
+        TimeoutError: it was stopped; `run_with_ort_values` and `run_with_iobinding` raise it too.
+    """
+
+    def __init__(
+        self, graph: Path | bytes, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
+    ) -> None:
+        self._limit = limit
+        options.add_session_config_entry(FOLDED, str(FOLDED_BYTES + FOLDED_PER_BYTE * limit.weight_bytes))
+        with limit.loading(options):
+            self._session = ort.InferenceSession(graph, options, list(providers))
+        self.get_inputs, self.get_outputs = self._session.get_inputs, self._session.get_outputs
+        self.io_binding = self._session.io_binding
+
+    def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
+        """As onnxruntime's."""
+        shapes = [value.shape() for value in islice(feeds.values(), FEEDS)]
+        with self._limit.running(*_tokens(shapes)) as options:
+            values: list[ort.OrtValue] = self._session.run_with_ort_values(names, feeds, options)
+        return values
+
+    def run(self, names: Sequence[str], feeds: Mapping[str, Any]) -> list[Any]:
+        """As onnxruntime's."""
+        with self._limit.running(*_tokens([array.shape for array in islice(feeds.values(), FEEDS)])) as options:
+            values: list[Any] = self._session.run(names, feeds, options)
+        return values
+
+    def run_with_iobinding(self, binding: ort.IOBinding, shapes: Sequence[Sequence[int]]) -> None:
+        """As onnxruntime's.
+
+        Args:
+            binding: of inputs and outputs.
+            shapes: of tokens, mask and positions.
+        """
+        with self._limit.running(*_tokens(shapes)) as options:
+            self._session.run_with_iobinding(binding, options)
+
+
+def _tokens(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """New tokens of all rows, and the length of a row with its past, by the shapes of what a graph is fed first."""
+    new = max((prod(shape[:2]) for shape in shapes[:1]), default=1)
+    return max(1, new), max((size for shape in shapes for size in shape[:2]), default=1)

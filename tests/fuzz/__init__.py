@@ -1,0 +1,1 @@
+"""Every parser, fed with what nobody wrote: `make fuzz SECONDS=60`."""

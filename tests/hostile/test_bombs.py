@@ -1,0 +1,74 @@
+"""A few megabytes cost a few seconds and some hundred megabytes, whatever they say; each input in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile import bombs
+from tests.hostile.test_hostile import HONEST, ROOT, job
+
+SECONDS, MEBIBYTES = 6, 500
+"""3 s on a machine that does nothing else."""
+
+QUICK = re.compile(
+    r"name: |yaml: (anchors|a deep flow)|tokenizer: a vocabulary|header: one name|sentencepiece: a long"
+    r"|tiktoken: a long|torch file: (ten ref|a million sets$|pairs of one|names of|an object of)"
+    r"|old file: views|items: one|places: off"
+)
+"""One of each kind, also in the quick tests."""
+
+CASES = [name if QUICK.match(name) else pytest.param(name, marks=pytest.mark.slow) for name in bombs.CASES if name]
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """`measured(name)`: what inspect and the conversion of a bomb cost; all of its kind at once."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def result(name: str) -> dict[str, Any]:
+        if name not in found:
+            quick = QUICK.match(name) is not None
+            kind = name.partition(":")[0]
+            names = [
+                other
+                for other in bombs.CASES
+                if (QUICK.match(other) is not None) == quick and (quick or other.startswith(f"{kind}:"))
+            ]
+            found.update(_measure(names, tmp_path_factory.mktemp("bombs")))
+        return found[name]
+
+    return result
+
+
+def _measure(names: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    honest = {**HONEST, **{f"honest: {name}": case for name, case in bombs.HONEST.items()}}
+    cases = {**honest, **{name: bombs.CASES[name] for name in names}}
+    jobs = [job(name, case, folder / f"case{number}") for number, (name, case) in enumerate(cases.items())]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.hostile.measure", str(folder / "jobs.json"), str(folder / "results.json")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: dict[str, dict[str, Any]] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_costs_little(measured: Callable[[str], dict[str, Any]], name: str) -> None:
+    for run in measured(name).values():
+        assert run["outcome"] in ("done", "refused"), run["message"]
+        assert run["seconds"] < SECONDS, run
+        assert run["mebibytes"] < MEBIBYTES, run
+        if run["outcome"] == "refused":
+            assert run["code"] == "3" and run["message"].isprintable() and len(run["message"]) < 600
+        if refused := bombs.CASES[name].refused:
+            assert re.search(refused, run["message"]), run["message"]
