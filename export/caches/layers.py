@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
+from llmconv.export.library_fixes import EMPTY_LAYER
 from llmconv.runtime.cache_names import layer_of
 
 
@@ -112,7 +113,7 @@ def _layer(
     recurrent: Sequence[Tensor] = (),
 ) -> Any:
     if not key:
-        return StateLayer(conv, recurrent) if conv or recurrent else DummyLayer()
+        return StateLayer(conv, recurrent) if conv or recurrent else EMPTY_LAYER()
     if conv or recurrent:
         return HybridLayer(key[0], value[0], conv, recurrent)
     return PastLayer(key[0], value[0])
