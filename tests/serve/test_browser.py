@@ -81,7 +81,7 @@ class Page:
         """Sets two options."""
         if self["details"].get_attribute("open") is None:
             self.browser.find_element(By.TAG_NAME, "summary").click()
-        for name, value in (("most", tokens), ("temperature", temperature)):
+        for name, value in (("limit", tokens), ("temperature", temperature)):
             self[name].clear()
             self[name].send_keys(str(value))
 
@@ -90,9 +90,10 @@ class Page:
         self["text"].send_keys(text, Keys.ENTER)
 
     def texts(self) -> list[str]:
-        """Every message that is shown."""
-        found = self.browser.find_elements(By.CSS_SELECTOR, "#log article p")
-        return [str(paragraph.get_property("textContent")) for paragraph in found]
+        """Every message, as it came."""
+        every = "return [...document.querySelectorAll('#log article')].map(article => article.shown)"
+        found: list[str] = self.browser.execute_script(every)
+        return found
 
     def idle(self) -> bool:
         """Whether no answer is under way."""
@@ -232,7 +233,7 @@ def test_the_page_fits_and_can_be_read(page: Page, scheme: str, width: int) -> N
     answers(page, "word" * 60)
     wider = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.browser.execute_script(wider) == 0
-    for selector in ("#log article.assistant p", "#log article.user p", "#log .note", "summary", "#model"):
+    for selector in ("#log article.assistant .text", "#log article.user .text", "#log .note", "summary", "#model"):
         assert page.browser.execute_script(CONTRAST, selector) >= 4.5, selector
     page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
