@@ -140,7 +140,7 @@ function list(items, first, depth) {
   if (first > 1) made.start = first;
   for (const [head, ...rest] of items) {
     const item = element("li");
-    inline(item, head);
+    inline(item, head.replace(/^\[([ xX])\] /, (_, mark) => (mark === " " ? "\u2610 " : "\u2611 ")));
     made.append(around(item, rest, depth));
   }
   return made;
@@ -162,8 +162,12 @@ function table(lines, at) {
   return [end, () => {
     const made = element("table");
     const head = cells(lines[at]);
-    made.append(row("th", head));
-    for (const line of lines.slice(at + 2, end)) made.append(row("td", head.map((_, column) => cells(line)[column] || "")));
+    const sides = cells(lines[at + 1]).map(mark => (mark.endsWith(":") ? (mark[0] === ":" ? "middle" : "right") : ""));
+    made.append(row("th", head, sides));
+    for (const line of lines.slice(at + 2, end)) {
+      const found = cells(line);
+      made.append(row("td", head.map((_, column) => found[column] || ""), sides));
+    }
     const scroller = element("div", "table");
     scroller.tabIndex = 0;
     scroller.append(made);
@@ -171,9 +175,13 @@ function table(lines, at) {
   }];
 }
 
-function row(tag, texts) {
+function row(tag, texts, sides) {
   const made = element("tr");
-  made.append(...texts.map(text => filled(tag, text)));
+  made.append(...texts.map((text, column) => {
+    const cell = filled(tag, text);
+    if (sides[column]) cell.className = sides[column];
+    return cell;
+  }));
   return made;
 }
 

@@ -51,7 +51,8 @@ function paint(made) {
     return;
   }
   place.blocks = null;
-  place.replaceChildren(element("span", "given", made.given), made.shown);
+  place.replaceChildren(made.shown);
+  if (made.given) place.prepend(element("span", "given", made.given));
 }
 
 /* Repaints at most once a frame, however fast the pieces come. */
@@ -167,7 +168,7 @@ function offerMore(made) {
   more.addEventListener("click", () => {
     if (!running) goOn(made.given + made.shown);
   });
-  made.append(more);
+  made.lastChild.append(more);
 }
 
 /* One request: `undo` takes back what never began, `keep` notes what came, `current` says whether it is still shown. */

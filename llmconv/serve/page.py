@@ -10,7 +10,6 @@ from importlib import resources
 
 from starlette.responses import HTMLResponse
 
-
 PARTS = {"style": ("page.css",), "script": ("markdown.js", "page.js")}
 """Elements of page.html, which are empty there, and the files that fill them."""
 
