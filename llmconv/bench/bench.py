@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from llmconv.bench.result import Cell, Comparison, first_difference
 from llmconv.checkpoint import read_json
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
 from llmconv.generation.context import context_length
+from llmconv.unix import cores
 
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3
@@ -55,7 +55,7 @@ def bench(
         UsageProblem: a length beyond the context, or a candidate that is none.
         Inconclusive: no candidate ran anywhere.
     """
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or cores()
     first = model if isinstance(model, Candidate) else Candidate.parse(str(model))
     others = (other if isinstance(other, Candidate) else Candidate.parse(other, first.folder) for other in against)
     candidates = [first, *others]

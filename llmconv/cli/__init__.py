@@ -17,6 +17,7 @@ import click
 from llmconv import __version__
 from llmconv.cli.options import VERBOSE
 from llmconv.errors import LlmconvError, UsageProblem
+from llmconv.requirements import require_platform, require_transformers
 
 INTERRUPTED = "run the same command again; where it has `--resume`, that keeps what was finished"
 
@@ -78,6 +79,9 @@ class LazyGroup(click.Group):
         gc.set_threshold(*COLLECT_SELDOM)
         signal.signal(signal.SIGTERM, _terminated)
         try:
+            require_platform()
+            if not {*ctx.args} & {"-h", "--help"}:
+                require_transformers()
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
