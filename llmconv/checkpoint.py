@@ -103,7 +103,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if not (path / "config.json").is_file():
         raise InputRefused(
-            f"`{path}` is no Hugging Face folder: it has no `config.json`",
+            f"`{path}` is not a Hugging Face model folder: it has no `config.json`",
             hint="convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`",
         )
     config = read_json(path / "config.json")

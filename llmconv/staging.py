@@ -243,7 +243,7 @@ def _partial(output: Path) -> Path:
 def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
     """What of a folder stands against replacing it; empty where nothing does."""
     if not output.is_dir() or output.is_symlink():
-        return "is no folder"
+        return "is not a folder"
     if any(path.is_relative_to(output.resolve()) for path in inputs):
         return "holds what is to be read"
     entries = [path for path in output.rglob("*") if not path.is_dir()]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "examples/tiny-llama/ep4-ba2400-rank0.pt"
 ADAPTER = ROOT / "examples/tiny-llama/adapter"
 
-SHIM = '''
+SHIM = """
 import builtins, ctypes, io, mmap, os, platform
 
 for name in (
@@ -58,7 +58,7 @@ for name in ("open", "stat", "lstat", "listdir", "scandir", "readlink"):
     setattr(os, name, without_proc(getattr(os, name)))
 os.symlink = without_proc(os.symlink)
 builtins.open = io.open = without_proc(io.open)
-'''
+"""
 """`sitecustomize.py` of the child."""
 
 

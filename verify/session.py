@@ -160,7 +160,7 @@ def collector(report: Report, on_checks: OnChecks | None) -> OnChecks:
 def _require_usable(folder: Path, suite: str) -> None:
     require_suite(suite)
     if not folder.is_dir():
-        raise InputRefused(f"`{folder}` is no folder", hint="give the folder that `llmconv export` wrote to")
+        raise InputRefused(f"`{folder}` is not a folder", hint="give the folder that `llmconv export` wrote to")
 
 
 def _require_floats(folder: Path, models: dict[str, onnx.ModelProto]) -> None:

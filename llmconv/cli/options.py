@@ -53,7 +53,12 @@ def talk(command: Command) -> Command:
         ctx.meta[VERBOSE] = value
 
     quiet = click.option(
-        "-q", "--quiet", is_flag=True, expose_value=False, callback=quieten, help="No talk and no bars on stderr."
+        "-q",
+        "--quiet",
+        is_flag=True,
+        expose_value=False,
+        callback=quieten,
+        help="Hide messages and progress bars (stderr).",
     )
     verbose = click.option(
         "-v", "--verbose", is_flag=True, expose_value=False, callback=explain, help="Show the traceback of an error."

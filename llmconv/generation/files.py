@@ -57,7 +57,7 @@ class ModelFiles:
             )
         for path in graphs:
             if path.suffix != ".onnx" or not path.is_file():
-                raise InputRefused(f"`{path}` is no graph", hint="give a model folder, or the path of an .onnx file")
+                raise InputRefused(f"`{path}` is not a graph", hint="give a model folder, or the path of an .onnx file")
         return cls(graphs[0].parent, *graphs)
 
 
