@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from llmconv.errors import UnsupportedInput
 from llmconv.progress import warn
 
-OLDEST, NEWEST = (5, 15), (6,)
+OLDEST, NEWEST = (5, 16), (6,)
 """The versions of transformers from the first, and below the second; pyproject.toml says the same."""
 
 RANGE = f"transformers {'.'.join(map(str, OLDEST))} or newer, below {'.'.join(map(str, NEWEST))}"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmconv import requirements, unix
+from llmconv.errors import UnsupportedInput
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,13 +54,13 @@ def test_the_library_refuses_windows_in_one_line(room: str, tmp_path: Path) -> N
     assert "ImportError: llmconv does not run on Windows itself" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.14.1"])
+@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.15.1"])
 def test_a_transformers_that_is_too_old_is_named_before_anything_else(version: str, tmp_path: Path) -> None:
     done = with_transformers(version, tmp_path, "export absent")
     assert done.returncode == 3
     message, empty, hint = done.stderr.splitlines()
     assert message == f"error: llmconv needs {requirements.RANGE}; this is {version}"
-    assert not empty and hint == "hint: `pip install 'transformers>=5.15,<6'`"
+    assert not empty and hint == "hint: `pip install 'transformers>=5.16,<6'`"
 
 
 def test_a_transformers_that_is_too_new_is_a_warning(tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_a_transformers_that_is_too_new_is_a_warning(tmp_path: Path) -> None:
     assert done.stderr == f"warning: llmconv is made for {requirements.RANGE}; this is 6.1.0, which was never tried\n"
 
 
-@pytest.mark.parametrize("version", ["5.15.0", "5.23.0.dev0", "5.99"])
+@pytest.mark.parametrize("version", ["5.16.0", "5.23.0.dev0", "5.99"])
 def test_a_version_within_the_range_is_passed_over_in_silence(version: str, tmp_path: Path) -> None:
     done = with_transformers(version, tmp_path, "formats")
     assert (done.returncode, done.stderr) == (0, "")
@@ -83,14 +84,14 @@ def test_an_absent_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(requirements, "version", absent)
-    with pytest.raises(requirements.UnsupportedInput, match="it is not installed"):
+    with pytest.raises(UnsupportedInput, match="it is not installed"):
         requirements.require_transformers()
 
 
 def test_pyproject_states_the_same_range() -> None:
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert "transformers>=5.15,<6" in dependencies
-    assert (requirements.OLDEST, requirements.NEWEST) == ((5, 15), (6,))
+    assert "transformers>=5.16,<6" in dependencies
+    assert (requirements.OLDEST, requirements.NEWEST) == ((5, 16), (6,))
 
 
 def test_peak_memory_is_in_bytes_on_macos_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
