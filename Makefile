@@ -1,7 +1,8 @@
 # One word per habit; `make` alone lists them.
 #
 # PYTHON=python3.12 make setup     another interpreter
-# make setup TORCH=torch==2.13.0   whatever build of torch pip finds, CUDA included (default: only a CPU build)
+# make setup TORCH=torch==2.13.0   that build of torch, as pip finds it (default: a CPU build if there is one)
+# make setup TORCH_INDEX=          without asking PyTorch's own index for the CPU build
 # make fuzz SECONDS=600            as long for each parser (default: 60)
 # make test WORKERS=8              as many processes (default: 2; 0: none but pytest itself)
 
@@ -11,7 +12,6 @@ WORKERS ?= 2
 SECONDS ?= 60
 BIN := .venv/bin
 READY := .venv/.ready
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow clients check fix bench families mutants other-exporters docs fuzz wheel size
@@ -20,13 +20,10 @@ help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-15s %s\n", $$1, $$2 }'
 
 setup: $(READY) ## create .venv from constraints.txt; quick when there is nothing to do
-	@:
+	@echo "ready: $(BIN)/llmconv; \`. $(BIN)/activate\` makes it llmconv, \`make demo\` shows it at work"
 
-$(READY): pyproject.toml constraints.txt tools/install_torch.py convert/adapters/low_rank.c
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(if $(TORCH),$(PIP) $(TORCH),$(BIN)/python tools/install_torch.py)
-	$(PIP) setuptools
-	$(PIP) --no-build-isolation -e '.[dev]'
+$(READY): pyproject.toml constraints.txt tools/set_up.py convert/adapters/low_rank.c
+	@$(PYTHON) tools/set_up.py --torch '$(TORCH)'
 	@touch $@
 
 demo: $(READY) ## the main job on a real checkpoint, from examples/ to text

@@ -20,6 +20,11 @@ try:
 except ImportError:  # an older transformers
     _onnx = _utils = None
 
+_cache: Any = importlib.import_module("transformers.cache_utils")
+
+EMPTY_LAYER: Callable[[], Any] = getattr(_cache, "DummyLayer", _cache.LinearAttentionLayer)
+"""The cache of a layer that keeps nothing; transformers before 5.23 takes a linear attention layer without states."""
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = getattr(_onnx, "_ONNX_TRANSLATION_TABLE", {})
 """Operation of torch -> function of onnxscript."""
 

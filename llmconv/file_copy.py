@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from llmconv.unix import copy_in_kernel, flush_data, will_need
+
 FICLONE = 0x40049409
 """`ioctl_ficlone(2)`: both files share all blocks until one of them is written to (btrfs, XFS, bcachefs, ZFS, …)."""
 
@@ -29,7 +31,7 @@ def can_clone(source: Path, folder: Path) -> bool:
                 return _clone(given.fileno(), trial)
             finally:
                 os.close(trial)
-    except OSError:
+    except (OSError, AttributeError):  # a system without O_TMPFILE cannot clone in this way either
         return False
 
 
@@ -74,12 +76,12 @@ def _copy(source: int, target: int, size: int, advance: Callable[[int], None]) -
         flushing: Future[None] = disk.submit(lambda: None)
         for start in range(0, size, COPY_BYTES):
             stop = min(start + COPY_BYTES, size)
-            os.posix_fadvise(source, stop, COPY_BYTES, os.POSIX_FADV_WILLNEED)
+            will_need(source, stop, COPY_BYTES)
             _copy_range(source, target, start, stop)
             hashing.append(hasher.submit(_hash_range, digest, target, start, stop))
             if flushing.done():
                 flushing.result()
-                flushing = disk.submit(os.fdatasync, target)
+                flushing = disk.submit(flush_data, target)
             advance(stop - start)
         for done in [*hashing, flushing]:
             done.result()
@@ -89,10 +91,7 @@ def _copy(source: int, target: int, size: int, advance: Callable[[int], None]) -
 def _copy_range(source: int, target: int, start: int, stop: int) -> None:
     """Copies bytes `start:stop`, or up to the end of a source that has become shorter."""
     while start < stop:
-        try:
-            count = os.copy_file_range(source, target, stop - start, start, start)
-        except OSError:  # EXDEV, EINVAL, ENOSYS, …: what is really wrong, plain reading and writing tells
-            count = 0
+        count = copy_in_kernel(source, target, start, stop - start)
         if not count:
             block = os.pread(source, min(READ_BYTES, stop - start), start)
             count = os.pwrite(target, block, start)

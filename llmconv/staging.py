@@ -33,6 +33,7 @@ LOCK = "lock"
 LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | NOFOLLOW
 JOURNAL_BYTES = 256 << 20
 RENAME_NOREPLACE, RENAME_EXCHANGE, AT_FDCWD = 1, 2, -100
+MACOS_FLAGS = {RENAME_NOREPLACE: 4, RENAME_EXCHANGE: 2}
 
 
 class StagedFolder:
@@ -281,7 +282,7 @@ def _lock_folder(descriptor: int) -> None:
 def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
     """What of a folder stands against replacing it; empty where nothing does."""
     if not output.is_dir() or output.is_symlink():
-        return "is no folder"
+        return "is not a folder"
     if any(path.is_relative_to(output.resolve()) for path in inputs):
         return "holds what is to be read"
     entries = [path for path in output.rglob("*") if not path.is_dir()]
@@ -318,16 +319,36 @@ def sync_folder(path: Path) -> None:
 
 
 def rename_at(new: Path, old: Path, flag: int) -> None:
-    """Renames in one call (Linux `renameat2`): swaps two paths, so that `old` is never absent, or replaces nothing.
+    """Renames in one call: swaps two paths, so that `old` is never absent, or replaces nothing.
+
+    That is `renameat2(2)` of Linux and `renamex_np(2)` of macOS; elsewhere it takes several.
 
     Raises:
         FileExistsError: RENAME_NOREPLACE, and `old` is there.
         OSError: any other failure.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), flag):
+    if hasattr(libc, "renameat2"):
+        failed = libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), flag)
+    elif hasattr(libc, "renamex_np"):
+        failed = libc.renamex_np(os.fsencode(new), os.fsencode(old), MACOS_FLAGS[flag])
+    else:
+        _rename_in_steps(new, old, flag)
+        return
+    if failed:
         code = ctypes.get_errno()
-        if code == errno.EINVAL and flag == RENAME_NOREPLACE:  # a file system that cannot tell
-            new.rename(old)
-            return
-        raise OSError(code, os.strerror(code), str(old))
+        if code not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise OSError(code, os.strerror(code), str(old))
+        _rename_in_steps(new, old, flag)  # a file system that cannot do it at once
+
+
+def _rename_in_steps(new: Path, old: Path, flag: int) -> None:
+    if flag == RENAME_NOREPLACE:
+        if os.path.lexists(old):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(old))
+        new.rename(old)
+        return
+    aside = old.with_name(f".{old.name}.llmconv-swap")
+    old.rename(aside)
+    new.rename(old)
+    aside.rename(new)

@@ -19,6 +19,7 @@ from typing import IO, Any
 from llmconv.behind import Behind
 from llmconv.plan import Shard
 from llmconv.tensors import Array, LazyTensor, Piece, as_bytes
+from llmconv.unix import flush_data
 
 LOOK_AHEAD = 8
 """Row blocks in flight: enough for the cores, few enough to stay small."""
@@ -72,7 +73,7 @@ def stream_shard(file: IO[bytes], shard: Shard, advance: Callable[[int], None]) 
             advance(len(block))
             size += len(block)
             if size - flushed > FLUSH_BYTES and flushing.is_idle():
-                flushing.start(os.fdatasync, file.fileno())
+                flushing.start(flush_data, file.fileno())
                 flushed = size
         hashing.finish()
         flushing.finish()

@@ -122,11 +122,27 @@ def without_digits(line: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_python_of_the_readme_prints_the_same_story(tmp_path: Path) -> None:
+def test_the_python_of_the_readme_prints_the_same_story_beside_the_session(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (code,) = blocks(README, "python")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert " robot named Bolt. Bolt sailed an iron ship over the cold sea." in done.stdout
+
+
+def test_nothing_says_to_install_what_is_not_on_the_package_index() -> None:
+    sources = [path for room in ("llmconv", "convert", "export", "verify") for path in (ROOT / room).rglob("*.py")]
+    pages = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which may tell what was once said
+    absent = re.compile(r"pip install\s+(?:'|\")?llmconv\b")
+    assert [str(path) for path in (*pages, *sources) if absent.search(path.read_text())] == []
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_what_the_readme_writes_in_the_repository_is_ignored_by_git() -> None:
+    outputs = {*re.findall(r"-o (\w+)|--report (\w+)", "".join(blocks(README, "console")))}
+    folders = {name for pair in outputs for name in pair if name} | {"scratch"}
+    assert folders == {"base", "merged", "report", "scratch"}
+    for folder in folders:
+        assert subprocess.run(["git", "check-ignore", "-q", f"{folder}/x"], cwd=ROOT, check=False).returncode == 0
 
 
 @pytest.mark.slow

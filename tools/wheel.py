@@ -38,7 +38,8 @@ def names(wheel: Path) -> set[str]:
 
 def modules() -> set[str]:
     """What the wheel should hold: the page, and every module as it is imported; a compiled one has a stub."""
-    front = {str(path) for path in Path("llmconv").rglob("*.py")} | {"llmconv/py.typed", "llmconv/serve/page.html"}
+    page = {str(path) for kind in ("html", "css", "js") for path in Path("llmconv/serve").glob(f"*.{kind}")}
+    front = {str(path) for path in Path("llmconv").rglob("*.py")} | {"llmconv/py.typed"} | page
     stubs = [path for room in ROOMS for path in Path(room).rglob("*.pyi")]
     compiled = [path.with_suffix(".abi3.so") for path in stubs]
     rooms = [path for room in ROOMS for path in Path(room).rglob("*.py")]

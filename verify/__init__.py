@@ -1,5 +1,9 @@
+import sys
+
 if __name__ != "llmconv.verify":
     raise ImportError("import llmconv.verify: `verify` is no top-level package")
+if sys.platform == "win32":
+    raise ImportError("llmconv does not run on Windows itself: use the Windows Subsystem for Linux")
 
 from llmconv.verify.foreign.maps import register_port_map
 from llmconv.verify.foreign.ports import PortMap

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DummyLayer, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
+from llmconv.export.library_fixes import EMPTY_LAYER
 from llmconv.runtime.cache_names import layer_of
 
 
@@ -37,13 +38,25 @@ class PastLayer(DynamicLayer):  # type: ignore[misc]
         return 0 if self.keys is None else self.keys.shape[-2]
 
 
+class NotedStates(dict[int, Tensor]):
+    """Recurrent states by number; models read them through the cache, before transformers 5.21 from its layer."""
+
+    last_read: Tensor | None = None
+    """The state that was asked for last: some scans of transformers are not given the state to continue."""
+
+    def __getitem__(self, number: int) -> Tensor:
+        """A state, noted in `last_read`."""
+        NotedStates.last_read = super().__getitem__(number)
+        return NotedStates.last_read
+
+
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """One layer's windows `[batch, channels, kernel]` and recurrent states; a fresh one holds zeros, not nothing."""
 
     def __init__(self, conv: Sequence[Tensor], recurrent: Sequence[Tensor]) -> None:
         super().__init__(number_of_states=max(len(conv), len(recurrent)))
         self.conv_states.update(enumerate(conv))
-        self.recurrent_states.update(enumerate(recurrent))
+        self.recurrent_states = NotedStates(enumerate(recurrent))
         self.has_previous_state = dict.fromkeys(range(self.number_of_states), True)
         self.is_conv_states_initialized = self.is_recurrent_states_initialized = self.has_previous_state
 
@@ -77,9 +90,6 @@ class TracedCache(Cache):  # type: ignore[misc]
         num_layers: of the model.
     """
 
-    last_read: Tensor | None = None
-    """The recurrent state that was asked for last: some scans of transformers are not given the state to continue."""
-
     is_step: Tensor | None = None
     """Whether the call is one token after a past."""
 
@@ -88,11 +98,6 @@ class TracedCache(Cache):  # type: ignore[misc]
         for name, tensor in zip(names, tensors, strict=True):
             by_layer[layer_of(name) or 0].setdefault(_part(name), []).append(tensor)
         super().__init__(layers=[_layer(**parts) for parts in by_layer])
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The state of a layer, noted in `last_read`."""
-        TracedCache.last_read = super().get_recurrent_state(layer_idx, state_idx)
-        return TracedCache.last_read
 
     def tensors(self) -> list[Tensor]:
         """What the layers hold now, in the order of the graph's outputs."""
@@ -112,7 +117,7 @@ def _layer(
     recurrent: Sequence[Tensor] = (),
 ) -> Any:
     if not key:
-        return StateLayer(conv, recurrent) if conv or recurrent else DummyLayer()
+        return StateLayer(conv, recurrent) if conv or recurrent else EMPTY_LAYER()
     if conv or recurrent:
         return HybridLayer(key[0], value[0], conv, recurrent)
     return PastLayer(key[0], value[0])

@@ -13,7 +13,7 @@ from torch import Tensor
 from llmconv.export.caches.convolution import CONVOLVE
 from llmconv.export.caches.functions import call
 from llmconv.export.caches.kind import CacheKind, State, first
-from llmconv.export.caches.layers import TracedCache
+from llmconv.export.caches.layers import NotedStates
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
 FUNCTION = """
@@ -74,7 +74,7 @@ def selective_scan(  # noqa: PLR0913 - transformers calls it
     """
     dt = dt if delta_bias is None else dt + delta_bias[..., None]
     dt = F.softplus(dt) if delta_softplus else dt
-    past = TracedCache.last_read
+    past = NotedStates.last_read
     assert past is not None
     inputs = [hidden_states, dt, A, B.transpose(1, 2), C.transpose(1, 2), past]
     output, state = call("SelectiveScan", inputs, [hidden_states.shape, past.shape])

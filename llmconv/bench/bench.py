@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
 from llmconv.runtime.context import context_length
 from llmconv.storage import fetches
+from llmconv.unix import cores
 
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3
@@ -62,7 +62,7 @@ def bench(
     _require_positive(lengths=lengths, batch_sizes=batch_sizes, repeat=(repeat,))
     require_least(new_tokens, 2, "new_tokens")
     require_least(threads, 0, "threads")
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or cores()
     first = model if isinstance(model, Candidate) else Candidate.parse(str(model))
     others = (other if isinstance(other, Candidate) else Candidate.parse(str(other), first.folder) for other in against)
     candidates = [first, *others]

@@ -60,7 +60,7 @@ class Candidate:
         if folder is None or not folder.is_dir():
             known = ", ".join(RUNTIMES)
             raise UsageProblem(
-                f"`{rest or text}` is no folder", hint=f"give FOLDER or RUNTIME:FOLDER; runtimes: {known}"
+                f"`{rest or text}` is not a folder", hint=f"give FOLDER or RUNTIME:FOLDER; runtimes: {known}"
             )
         return cls(kind, folder, (interpreters or {}).get(kind, sys.executable))
 

@@ -30,7 +30,7 @@ def require_plotting(path: Written) -> None:
     if Path(path).suffix.lower() not in KINDS:
         raise UsageProblem(f"`{path}` is no kind of picture", hint=f"end the name in {', '.join(KINDS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputRefused("`--plot` needs matplotlib", hint="`pip install 'llmconv[plot]'`, or `--csv FILE`")
+        raise InputRefused("`--plot` needs matplotlib", hint="`pip install matplotlib`, or `--csv FILE`")
 
 
 @checked

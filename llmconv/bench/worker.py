@@ -177,7 +177,8 @@ def _peak() -> int:
     """Bytes of the largest resident set since `_forget_peak`."""
     with suppress(OSError, IndexError, ValueError):
         return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from llmconv import __version__
 from llmconv.cli.options import VERBOSE, refuse_empty_paths
 from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, first_line, printable
 from llmconv.memory import says_no_memory
+from llmconv.requirements import require_platform, require_transformers
 
 DEFECT = 70
 """Exit code of an error that llmconv did not foresee: `EX_SOFTWARE` of sysexits.h."""
@@ -84,6 +85,9 @@ class LazyGroup(click.Group):
         gc.set_threshold(*COLLECT_SELDOM)
         signal.signal(signal.SIGTERM, _terminated)
         try:
+            require_platform()
+            if not {*ctx.args} & {"-h", "--help"}:
+                require_transformers()
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result

@@ -29,7 +29,7 @@ def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **c
     of `delta extract`, which gives back the tuned model bit for bit and refuses any other base; of FastChat (Vicuna) or
     Stanford Alpaca, a Hugging Face folder of tuned - base, whose vocabulary may be larger; of LLaMA2-Accessory. The
     last two are added in float32 and rounded once to --dtype; with `keep` that is the base's type, or the delta's where
-    that has more bits. A checksum that comes with a delta is compared, and told of where it differs.
+    that has more bits. If the delta ships a checksum, it is compared, and a mismatch is reported.
 
     \b
     llmconv delta apply llama-7b vicuna-7b-delta-v1.1 -o vicuna-7b

@@ -22,9 +22,13 @@ BACKENDS = ["onnx", "torch", "genai"]
 TEMPLATE = "Of chats: the tokenizer's, alpaca, v1_2, vicuna, or a file in Jinja."
 
 PICKING = (
-    click.option("--max-new-tokens", type=click.IntRange(1), help="At most so many; 64 where nothing says how many."),
-    click.option("--max-length", type=click.IntRange(1), help="At most so many, the prompt counted."),
-    click.option("--temperature", type=click.FloatRange(0), help="Above 0 tokens are drawn; 0 takes the likeliest."),
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(1),
+        help="Maximum number of new tokens. Default: generation_config.json, else 64.",
+    ),
+    click.option("--max-length", type=click.IntRange(1), help="Maximum number of tokens, prompt included."),
+    click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature; 0 means greedy decoding."),
     click.option("--top-k", type=click.IntRange(0), help="Draw from the k likeliest; 0 for all, 50 if not said."),
     click.option(
         "--top-p", type=click.FloatRange(0, 1, min_open=True), help="Draw from the likeliest that sum up to p."
@@ -33,7 +37,7 @@ PICKING = (
     click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), help="1 for none."),
     click.option("--num-beams", type=click.IntRange(1), help="Sequences searched side by side."),
     click.option("--stop", "stop_strings", multiple=True, metavar="STRING", help="Ends a text; may be repeated."),
-    click.option("--seed", type=click.IntRange(0), help="Of the drawing."),
+    click.option("--seed", type=click.IntRange(0), help="Random seed for sampling."),
 )
 RUNNING = (
     click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="What runs."),

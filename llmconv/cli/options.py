@@ -97,7 +97,9 @@ as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object 
 
 
 def talk(
-    command: Command, quiet: str = "No talk and no bars on stderr.", verbose: str = "Show the traceback of an error."
+    command: Command,
+    quiet: str = "Hide messages and progress bars (stderr).",
+    verbose: str = "Show the traceback of an error.",
 ) -> Command:
     """`-q` and `-v`, with what they do."""
 

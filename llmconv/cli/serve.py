@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import click
@@ -17,7 +18,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 @click.argument("model", metavar="FOLDER")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 for any free one.")
-@click.option("--name", default="", help="Of the model for clients; by default the folder's.")
+@click.option("--name", default="", help="Model name shown to clients. Default: the folder's name.")
 @click.option("--parallel", type=click.IntRange(1), default=4, show_default=True, help="Answers that take turns.")
 @click.option("--queue", type=click.IntRange(0), default=32, show_default=True, help="Further requests that may wait.")
 @click.option(
@@ -27,7 +28,12 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 )
 @click.option("--system", default="", metavar="TEXT", help="The message of the system, in chats that have none.")
 @click.option("--template", default="tokenizer", show_default=True, metavar="NAME", help=generation_options.TEMPLATE)
-@click.option("--api-key", envvar=API_KEY, default="", help=f"That requests must bear; better given in {API_KEY}.")
+@click.option(
+    "--api-key",
+    envvar=API_KEY,
+    default="",
+    help=f"Key that clients must send. Prefer the environment variable {API_KEY}.",
+)
 @click.option("--allow-host", "allow_hosts", multiple=True, help="Further name of this server; may be repeated.")
 @click.option(
     "--allow-origin", "allow_origins", multiple=True, help="Site whose pages may ask, https://NAME; may be repeated."
@@ -56,6 +62,6 @@ def command(
     def on_ready(address: str, served: str) -> None:
         say(f"{address} is a chat page, {address}/v1 is OpenAI's API; Ctrl-C ends")
         if as_json:
-            options.print_json({"address": address, "model": served})
+            click.echo(json.dumps({"address": address, "model": served}))
 
     serve(opener, settings, on_ready)

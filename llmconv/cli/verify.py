@@ -40,7 +40,9 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
     help="How it names its inputs: auto (default), genai, llmconv, mobius, optimum, transformers, a JSON file.",
 )
 @click.option("--reference", metavar="PATH", help="HF folder of the model; default: as recorded.")
-@click.option("--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="How much.")
+@click.option(
+    "--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="Which scenarios to run."
+)
 @click.option("--scenario", "only", multiple=True, metavar="NAME", help="This scenario only; may be repeated.")
 @click.option(
     "--text",
@@ -48,7 +50,9 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
     type=click.Path(path_type=Path),
     help="Text that the cost of a quantised --graph is measured on; default: random tokens.",
 )
-@click.option("--max-divergence", type=click.FloatRange(0), metavar="NATS", help="A larger mean cost fails, in KL.")
+@click.option(
+    "--max-divergence", type=click.FloatRange(0), metavar="NATS", help="Fail if the mean KL divergence exceeds this."
+)
 @click.option(
     "--min-agreement", type=click.FloatRange(0, 1), metavar="SHARE", help="Fewer equal likeliest tokens fail."
 )

@@ -174,7 +174,8 @@ def _library() -> Any:
         return importlib.import_module("onnxruntime_genai")
     except ImportError as error:
         raise InputRefused(
-            f"`--backend genai` needs onnxruntime-genai: {first_line(error)}", hint="`pip install 'llmconv[genai]'`"
+            f"`--backend genai` needs onnxruntime-genai: {first_line(error)}",
+            hint="`pip install 'onnxruntime-genai>=0.18'`",
         ) from error
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from llmconv import unix
 
 STATUS = Path("/proc/self/status")
 """`VmHWM` of `proc_pid_status(5)`; `getrusage` counts what the parent process had, too."""
@@ -154,4 +155,4 @@ def peak_memory() -> int:
     try:
         return 1024 * int(STATUS.read_text().split("VmHWM:")[1].split()[0])
     except (OSError, IndexError, ValueError):
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return unix.peak_memory()

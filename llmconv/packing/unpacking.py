@@ -1,7 +1,8 @@
 """Packed checkpoints: a compressed file, or a tar archive of one file, is unpacked once, to a temporary file.
 
 The temporary file has no name on the disk, so that it is gone however the process ends; a link to its descriptor, under
-the name of the packed file, stands for it. TMPDIR says on which disk it lies.
+the name of the packed file, stands for it. Where there are no such links (macOS) it keeps its name, and goes when the
+process ends in order. TMPDIR says on which disk it lies.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from llmconv.packing.codecs import Codec
 from llmconv.packing.compression import BLOCK, find_codec, open_stream
 from llmconv.packing.tar_archive import RECORD, TarArchive, is_tar
 from llmconv.progress import bytes_bar
+
+DESCRIPTORS = Path("/proc/self/fd")
+"""A link for every open file, `proc(5)`."""
 
 CHECK_BYTES = 64 << 20
 """The free space is asked for after so many bytes."""
@@ -65,11 +69,15 @@ def _unpacked(path: Path, size: int, _changed: int) -> Path | None:
 
 def _unpack_into(folder: Path, name: str, file: BinaryIO, codec: Codec | None) -> Path:
     with open(folder / "unpacked", "w+b", buffering=0) as target:
-        (folder / "unpacked").unlink()
+        link = folder / name
+        if DESCRIPTORS.is_dir():
+            (folder / "unpacked").unlink()
         _unpack(name, file, codec, target)
         _check_packed_once(name, target)
-        link = folder / name
-        link.symlink_to(f"/proc/self/fd/{os.dup(target.fileno())}")
+        if DESCRIPTORS.is_dir():
+            link.symlink_to(DESCRIPTORS / str(os.dup(target.fileno())))
+        else:
+            (folder / "unpacked").rename(link)
     return link
 
 

@@ -118,7 +118,7 @@ def _name(module: str, name: str) -> Global:
     if module.partition(".")[0] in COMMAND_MODULES or (builtin and name in COMMAND_NAMES):
         raise Refused(
             f"calls `{module}.{name}`; nothing was run",
-            "such a file is an attack, no checkpoint; delete it and tell who gave it to you",
+            "such a file is an attack, not a checkpoint; delete it and report it to its source",
         )
     return Global(module, name)
 

@@ -83,6 +83,11 @@ class Answering:
         self._conversations = Conversations(kept, model.runner)
         self._stops = find_template(template).stops
 
+    @property
+    def chats(self) -> bool:
+        """Whether there is a template for chats; without one the model only continues texts."""
+        return self._template != TOKENIZER or bool(self.model.tokenizer.chat_template)
+
     def choices(self, request: Request) -> list[Choice]:
         """Every prompt as tokens, as often as answers to it are wanted.
 

@@ -53,7 +53,8 @@ class Endpoints:
 
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: 200 while requests are taken."""
-        return JSONResponse({"status": "ok", "model": self.answering.name, **self.scheduler.load()})
+        told = {"status": "ok", "model": self.answering.name, "chat": self.answering.chats, **self.scheduler.load()}
+        return JSONResponse(told)
 
     async def models(self, request: HttpRequest) -> Response:
         """`GET /v1/models`."""

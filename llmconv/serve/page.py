@@ -1,4 +1,4 @@
-"""The chat page: one file without a network dependency, under a policy that lets nothing else run."""
+"""The chat page: one document without a network dependency, under a policy that lets nothing else run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from importlib import resources
 
 from starlette.responses import HTMLResponse
 
+PARTS = {"style": ("page.css",), "script": ("markdown.js", "page.js")}
+"""Elements of page.html, which are empty there, and the files that fill them."""
+
 
 def page_response() -> HTMLResponse:
     """The page with its content security policy."""
@@ -19,8 +22,15 @@ def page_response() -> HTMLResponse:
 
 @functools.cache
 def _page() -> tuple[str, str]:
-    text = resources.files("llmconv.serve").joinpath("page.html").read_text("utf-8")
+    text = _part("page.html")
+    for tag, names in PARTS.items():
+        content = "\n".join(_part(name) for name in names)
+        text = text.replace(f"<{tag}></{tag}>", f"<{tag}>\n{content}</{tag}>")
     return text, content_security_policy(text)
+
+
+def _part(name: str) -> str:
+    return resources.files("llmconv.serve").joinpath(name).read_text("utf-8")
 
 
 def content_security_policy(html: str) -> str:

@@ -84,8 +84,6 @@ def serve(
     access = Access((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
     with listen(settings.host, settings.port) as listener:
         model = _opened(open_model)
-        if settings.template == TOKENIZER and not model.tokenizer.chat_template:
-            warn("the tokenizer has no chat template: chats are refused unless `--template` names one")
         answering = Answering(
             model,
             settings.name or model.folder.resolve().name,
@@ -94,6 +92,8 @@ def serve(
             max_new_tokens=settings.max_new_tokens,
             kept=settings.parallel,
         )
+        if not answering.chats:
+            warn("the tokenizer has no chat template: texts are continued, chats refused unless `--template` names one")
         scheduler = Scheduler(settings.parallel, settings.queue)
         server = _Server(make_app(answering, scheduler, access), scheduler, settings.grace)
         server.ready = lambda: on_ready(_address(listener), answering.name) if on_ready else None

@@ -111,7 +111,7 @@ def test_without_matplotlib_its_extra_is_named(talking: Path, monkeypatch: pytes
     result = CliRunner().invoke(main, ["bench", str(talking), "--plot", "curves.png"])
 
     assert result.exit_code == 3
-    assert "llmconv[plot]" in result.stderr
+    assert "pip install matplotlib" in result.stderr
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ import pytest
 
 from benchmarks import environments
 from llmconv.export import export
+from tests.chatting import save_chatting
 from tests.conftest import save_tiny
+from tests.test_docs import blocks
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +84,25 @@ def eager(folder: Path, prompt: list[int], new: int = NEW, end: int = 2) -> list
     tokens = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
     added: list[int] = tokens[0, len(prompt) :].tolist()
     return until_end(added, end)
+
+
+def test_the_snippet_for_optimum_reads_a_tokenizer_saved_by_transformers_5(tmp_path: Path) -> None:
+    folder = save_chatting(tmp_path / "MODEL")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "TokenizersBackend"
+    config["extra_special_tokens"] = ["<unk>"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    export(folder, layout="optimum")
+    (snippet,) = [code for code in blocks(ROOT / "docs/clients.md", "python") if "optimum" in code]
+    home = ROOT / environments.folder("optimum")
+    if not (home / "complete").exists():
+        pytest.skip("no build/optimum-env; `make clients` makes it")
+    python = [home / "bin/python", "-c", snippet]
+    done = subprocess.run(python, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    prompt = [ord(letter) - 0x1F for letter in "Once upon a time"]
+    text = "".join(chr(0x1F + token) for token in eager(folder, prompt, 20))
+    assert done.stdout.splitlines()[-1] == repr(["Once upon a time" + text])
 
 
 def until_end(tokens: list[int], end: int = 2) -> list[int]:

@@ -143,4 +143,4 @@ def test_without_the_library_its_extra_is_named(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(InputRefused, match="needs onnxruntime-genai") as error:
         GenaiModel.load(tmp_path)
 
-    assert "llmconv[genai]" in error.value.hint
+    assert "pip install 'onnxruntime-genai" in error.value.hint

@@ -52,11 +52,7 @@ def serving(folder: Path, *options: str, **environment: str) -> Iterator[Served]
     reading = threading.Thread(target=lambda: served.log.extend(process.stderr or []), daemon=True)
     reading.start()
     try:
-        told = ""
-        for line in process.stdout:
-            told += line
-            if line == "}\n":
-                break
+        told = process.stdout.readline()  # one line, as a supervisor reads it
         assert told, served.log
         served.address = json.loads(told)["address"]
         yield served

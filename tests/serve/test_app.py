@@ -171,7 +171,7 @@ def test_models_and_health_name_the_model(client: TestClient) -> None:
     assert client.get("/v1/models/tiny-chat").json() == found
     assert client.get("/v1/models/other").status_code == 404
     health = client.get("/health").json()
-    assert health == {"status": "ok", "model": "tiny-chat", "active": 0, "waiting": 0}
+    assert health == {"status": "ok", "model": "tiny-chat", "chat": True, "active": 0, "waiting": 0}
 
 
 def test_no_model_named_is_the_one_there_is(client: TestClient) -> None:

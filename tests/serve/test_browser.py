@@ -6,36 +6,17 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from selenium.webdriver import Chrome
-from selenium.webdriver.chrome.options import Options
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
 
 from tests.chatting import CONTEXT
+from tests.serve.browsing import BROWSER, Page, opened
 from tests.serve.process import Served, serving
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1000,800",
-)
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),
-]
+pytestmark = BROWSER
 
 
 @pytest.fixture(scope="module")
@@ -47,61 +28,9 @@ def served(chatting: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    """A browser with a profile of its own, which notes what pages log."""
-    options = Options()
-    options.binary_location = str(CHROMIUM)
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = Chrome(options=options, service=Service(DRIVER))
-    yield driver
-    driver.quit()
-
-
-class Page:
-    """The chat page, as a person sees it."""
-
-    def __init__(self, browser: Chrome, address: str) -> None:
-        self.browser = browser
-        self.logged()  # of earlier pages
-        browser.get(f"{address}/")
-        self.until(lambda: self["model"].text == "tiny-chat")
-
-    def __getitem__(self, name: str) -> WebElement:
-        return self.browser.find_element(By.ID, name)
-
-    def until(self, condition: Any, seconds: float = 30) -> None:
-        """Waits until something is so."""
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, self["log"].text
-            time.sleep(0.05)
-
-    def limit(self, tokens: int, temperature: float = 0) -> None:
-        """Sets two options."""
-        if self["details"].get_attribute("open") is None:
-            self.browser.find_element(By.TAG_NAME, "summary").click()
-        for name, value in (("most", tokens), ("temperature", temperature)):
-            self[name].clear()
-            self[name].send_keys(str(value))
-
-    def send(self, text: str) -> None:
-        """Types a message and Enter."""
-        self["text"].send_keys(text, Keys.ENTER)
-
-    def texts(self) -> list[str]:
-        """Every message that is shown."""
-        found = self.browser.find_elements(By.CSS_SELECTOR, "#log article p")
-        return [str(paragraph.get_property("textContent")) for paragraph in found]
-
-    def idle(self) -> bool:
-        """Whether no answer is under way."""
-        return not self["stop"].is_displayed()
-
-    def logged(self) -> list[str]:
-        """What the page logged: errors and violations of its policy."""
-        entries: list[dict[str, str]] = self.browser.get_log("browser")  # type: ignore[no-untyped-call]
-        return [entry["message"] for entry in entries]
+    """One browser for all tests."""
+    with opened(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
 
 
 @pytest.fixture
@@ -202,6 +131,52 @@ def test_an_error_is_shown_and_the_message_comes_back(page: Page) -> None:
     assert page.browser.find_elements(By.CSS_SELECTOR, "#log > .error") == []
 
 
+def test_top_p_reaches_the_server(page: Page) -> None:
+    page.limit(4)
+    page["top-p"].send_keys("1.5")
+    page.send("Hello")
+    page.until(lambda: page.browser.find_elements(By.CSS_SELECTOR, "#log > .error"))
+    assert "top_p" in page["log"].text
+
+
+def test_every_option_has_a_label(page: Page) -> None:
+    unnamed = "return [...document.querySelectorAll('input, select')].filter(e => !e.labels.length).map(e => e.id)"
+    assert page.browser.execute_script(unnamed) == []
+    page.limit(4)
+    assert "Max tokens" in page["details"].text and "Top-p" in page["details"].text
+
+
+def test_a_model_without_a_template_continues_texts(browser: Chrome, chatting: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    shutil.copytree(chatting, plain, ignore=shutil.ignore_patterns("chat_template*"))
+    with serving(plain) as server:
+        page = Page(browser, server.address, "plain")
+        page.until(lambda: page["send"].text == "Continue")
+        assert "no chat template" in page["log"].text
+        page.limit(5)
+        assert not page["mode"].is_enabled() and not page["system"].is_displayed()
+        (first,) = continued(page, " Once *upon* a time ")
+        page.browser.find_element(By.CLASS_NAME, "go").click()
+        page.until(lambda: page.idle() and len(page.texts()) == 2)
+        assert len(first) == len(page.texts()[1]) == 5
+        shown = page.browser.find_elements(By.CSS_SELECTOR, "#log .text")[1].get_property("textContent")
+        assert shown == " Once *upon* a time " + "".join(page.texts())
+        assert page.logged() == []
+
+
+def continued(page: Page, text: str) -> list[str]:
+    """What the model adds to a text."""
+    page.send(text)
+    page.until(lambda: page.idle() and page.texts() and page.browser.find_elements(By.CLASS_NAME, "note"))
+    return page.texts()
+
+
+def test_a_model_that_chats_can_continue_a_text_as_well(page: Page) -> None:
+    page.limit(6)
+    page["mode"].send_keys("Continue")
+    assert len(continued(page, "Hello")[0]) == 6
+
+
 def test_shift_enter_breaks_the_line(page: Page) -> None:
     page.limit(4)
     page["text"].send_keys("one", Keys.SHIFT, Keys.ENTER, Keys.NULL, "two")
@@ -232,7 +207,7 @@ def test_the_page_fits_and_can_be_read(page: Page, scheme: str, width: int) -> N
     answers(page, "word" * 60)
     wider = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.browser.execute_script(wider) == 0
-    for selector in ("#log article.assistant p", "#log article.user p", "#log .note", "summary", "#model"):
+    for selector in ("#log article.assistant .text", "#log article.user .text", "#log .note", "summary", "#model"):
         assert page.browser.execute_script(CONTRAST, selector) >= 4.5, selector
     page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

@@ -1,0 +1,280 @@
+const at = id => document.getElementById(id);
+const log = at("log"), text = at("text"), scroll = at("scroll");
+const CONTINUED = 64; /* tokens of a continuation where no number is given: the API's own default is 16 */
+let messages = [];
+let running = null;
+
+function headers() {
+  const key = at("key").value.trim();
+  return key ? {"Authorization": "Bearer " + key} : {};
+}
+
+async function failure(response) {
+  if (response.status === 401) {
+    at("keyed").hidden = false;
+    at("details").open = true;
+  }
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return "the server answered " + response.status;
+  }
+}
+
+function isChat() {
+  return at("mode").value === "chat";
+}
+
+function article(role, title) {
+  at("empty").hidden = true;
+  const made = element("article", role);
+  made.append(element("h2", "", title), element("div", "text"));
+  made.shown = "";
+  log.append(made);
+  return made;
+}
+
+function showUser(content) {
+  const made = article("user", "You");
+  made.shown = made.lastChild.textContent = content;
+  return made;
+}
+
+/* What a model wrote: as Markdown, or as it came. A text that is continued keeps its spaces and lines. */
+function paint(made) {
+  const place = made.querySelector(".text");
+  const asMarkdown = made.given === undefined && at("markdown").checked;
+  if (place.classList.contains("markdown") !== asMarkdown) place.replaceChildren();
+  place.className = asMarkdown ? "text markdown" : "text raw";
+  if (asMarkdown) {
+    showMarkdown(place, made.shown);
+    return;
+  }
+  place.blocks = null;
+  place.replaceChildren(made.shown);
+  if (made.given) place.prepend(element("span", "given", made.given));
+}
+
+/* Repaints at most once a frame, however fast the pieces come. */
+function paintSoon(made) {
+  made.frame ||= requestAnimationFrame(() => {
+    const follow = atEnd();
+    made.frame = 0;
+    paint(made);
+    if (follow) toEnd();
+  });
+}
+
+function atEnd() {
+  return scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 60;
+}
+
+function toEnd() {
+  scroll.scrollTop = scroll.scrollHeight;
+}
+
+/* The data of every server-sent event, as it arrives. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  while (true) {
+    const {value, done} = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) if (part.startsWith("data: ")) yield part.slice(6);
+  }
+}
+
+function sampling() {
+  const body = {stream: true, stream_options: {include_usage: true}};
+  for (const [id, name] of [["temperature", "temperature"], ["top-p", "top_p"], ["limit", "max_tokens"]]) {
+    if (at(id).value !== "") body[name] = Number(at(id).value);
+  }
+  return body;
+}
+
+function chatRequest() {
+  const system = at("system").value.trim();
+  return {messages: system ? [{role: "system", content: system}, ...messages] : messages, ...sampling()};
+}
+
+async function answer(made, path, body, signal) {
+  const result = {finish: "", usage: null, seconds: 0};
+  let first = 0;
+  const response = await fetch(path, {
+    method: "POST", headers: {"Content-Type": "application/json", ...headers()}, body: JSON.stringify(body), signal,
+  });
+  if (!response.ok) throw new Error(await failure(response));
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") break;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message);
+    if (chunk.usage) result.usage = chunk.usage;
+    if (!chunk.choices.length) continue;
+    first ||= performance.now();
+    const choice = chunk.choices[0];
+    result.finish = choice.finish_reason || result.finish;
+    made.shown += (choice.delta ? choice.delta.content : choice.text) || "";
+    paintSoon(made);
+  }
+  result.seconds = (performance.now() - first) / 1000;
+  return result;
+}
+
+function describe(result) {
+  const parts = [];
+  if (result.usage) {
+    const count = result.usage.completion_tokens;
+    parts.push(count + (count === 1 ? " token" : " tokens"));
+    if (count > 1 && result.seconds > 0) parts.push(((count - 1) / result.seconds).toFixed(1) + " tokens/s");
+  }
+  if (result.finish === "length") parts.push("cut off at the limit");
+  return parts.join(" · ");
+}
+
+function busy(controller) {
+  running = controller;
+  at("send").hidden = controller !== null;
+  at("stop").hidden = controller === null;
+  log.setAttribute("aria-busy", String(controller !== null));
+  log.querySelectorAll(".go").forEach(button => { button.disabled = controller !== null; });
+  ready();
+}
+
+async function ask(content) {
+  const mine = showUser(content);
+  const made = article("assistant", "Model");
+  messages.push({role: "user", content});
+  const chat = messages;
+  const undo = () => { chat.pop(); mine.remove(); };
+  const keep = () => chat.push({role: "assistant", content: made.shown});
+  await run(made, "v1/chat/completions", chatRequest(), content, undo, keep, () => chat === messages);
+}
+
+async function goOn(content) {
+  const made = article("assistant", "Text");
+  made.given = content;
+  paint(made);
+  const body = {prompt: content, max_tokens: CONTINUED, ...sampling()};
+  await run(made, "v1/completions", body, content, () => {}, () => offerMore(made), () => made.isConnected);
+}
+
+/* A button that continues where the text ends. */
+function offerMore(made) {
+  const more = element("button", "go", "Continue");
+  more.type = "button";
+  more.disabled = true;
+  more.addEventListener("click", () => {
+    if (!running) goOn(made.given + made.shown);
+  });
+  made.lastChild.append(more);
+}
+
+/* One request: `undo` takes back what never began, `keep` notes what came, `current` says whether it is still shown. */
+async function run(made, path, body, content, undo, keep, current) {
+  const controller = new AbortController();
+  made.classList.add("growing");
+  busy(controller);
+  toEnd();
+  let note = null;
+  try {
+    note = element("div", "note", describe(await answer(made, path, body, controller.signal)));
+  } catch (error) {
+    if (current()) note = broken(error, made, content, undo);
+  } finally {
+    made.classList.remove("growing");
+    paint(made);
+    if (note && current()) {
+      made.append(note);
+      keep();
+    }
+    if (running === controller) busy(null);
+    toEnd();
+    text.focus();
+  }
+}
+
+/* What was stopped or broke off stays as far as it came; what never began goes back to where it was written. */
+function broken(error, made, content, undo) {
+  const stopped = error.name === "AbortError";
+  if (made.shown) return element("div", stopped ? "note" : "error", stopped ? "stopped" : error.message);
+  undo();
+  made.remove();
+  if (!text.value) text.value = content;
+  if (!stopped) log.append(element("div", "error", error.message || "the server cannot be reached"));
+  grow();
+  return null;
+}
+
+function ready() {
+  at("send").disabled = running !== null || !text.value.trim();
+}
+
+function grow() {
+  text.style.height = "auto";
+  text.style.height = text.scrollHeight + 2 + "px";
+  ready();
+}
+
+function submit() {
+  const content = isChat() ? text.value.trim() : text.value;
+  if (!content.trim() || running) return;
+  log.querySelectorAll(":scope > .error").forEach(old => old.remove());
+  text.value = "";
+  grow();
+  if (isChat()) ask(content);
+  else goOn(content);
+}
+
+function stop() {
+  if (running) running.abort();
+}
+
+function reset() {
+  messages = [];
+  stop();
+  log.querySelectorAll("article, .error").forEach(old => old.remove());
+  at("empty").hidden = false;
+  text.focus();
+}
+
+/* A chat, or text that the model goes on with. */
+function setMode() {
+  const chat = isChat();
+  const name = chat ? "Message" : "Text to continue";
+  text.placeholder = name;
+  text.setAttribute("aria-label", name);
+  at("send").textContent = chat ? "Send" : "Continue";
+  at("reset").textContent = chat ? "New chat" : "Clear";
+  at("empty").textContent = chat ? "Write a message below." : "Write the beginning of a text below; the model continues it.";
+  at("limit").placeholder = chat ? "default" : String(CONTINUED);
+  at("instructed").hidden = !chat;
+  at("markdown").parentElement.hidden = !chat;
+}
+
+function meet(state) {
+  at("model").textContent = document.title = state.model;
+  if (state.chat) return;
+  at("mode").value = "text";
+  at("mode").disabled = true;
+  at("mode").title = "this model has no chat template";
+  setMode();
+  at("empty").textContent += " It has no chat template, so it does not chat.";
+}
+
+at("form").addEventListener("submit", event => { event.preventDefault(); submit(); });
+at("stop").addEventListener("click", stop);
+at("reset").addEventListener("click", reset);
+at("mode").addEventListener("change", setMode);
+at("markdown").addEventListener("change", () => log.querySelectorAll("article.assistant").forEach(paint));
+text.addEventListener("input", grow);
+text.addEventListener("keydown", event => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    submit();
+  }
+});
+document.addEventListener("keydown", event => { if (event.key === "Escape") stop(); });
+
+fetch("health").then(response => response.json()).then(meet).catch(() => {});

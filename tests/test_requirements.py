@@ -1,0 +1,106 @@
+"""What llmconv needs around it is said first, and what a system lacks is done in another way."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from llmconv import requirements, unix
+from llmconv.errors import UnsupportedInput
+
+ROOT = Path(__file__).parents[1]
+
+WINDOWS = """
+import sys, click, click.testing, rich
+sys.platform = "win32"
+sys.modules["fcntl"] = sys.modules["resource"] = None
+"""
+"""Run first in a process that shall take itself for one on Windows."""
+
+
+def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter."""
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def with_transformers(version: str, folder: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command of llmconv where this version of transformers seems to be installed."""
+    info = folder / f"transformers-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    words = [sys.executable, "-m", "llmconv", *command.split()]
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("command", ["formats", "inspect absent", "export absent", "merge-lora a b -o c"])
+def test_windows_is_refused_on_the_first_line(command: str, tmp_path: Path) -> None:
+    done = python(f"{WINDOWS}\nfrom llmconv.cli import main\nmain({command.split()})", tmp_path)
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: llmconv does not run on Windows itself\n\nhint: ")
+    assert "Subsystem for Linux" in done.stderr
+
+
+@pytest.mark.parametrize("room", ["convert", "export", "verify"])
+def test_the_library_refuses_windows_in_one_line(room: str, tmp_path: Path) -> None:
+    done = python(f"{WINDOWS}\nimport llmconv.{room}", tmp_path)
+    assert "ImportError: llmconv does not run on Windows itself" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.15.1"])
+def test_a_transformers_that_is_too_old_is_named_before_anything_else(version: str, tmp_path: Path) -> None:
+    done = with_transformers(version, tmp_path, "export absent")
+    assert done.returncode == 3
+    message, empty, hint = done.stderr.splitlines()
+    assert message == f"error: llmconv needs {requirements.RANGE}; this is {version}"
+    assert not empty and hint == "hint: `pip install 'transformers>=5.16,<6'`"
+
+
+def test_a_transformers_that_is_too_new_is_a_warning(tmp_path: Path) -> None:
+    done = with_transformers("6.1.0", tmp_path, "formats")
+    assert done.returncode == 0
+    assert done.stderr == f"warning: llmconv is made for {requirements.RANGE}; this is 6.1.0, which was never tried\n"
+
+
+@pytest.mark.parametrize("version", ["5.16.0", "5.23.0.dev0", "5.99"])
+def test_a_version_within_the_range_is_passed_over_in_silence(version: str, tmp_path: Path) -> None:
+    done = with_transformers(version, tmp_path, "formats")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_is_there_with_any_version(tmp_path: Path) -> None:
+    assert with_transformers("4.0", tmp_path, "export --help").returncode == 0
+
+
+def test_an_absent_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(requirements, "version", absent)
+    with pytest.raises(UnsupportedInput, match="it is not installed"):
+        requirements.require_transformers()
+
+
+def test_pyproject_states_the_same_range() -> None:
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert "transformers>=5.16,<6" in dependencies
+    assert (requirements.OLDEST, requirements.NEWEST) == ((5, 16), (6,))
+
+
+def test_peak_memory_is_in_bytes_on_macos_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert unix.peak_memory() >= 1024 * kib
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert kib <= unix.peak_memory() < 1024 * kib
+
+
+def test_cores_are_counted_without_an_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert unix.cores() == os.cpu_count()
