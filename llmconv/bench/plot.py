@@ -36,6 +36,7 @@ def require_plotting(path: Written) -> None:
 @checked
 def write_plot(result: Comparison, path: Written) -> None:
     """Tokens per second over the length, a row of panels per batch size; bars go from the least to the most."""
+    path = Path(path)
     require_plotting(path)
     figure_module = importlib.import_module("matplotlib.figure")
     batches = sorted({cell.batch for cell in result.cells})

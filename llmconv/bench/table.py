@@ -67,4 +67,4 @@ def write_csv(result: Comparison, path: Written) -> None:
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
-    replace_file(path, text.getvalue().encode())
+    replace_file(Path(path), text.getvalue().encode())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmconv.generation.context import context_length
 
 from llmconv.checkpoint import DEPTH_LIMIT, read_json
 from llmconv.convert.blueprint.names import model_folder
@@ -20,6 +19,7 @@ from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece
 from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.generation.settings import GenerationSettings
 from llmconv.manifest import read_manifest
+from llmconv.runtime.context import context_length
 from llmconv.runtime.graph_entry import graph_entries
 from llmconv.runtime.session_file import read_session_file
 from tests.hostile.case import Case
