@@ -60,9 +60,9 @@ class KeepDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reach: sees every operator.
     """
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._reach = reach
+        self._reach = reach or Reach()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
