@@ -130,6 +130,7 @@ class Comparison:
                 foresee(graphs, planned)
                 for (scenario, chains), known in zip(planned, truths, strict=True):
                     self._alone(change.scenario(scenario), chains, graphs, known)
+        twin.release()
 
     def _compare_settings(self, originals: list[OrtGraph]) -> None:
         """One scenario as onnxruntime computes it when it optimises otherwise, with one thread and with two."""

@@ -167,13 +167,17 @@ class Eager:
         """The same model with scaled weights; meanwhile a large one leaves memory, until it is used again."""
         if change.name in self._twins:
             return self._twins[change.name]
-        self._model.release()
-        self._rounded_model.release()
+        self.release()
         twin = self._twin(change)
         self._reaches.append(twin._model.reach)
         if self._kept is not None:
             self._twins = {**self._twins, change.name: twin}
         return twin
+
+    def release(self) -> None:
+        """A large model leaves memory until it is used again."""
+        self._model.release()
+        self._rounded_model.release()
 
     def _twin(self, change: Change) -> Eager:
         return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.of)

@@ -8,6 +8,7 @@ of transformers (Mamba's) start from zeros whatever the cache holds.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import logging
 import sys
@@ -35,6 +36,7 @@ from llmconv.memory import require_memory
 from llmconv.refusals import refused_model
 from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.factors import Factors
+from llmconv.runtime.heap import trim
 from llmconv.runtime.own_code import blaming, own_classes, runs_own_code
 from llmconv.runtime.reach import Reach
 from llmconv.runtime.runner import Cache, Step
@@ -60,9 +62,9 @@ class KeepDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reach: sees every operator.
     """
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._reach = reach
+        self._reach = reach or Reach()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -105,8 +107,9 @@ class EagerRunner:
             raise refused_model(folder)
         self._code = code if runs_own_code(fields, code is not None) else None
         self._factors, self.dtype, self.reach = factors, dtype, Reach()
-        self._loading = partial(self._loaded, folder, fields)
-        self.model = model = self._loading()
+        self._folder, self._fields = folder, fields
+        self._model: Any = self._loaded()
+        model = self._model
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
         self._cache_name = "cache_params" if "cache_params" in arguments else "past_key_values"
@@ -114,8 +117,9 @@ class EagerRunner:
         self._fixed: dict[str, Any] = {}  # arguments of every call
         self._is_small = model.num_parameters() <= SMALL_MODEL
 
-    def _loaded(self, folder: Path, fields: dict[str, Any]) -> Any:
+    def _loaded(self) -> Any:
         """The model, ready to run."""
+        folder, fields = self._folder, self._fields
         load = "float32" if self.dtype == "float64" else self.dtype
         try:
             with blaming(self._code):
@@ -132,14 +136,14 @@ class EagerRunner:
             model.set_experts_implementation("eager")  # the fused ones know no float64
         if self.dtype == "float64":
             for name, layer in layers_of(model).items():
-                layer.register_forward_pre_hook(lambda *_, name=name: self.reach.begin(name))
+                layer.register_forward_pre_hook(partial(_begin, self.reach, name))
         return (model.double() if self.dtype == "float64" else model).eval()
 
     @property
     def model(self) -> Any:
         """transformers' model; one that was released is loaded again."""
         if self._model is None:
-            self._model = self._loading()
+            self._model = self._loaded()
         return self._model
 
     @model.setter
@@ -150,6 +154,8 @@ class EagerRunner:
         """Drops the model until it is asked for again; a small one stays."""
         if not self._is_small:
             self._model = None
+            gc.collect()  # modules know each other
+            trim()
 
     def _load(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str) -> Any:
         """The model of a folder whose `config.json` says `fields`."""
@@ -266,6 +272,11 @@ class EagerRunner:
         exact: Any = KeepDouble(self.reach) if self.dtype == "float64" else nullcontext()
         with torch.no_grad(), exact, blaming(self._code):
             yield
+
+
+def _begin(reach: Reach, name: str, *_: Any) -> None:
+    """Before a layer runs."""
+    reach.begin(name)
 
 
 def _class_of(folder: Path) -> Any:

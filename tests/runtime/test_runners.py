@@ -91,7 +91,7 @@ def test_a_failing_run_is_one_clear_error(talking: Path) -> None:
 
 def test_casts_to_lower_floats_stay_in_float64() -> None:
     third = torch.tensor(1.0, dtype=torch.float64) / 3
-    with KeepDouble():  # type: ignore[no-untyped-call]
+    with KeepDouble():
         assert float(third.float().double()) == float(third)
         assert torch.softmax(third.reshape(1), 0, dtype=torch.float32).dtype is torch.float64
     assert float(third.float().double()) != float(third)

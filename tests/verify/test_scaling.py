@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -17,7 +19,7 @@ VALUES = RNG.standard_normal((3, 6)).astype(np.float32)
 BIAS = RNG.standard_normal(6).astype(np.float32)
 
 
-def node(op: str, inputs: str, output: str, **attributes: object) -> onnx.NodeProto:
+def node(op: str, inputs: str, output: str, **attributes: Any) -> onnx.NodeProto:
     """A node of one output."""
     return helper.make_node(op, inputs.split(), [output], **attributes)
 
@@ -46,7 +48,8 @@ def made(nodes: list[onnx.NodeProto], weight: Array, short: Array) -> onnx.Model
         [numpy_helper.from_array(array, name) for name, array in tensors.items() if name in used],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    return onnx.ModelProto.FromString(model.SerializeToString())
+    copied: onnx.ModelProto = onnx.ModelProto.FromString(model.SerializeToString())
+    return copied
 
 
 def ran(model: onnx.ModelProto) -> Array:

@@ -107,3 +107,14 @@ def test_a_change_is_known_by_the_name_of_its_scenario() -> None:
     assert loudest(16.0).of("model.layers.0.self_attn.v_proj.weight", (4, 4)) == 16.0
     assert loudest(16.0).of("model.norm.weight", (4,)) == 1.0
     assert "v_proj" in LOUDEST
+
+
+@pytest.mark.slow
+def test_clamps_of_experts_are_missed_when_they_are_dropped(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32, "head_dim": 16}
+    folder = save_tiny("gpt_oss", tmp_path / "gpt_oss", **{**DECODER, **experts, "num_hidden_layers": 2})
+    export(folder, unified=True)
+    broken = with_fault(folder, tmp_path / "broken", clips_dropped(), ["model.onnx"])
+    assert verify(folder, only=ONE).verdict == "pass"
+    assert all("weights x" in name for name in failed(verify(broken, reference=folder, only=ONE)))
+    assert verify(broken, reference=folder, only=ONE).verdict == "fail"

@@ -98,7 +98,9 @@ class ForeignComparison:
         elif rows:
             for change in changes(eager):
                 if graphs := self.opened(files, change):
-                    self.compare(eager.twin(change), graphs, change, named)
+                    twin = eager.twin(change)
+                    self.compare(twin, graphs, change, named)
+                    twin.release()
             checks = unreached_checks(eager, [file.name for file in files])
             self.report.unseen += ["limits that no run reaches"] if checks else []
             self.add(checks)
