@@ -39,8 +39,9 @@ class Sizes:
         """A new node; integers become constants."""
         output = f"trigger/{op}_{len(self.nodes)}"
         names = [self.number(item) if isinstance(item, int) else str(item) for item in inputs]
-        attributes = {} if keep is None else {"keepdims": keep}
-        self.nodes.append(helper.make_node(op, names, [output], name=output, **attributes))
+        self.nodes.append(helper.make_node(op, names, [output], name=output))
+        if keep is not None:
+            self.nodes[-1].attribute.append(helper.make_attribute("keepdims", keep))
         return Value(self, output)
 
     def has_position(self, position: int) -> Value:
