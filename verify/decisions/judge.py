@@ -52,7 +52,7 @@ class Judge:
         whole = made_of("", call) if call else OF_LENGTH
         for number in (*numbers, *(form.number for form in forms if not form.terms)):
             if call and not self.numbers.knows(abs(number), whole):
-                self.flag(node, f"puts {number:g} beside {said(whole)}")
+                self.flag(node, f"puts {number:g} beside {said(whole)}", certain=False)
 
     def knows_lengths(self, numbers: Array) -> bool:
         """Whether lengths may be compared with all of the numbers."""

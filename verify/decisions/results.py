@@ -186,7 +186,7 @@ def _cut(op: str, given: list[Value], forms: list[Form]) -> list[Form]:
         return forms[:1]
     if op in COMPARISONS and len(given) == 2:
         left, right = (as_parts(value) or forms_of([value]) for value in given)
-        if len(left) == len(right) or 1 in (len(left), len(right)):
+        if left and right and (len(left) == len(right) or 1 in (len(left), len(right))):
             pairs = zip(left * max(1, len(right) // len(left)), right * max(1, len(left) // len(right)), strict=True)
             return [one + other.times(-1) for one, other in pairs]
     return forms

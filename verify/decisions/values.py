@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.decisions.forms import Form, made_of
+from llmconv.verify.decisions.forms import PLACE, Form, atom, made_of
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,17 @@ Value = Known | Call | Data
 
 
 def as_form(value: Value) -> Form | None:
-    """The form of a value's elements; None of data, and of a constant of several numbers."""
+    """The form of a value's elements; None of data, and of a constant of several numbers that are no index."""
     if isinstance(value, Call):
         return value.form
     if isinstance(value, Known) and (number := value.number) is not None and np.isfinite(number):
         return Form(number=number)
+    if isinstance(value, Known) and value.array.dtype.kind in "iu" and value.array.size > 1:
+        row = value.array.ravel()  # a graph of fixed axes has its indices as constants
+        if (np.diff(row) != 1).any():
+            return None
+        first = float(row[0])
+        return atom(f"index to {value.array.size}", PLACE) + Form(number=first)
     return None
 
 
