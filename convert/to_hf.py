@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.calls import checked
+from llmconv.calls import checked, require_choice
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.again import open_again, refuse_options
 from llmconv.convert.alone import alone
@@ -67,6 +67,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.
     """
     check_dtype(dtype)
+    require_choice(qkv_layout or "plain", ("plain", "interleaved"), "qkv_layout")
+    require_choice(adapter or "merge", ("merge", "split"), "adapter")
     configs = tuple(local_path(path) for path in config)
     words = local_path(tokenizer) if tokenizer else None
     base = local_path(base) if base else None

@@ -119,7 +119,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     """
     layouts = by_names([layout] if isinstance(layout, str) else layout)
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
-    _require_positive(stages=stages, batch_size=batch_size, max_seq_len=max_seq_len, prompt_len=prompt_len)
+    _require_positive(batch_size=batch_size, max_seq_len=max_seq_len, prompt_len=prompt_len)
     _require_words(shapes, cache, target, dtype)
     if output is None:
         _require_used(max_shard_size, resume)

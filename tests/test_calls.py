@@ -196,3 +196,20 @@ def test_results_are_one_short_line(tmp_path: Path) -> None:
         assert "\n" not in repr(result)
         assert len(repr(result)) < 100 + 2 * len(str(tmp_path)), repr(result)
     assert "llama: 29 tensors" in repr(results[0])
+
+
+WORDS: dict[str, Callable[[Path], Any]] = {
+    "qkv_layout": lambda out: llmconv.convert.to_hf(CHECKPOINT, out, qkv_layout="joined"),
+    "adapter": lambda out: llmconv.convert.to_hf(CHECKPOINT, out, adapter="merged"),
+    "dtype": lambda out: llmconv.convert.to_hf(CHECKPOINT, out, dtype="int8"),
+    "shards": lambda out: llmconv.convert.from_hf("x", out, to="meta", shards=-2),
+    "repeat": lambda out: llmconv.verify.verify_graphs("missing.onnx", repeat=0),
+    "lengths": lambda out: llmconv.bench.bench(str(CHECKPOINT.parent), lengths=-1),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("call", WORDS.values(), ids=WORDS)
+def test_words_and_numbers_that_mean_nothing_are_refused(call: Callable[[Path], Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem):
+        call(tmp_path / "out")
+    assert not [*tmp_path.iterdir()]

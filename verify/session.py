@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 
 from llmconv import __version__
-from llmconv.calls import checked
+from llmconv.calls import checked, require_least
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.manifest import MANIFEST
@@ -92,6 +92,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         UsageProblem: an unknown suite, or a folder for the smallest failing piece that holds something.
     """
     require_suite(suite)
+    require_least(repeat, 1, "repeat")
     folder, piece, settings = require_folder(folder), new_piece(minimize), settings or SessionSettings()
     report = new_report(folder.name, suite, only, repeat, settings)
     if not (entries := graph_entries(folder)):

@@ -6,6 +6,7 @@ import csv
 import io
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 
 from llmconv.bench.result import Cell, Comparison
 from llmconv.calls import checked

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import isnan
 from pathlib import Path
 
-from llmconv.calls import checked
+from llmconv.calls import checked, require_least
 from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.memory import telling_memory
@@ -81,6 +81,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     """
     require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
     require_suite(suite)
+    require_least(repeat, 1, "repeat")
     piece, settings = new_piece(minimize), settings or SessionSettings()
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
