@@ -46,8 +46,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     """Converts `source` into the Hugging Face folder `output` and returns what was (or would be) written.
 
     Args:
-        source, output: a checkpoint file or folder, or its URI or hub id; the folder to make. A Hugging Face folder is
-            written anew where `dtype`, `max_shard_size`, `config` or `tokenizer` ask for a change.
+        source, output: a checkpoint, its URI or hub id, or a Hugging Face folder to change; the folder to make.
         format: name of the training format; detected by content when None.
         config, tokenizer: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones
             winning; a tokenizer file or folder to use instead of the checkpoint's own.
@@ -63,10 +62,9 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.
     """
     check_dtype(dtype)
-    configs = tuple(Path(path) for path in config)
     base = local_path(base) if base else None
     options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
-    tokenizer = Path(tokenizer) if tokenizer else None
+    configs, tokenizer = tuple(map(Path, config)), Path(tokenizer) if tokenizer else None
     changes = dtype != "keep" or bool(max_shard_size or configs or tokenizer)
     checkpoint = open_training(source, format, configs, tokenizer, options, rewrite=changes)
     warn_all(checkpoint.warnings)

@@ -46,7 +46,7 @@ def test_a_folder_without_graphs_is_inconclusive(tiny: Callable[[str], Path]) ->
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     result = run(tmp_path / "none")
     assert result.exit_code == 3
-    assert "is no folder" in result.stderr and "hint: " in result.stderr
+    assert "is not a folder" in result.stderr and "hint: " in result.stderr
 
 
 def test_a_graph_that_maps_a_file_elsewhere_is_refused(exported: Callable[[str], Path], tmp_path: Path) -> None:
