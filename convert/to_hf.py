@@ -50,8 +50,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     """Converts `source` into the Hugging Face folder `output` and returns what was (or would be) written.
 
     Args:
-        source, output: a checkpoint file or folder, or its URI or hub id; the folder to make. A Hugging Face folder is
-            written anew where `dtype`, `max_shard_size`, `config` or `tokenizer` ask for a change.
+        source, output: a checkpoint, its URI or hub id, or a Hugging Face folder to change; the folder to make.
         format: name of the training format; detected by content when None.
         config, tokenizer: JSON or YAML files whose fields are added to the checkpoint's own configuration, later ones
             winning; a tokenizer file or folder to use instead of the checkpoint's own.
