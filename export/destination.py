@@ -179,7 +179,7 @@ class NewFolder:
             plan,
             self.folder,
             steps=[*steps_of_weights(checkpoint.path), step],
-            sources=sorted({tensor.path for tensor in file_tensors(checkpoint).values()}),
+            sources=_sources(checkpoint),
             overwrite=self.overwrite,
             resume=self.resume,
             finish=add_graphs,
@@ -206,6 +206,13 @@ def _require_replaceable(folder: Path, names: Sequence[str]) -> None:
 def file_tensors(tensors: Mapping[str, LazyTensor]) -> dict[str, FileTensor]:
     """Those tensors that lie in files as they are."""
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
+
+
+def _sources(checkpoint: Checkpoint) -> list[Path]:
+    """The files that an export reads: weights, config and side files."""
+    small = [checkpoint.path / name for name in ("config.json", *checkpoint.side_files)]
+    weights = {tensor.path for tensor in file_tensors(checkpoint).values()}
+    return sorted({*weights, *(path for path in small if path.is_file())})
 
 
 def _bind_all(graphs: Mapping[str, TracedGraph], tensors: Mapping[str, FileTensor]) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv import page_cache
+from llmconv.checkpoint import read_json
 from llmconv.crc import checked_reading
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.file_copy import can_clone, copy_file
@@ -26,6 +27,7 @@ from llmconv.safetensors_io import FileTensor, holds
 from llmconv.staging import StagedFolder, bytes_held, failing_safely, is_complete, require_free
 from llmconv.streaming import stream_shard
 
+CONFIG = "config.json"
 UNCHECKED = "`{}` was saved without checksums, so damage to it would not be noticed"
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -93,7 +95,7 @@ def _same_as_before(
     manifest = read_manifest(output)
     made = (output / MANIFEST).stat().st_mtime_ns
     changed = [source.name for source in sources if source.stat().st_mtime_ns > made]
-    replaced = {"config.json"} if adds else set()  # clients of graphs may add fields
+    replaced = {CONFIG} if adds and _extends(output / CONFIG, plan.small_files[CONFIG]) else set()
     small = {name: file_entry(content) for name, content in plan.small_files.items() if name not in replaced}
     same = manifest.steps == json.loads(json.dumps(list(steps))) and small.items() <= manifest.files.items()
     if changed or not same or not {shard.name for shard in plan.shards} <= manifest.files.keys():
@@ -103,6 +105,12 @@ def _same_as_before(
         )
     say(f"`{output}` is complete: nothing to resume")
     return replace(manifest, found=True)
+
+
+def _extends(path: Path, content: bytes) -> bool:
+    """Whether a JSON file has all fields of `content`, with the same values: clients of graphs add some."""
+    made = read_json(path) if path.is_file() else {}
+    return all(name in made and made[name] == value for name, value in json.loads(content).items())
 
 
 def check_output(plan: Plan, output: Path, overwrite: bool, inputs: Sequence[Path], *, resume: bool = False) -> None:

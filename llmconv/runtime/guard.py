@@ -21,8 +21,8 @@ KEYS = {"location", "offset", "length", "checksum"}
 DOMAINS = {"", "ai.onnx", "com.microsoft"}
 FORBIDDEN_OPS = {"EPContext"}
 DEPTH_LIMIT = 8
-DIGITS = 20
-"""Of an offset or a length, which has 64 bits."""
+DIGITS = 100
+"""Of an offset or a length; Python makes no number of thousands."""
 
 
 def load_guarded(path: Path) -> onnx.ModelProto:

@@ -120,6 +120,15 @@ def test_resume_of_a_complete_new_folder_says_so(
         export(model, tmp_path / "out", incremental=True, resume=True, last_logits=True)
 
 
+def test_resume_of_a_new_folder_whose_model_has_another_config_is_refused(model: Path, tmp_path: Path) -> None:
+    export(model, tmp_path / "out", incremental=True)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    os.utime(model / "config.json", (0, 0))
+    with pytest.raises(InputRefused, match="is complete, and it was made of another input"):
+        export(model, tmp_path / "out", incremental=True, resume=True)
+
+
 def fill(disk: Path, leave: int) -> None:
     """Leaves so many bytes free."""
     free = shutil.disk_usage(disk).free

@@ -180,7 +180,7 @@ CASES: dict[str, Case] = {
     "settings: 100,000 deep": adapter("not valid JSON", "[" * 100_000),
     "settings: a list": adapter("not a JSON object", "[]"),
     "settings: a number of 5000 digits": adapter("not valid JSON", '{"r": ' + "9" * 5000 + "}"),
-    "settings: a field 900 deep": adapter(None, {"layers_pattern": nested(900)}),
+    "settings: a field 900 deep": adapter("nested deeper than 100", {"layers_pattern": nested(900)}),
     "settings: another method": adapter("peft_type", {"peft_type": LONG}),
     "settings: an escape sequence": adapter("peft_type", {"peft_type": "\x1b[2J\nLORA"}),
     "settings: a field with an escape sequence": adapter(None, {"\x1b[2J\nx": 1}),
