@@ -296,10 +296,11 @@ def _key(value: Any, others: int, spend: Callable[[int], object]) -> Any:
     """
     if isinstance(value, str):
         return value
+    kind: Any = type(value)
     if isinstance(value, int):
         plain = others < LARGER_KEYS or -LARGEST_KEY <= value <= LARGEST_KEY
     else:
-        plain = value is None or isinstance(value, bytes | float) or type(value).__hash__ is object.__hash__
+        plain = value is None or isinstance(value, bytes | float) or kind.__hash__ is object.__hash__
     if plain:
         return value
     spend(CALL)

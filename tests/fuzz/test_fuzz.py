@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -40,10 +41,8 @@ def test_what_went_wrong_is_read_or_refused(name: str, file: str, tmp_path: Path
 
 
 def test_the_same_chance_gives_the_same_input() -> None:
-    import random  # noqa: PLC0415 - only here
-
     seeds = [b'{"a": [1, 2]}', b"bytes of another kind"]
-    first, second = ([mutated(seeds, (b"x",), random.Random(3)) for _ in range(50)] for _ in range(2))
+    first, second = ([mutated(seeds, (b"x",), draw) for _ in range(50)] for draw in (Random(3), Random(3)))
     assert first == second and len(set(first)) > 25
 
 
