@@ -186,7 +186,7 @@ CASES: dict[str, Case] = {
     "a socket": alone(listen, NO_FILE),
     "a link to /dev/zero": alone(linked("/dev/zero"), NO_FILE),
     "a link to a folder of the system": alone(linked("/usr/share"), UNKNOWN),
-    "an empty folder": alone(Path.mkdir, UNKNOWN),
+    "an empty folder": alone(Path.mkdir, "is an empty folder"),
     "an empty file": content(b"", "is empty"),
     "one byte": content(b"P", UNKNOWN),
     "zeros, 8 GB": alone(sparse(8 << 30), UNKNOWN),

@@ -176,7 +176,7 @@ def test_a_quantized_base_is_refused(base: Path, attempt: Callable[..., LlmconvE
 
 @pytest.mark.parametrize(
     ("missing", "named"),
-    [("adapter_config.json", "no PEFT adapter"), ("adapter_model.safetensors", "no adapter weights")],
+    [("adapter_config.json", "not a PEFT adapter"), ("adapter_model.safetensors", "no adapter weights")],
 )
 def test_a_missing_file_is_named(
     missing: str, named: str, base: Path, save_tensors: Callable[..., Path], tmp_path: Path
@@ -194,7 +194,7 @@ def test_several_adapters_in_folders_are_named(base: Path, tmp_path: Path) -> No
         (tmp_path / "many" / name / "adapter_config.json").write_text("{}")
     with pytest.raises(InputRefused) as caught:
         merge_lora(base, [tmp_path / "many"], tmp_path / "out")
-    assert "default, style" in caught.value.hint
+    assert "style, default" in caught.value.hint
 
 
 @pytest.fixture
