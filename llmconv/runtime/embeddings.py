@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from llmconv.errors import MalformedInput
 from llmconv.runtime.bound import as_input
 from llmconv.runtime.guard import load_guarded, weight_bytes
 from llmconv.runtime.session_settings import CPU
-from llmconv.runtime.time_limit import LimitedSession, TimeLimit
+from llmconv.runtime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 from llmconv.tensors import Array
 
 EMBEDDINGS = "embeddings.onnx"
@@ -33,7 +34,10 @@ class EmbeddingGraph:
 
     def __init__(self, path: Path, options: ort.SessionOptions, providers: Sequence[Any] = (CPU,)) -> None:
         limit = TimeLimit(weight_bytes(load_guarded(path)))
-        self._session = LimitedSession(path, options, providers, limit)
+        try:
+            self._session = LimitedSession(path, options, providers, limit)
+        except TimeoutError as error:
+            raise MalformedInput(f"`{path.name}` cannot be opened: {error}", hint=TOO_LONG) from error
 
     def run(self, input_ids: Array) -> Array:
         """Float [batch, tokens, hidden] of int64 [batch, tokens]."""
