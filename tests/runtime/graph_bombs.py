@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 
 def save(
-    folder: Path, nodes: Sequence[onnx.NodeProto], functions: Sequence[onnx.FunctionProto] = (), **constants: object
+    folder: Path, nodes: Sequence[onnx.NodeProto], functions: Sequence[onnx.FunctionProto] = (), **constants: Any
 ) -> Path:
     """A graph from `input_ids` to `logits`; its constants by name."""
     inits = [numpy_helper.from_array(np.array(value), name) for name, value in constants.items()]
@@ -65,7 +66,7 @@ def doubled(folder: Path, levels: int) -> Path:
     return save(folder, nodes, c0=np.zeros(8, np.float32))
 
 
-def filled(folder: Path, op: str, *inputs: object, **attributes: object) -> Path:
+def filled(folder: Path, op: str, *inputs: Any, **attributes: Any) -> Path:
     """A value that an operator makes of constants."""
     names = [f"c{n}" for n in range(len(inputs))]
     nodes = [
@@ -73,4 +74,5 @@ def filled(folder: Path, op: str, *inputs: object, **attributes: object) -> Path
         helper.make_node("ReduceMax", ["big"], ["m"], keepdims=0),
         helper.make_node("Add", ["x", "m"], ["logits"]),
     ]
-    return save(folder, nodes, **dict(zip(names, inputs, strict=True)))
+    constants: dict[str, Any] = dict(zip(names, inputs, strict=True))
+    return save(folder, nodes, (), **constants)
