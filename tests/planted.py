@@ -40,7 +40,7 @@ class Watch:
         """The audit hook."""
         if self.root and event == "open" and isinstance(args[0], str | bytes) and args[2] & WRITING:
             path = os.fsdecode(args[0])
-            inside = os.path.realpath(path).startswith((f"{self.root}/", f"{self.temporary}/", "/dev/null"))
+            inside = f"{os.path.realpath(path)}/".startswith((f"{self.root}/", f"{self.temporary}/", "/dev/null"))
             if not (inside if os.path.isabs(path) else args[2] & SAFE):
                 self.seen.append(f"{path} {args[2]:o}")
 

@@ -63,30 +63,42 @@ def test_a_folder_made_anew_is_not_led_elsewhere_by_links_in_its_partial_folder(
     require_untouched(extracted, {"out/config.json", "out/llmconv.json"})
 
 
+LAYOUTS = ["--layout", "genai", "--layout", "transformersjs", "--layout", "optimum"]
+GRAPHS = {"prefill.onnx", "decode.onnx", "model.onnx", "onnx/model.onnx", "genai_config.json", "llmconv.json"}
+GENERATE = ["--prompt", "ab", "--max-new-tokens", "2", "--overwrite", "--output-file", "{place}/m/o.jsonl"]
+
+LINES: dict[str, tuple[str, list[str], set[str]]] = {
+    "export": (
+        "",
+        ["export", "{place}/m", "--prefill", "--incremental", "--unified", "--overwrite", *LAYOUTS],
+        {f"m/{name}" for name in GRAPHS},
+    ),
+    "export -o": (
+        "out",
+        ["export", "{place}/m", "-o", "{place}/out", "--prefill", "--incremental", "--unified", *LAYOUTS],
+        {f"out/{name}" for name in {*GRAPHS, "model.safetensors"}},
+    ),
+    "from-hf": (
+        "out",
+        ["from-hf", "{place}/m", "-o", "{place}/out", "--to", "meta"],
+        {"out/params.json", "out/consolidated.00.pth"},
+    ),
+    "generate": ("", ["generate", "{place}/m", *GENERATE], {"m/o.jsonl", "m/.o.jsonl.options.json"}),
+    "verify": (
+        "",
+        ["verify", "{place}/m", "--report", "{place}/m/report"],
+        {f"m/report/{name}" for name in ("report.html", "report.json", "junit.xml", "summary.md")},
+    ),
+}
+"""A command to the folder that it makes, its words, and some of the names that it writes."""
+
+
 @pytest.mark.slow
-def test_links_in_a_model_folder_lead_no_command_elsewhere(talking: Path, tmp_path: Path) -> None:
-    bare, whole = tmp_path / "bare", tmp_path / "whole"
-    shutil.copytree(talking, whole / "m")
-    shutil.copytree(talking, bare / "m", ignore=shutil.ignore_patterns("*.onnx", "llmconv.json"))
-    layouts = ["--layout", "genai", "--layout", "transformersjs", "--layout", "optimum"]
-    roles = ["--prefill", "--incremental", "--unified"]
-    prompt = ["--prompt", "ab", "--max-new-tokens", "2"]
-    lines = {
-        "export": (bare, "", ["export", "{place}/m", *roles, *layouts]),
-        "export -o": (bare, "out", ["export", "{place}/m", "-o", "{place}/out", *roles, *layouts]),
-        "from-hf": (bare, "out", ["from-hf", "{place}/m", "-o", "{place}/out", "--to", "meta"]),
-        "generate": (
-            whole,
-            "",
-            ["generate", "{place}/m", *prompt, "--overwrite", "--output-file", "{place}/m/o.jsonl"],
-        ),
-        "verify": (whole, "", ["verify", "{place}/m", "--report", "{place}/m/report"]),
-    }
-    jobs = [{"inputs": str(inputs), "output": output, "arguments": line} for inputs, output, line in lines.values()]
-    found = dict(zip(lines, results_of(jobs, tmp_path), strict=True))
-    graphs = {"prefill.onnx", "decode.onnx", "model.onnx", "onnx/model.onnx", "genai_config.json", "llmconv.json"}
-    require_untouched(found["export"], {f"m/{name}" for name in graphs})
-    require_untouched(found["export -o"], {f"out/{name}" for name in {*graphs, "model.safetensors"}})
-    require_untouched(found["from-hf"], {"out/params.json", "out/consolidated.00.pth"})
-    require_untouched(found["generate"], {"m/o.jsonl", "m/.o.jsonl.options.json"})
-    require_untouched(found["verify"], {f"m/report/{name}" for name in ("report.html", "report.json", "junit.xml")})
+@pytest.mark.parametrize("name", LINES)
+def test_links_in_a_model_folder_lead_no_command_elsewhere(name: str, talking: Path, tmp_path: Path) -> None:
+    output, arguments, names = LINES[name]
+    made = () if name in ("generate", "verify") else ("*.onnx", "llmconv.json")
+    shutil.copytree(talking, tmp_path / "inputs" / "m", ignore=shutil.ignore_patterns(*made))
+    job = {"inputs": str(tmp_path / "inputs"), "output": output, "arguments": arguments}
+    (result,) = results_of([job], tmp_path)
+    require_untouched(result, names)
