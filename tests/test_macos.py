@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import json
 import os
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from llmconv import staging
 from llmconv.staging import RENAME_EXCHANGE, RENAME_NOREPLACE, rename_at
 
 ROOT = Path(__file__).parents[1]
@@ -114,7 +114,7 @@ class NoRename:
 
 
 def test_paths_are_swapped_in_steps_where_that_is_no_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging.ctypes, "CDLL", NoRename)
+    monkeypatch.setattr(ctypes, "CDLL", NoRename)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
