@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gzip
 import json
 import os
@@ -113,7 +114,7 @@ class NoRename:
 
 
 def test_paths_are_swapped_in_steps_where_that_is_no_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.CDLL", NoRename)
+    monkeypatch.setattr(ctypes, "CDLL", NoRename)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()

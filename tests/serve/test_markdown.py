@@ -126,7 +126,7 @@ def test_nothing_that_a_model_writes_is_markup(page: Page, text: str) -> None:
 def test_no_text_holds_up_the_page(page: Page, text: str) -> None:
     start = time.monotonic()
     shown(page.browser, text)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 def test_blocks_that_are_shown_stay_while_others_come(page: Page) -> None:
