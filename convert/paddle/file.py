@@ -19,7 +19,8 @@ from llmconv.convert.mapping import concat
 from llmconv.convert.paddle.utf8_bytes import Utf8Bytes
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.pickles.data import HOOKS, RANK_LIMIT, Global, interpret
-from llmconv.pickles.machine import STRING_LIMIT, Hooks, Machine, Refused, Stub, text
+from llmconv.pickles.machine import Hooks, Machine, Refused, Stub
+from llmconv.pickles.opcodes import STRING_LIMIT, text
 from llmconv.safetensors_io import FileTensor
 from llmconv.tensors import BY_NAME, DType, LazyTensor
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmconv.errors import MalformedInput
-from llmconv.pickles.machine import COPY_AGAIN, NAME_LIMIT, Hooks, Machine, Refused, Stub, make_dict, run
+from llmconv.pickles.machine import COPY_AGAIN, NAME_LIMIT, Hooks, Machine, Refused, Stub
+from llmconv.pickles.opcodes import make_dict, run
 from llmconv.pickles.unfolding import check_unfolded
 from llmconv.tensors import BY_NAME, DType
 

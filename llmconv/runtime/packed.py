@@ -41,7 +41,13 @@ def open_changed(
     path: Path, model: onnx.ModelProto, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
 ) -> LimitedSession:
     """A session of what `model` says in the place of the file at `path`, on the weights beside that."""
-    options.add_session_config_entry(WEIGHTS_FOLDER, str(path.parent.absolute()))
+    folder = str(path.parent.absolute())
+    try:
+        known = options.get_session_config_entry(WEIGHTS_FOLDER)
+    except Exception:  # onnxruntime raises for what was not said; said twice, it would warn
+        known = ""
+    if known != folder:
+        options.add_session_config_entry(WEIGHTS_FOLDER, folder)
     return LimitedSession(model.SerializeToString(), options, providers, limit)
 
 

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 
 from llmconv.errors import MalformedInput
 from llmconv.pickles.data import Global, read_pickle
-from llmconv.pickles.machine import DEPTH_LIMIT, Stub
+from llmconv.pickles.machine import Stub
+from llmconv.pickles.opcodes import DEPTH_LIMIT
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(
