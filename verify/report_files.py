@@ -135,7 +135,8 @@ def _xml(text: str) -> str:
 
 def render_markdown(report: Report, date: str = "") -> str:
     """Verdict, where to look, and the worst of every scenario, first of those that differ."""
-    lines = [f"# {report.verdict.upper()}: {_cell(report.folder)}", "", _cell(report.summary()) + (f", {date}" if date else ""), ""]
+    summary = ", ".join(filter(None, (_cell(report.summary()), date)))
+    lines = [f"# {report.verdict.upper()}: {_cell(report.folder)}", "", summary, ""]
     lines += [f"**Where:** {_cell(report.where.text, LINE_LIMIT)}", ""] if report.where else []
     lines += [f"* {_cell(note, LINE_LIMIT)}" for note in [*report.copies_told(), *report.notes]] + [""]
     if report.quantization:
