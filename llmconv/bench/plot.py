@@ -11,7 +11,7 @@ from typing import Any
 
 from llmconv.bench.result import Cell, Comparison
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.folder import replace_file
+from llmconv.named_file import replace_file
 
 KINDS = (".png", ".svg", ".pdf")
 PANELS = (("prefill", "prompt tokens/s"), ("decode", "new tokens/s"))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmconv.bench.result import Cell, Comparison
-from llmconv.folder import replace_file
+from llmconv.named_file import replace_file
 
 HEAD = ("batch", "length", "candidate", "prompt tokens/s", "new tokens/s", "times first's", "peak MB", "tokens")
 
