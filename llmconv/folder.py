@@ -30,9 +30,6 @@ TEMPORARY = re.compile(r"\.llmconv-[0-9a-f]{16}\.part")
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 """Where a platform lacks it, the entry is compared before and after it is opened."""
 
-NAME_MAX = 255
-"""Bytes of a file's name."""
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What only writing can fail with."""
 
@@ -107,10 +104,6 @@ class Folder:
     def inner(self, name: str, *, make: bool = False) -> Folder:
         """Opens a folder inside this one, never through a link.
 
-        Args:
-            name: plain name.
-            make: makes it where it is missing.
-
         Raises:
             InputRefused: the name is that of a link or a file.
             OSError: it cannot be made or opened.
@@ -176,11 +169,8 @@ class Folder:
         return NewEntry(self, name, temporary)
 
     def write(self, name: str, content: bytes) -> None:
-        """Replaces `name`, which may be `a/b`, by a file with this content; it is on the disk when this returns."""
-        with self.holding(name, make=True) as (folder, last), folder.begin(last) as new:
-            new.write(content)
-            new.sync()
-            new.place()
+        """Replaces `name`, which may be `a/b`, by a file with this content; see `write_together`."""
+        self.write_together({name: content})
 
     def write_together(self, files: Mapping[str, Content]) -> None:
         """Replaces several files; all are complete on the disk before the first of them appears.
@@ -357,32 +347,9 @@ class NewFile(NewEntry):
         os.fsync(self.file.fileno())
 
 
-def is_inner(name: str) -> bool:
-    """Whether `name` is a file's name, or one in a folder: `a` or `a/b`, and nothing that leads elsewhere."""
-    parts = name.split("/")
-    is_short = all(len(part.encode("utf-8", "replace")) <= NAME_MAX for part in parts)
-    return len(parts) <= 2 and is_short and not {"", ".", ".."} & {*parts} and "\0" not in name
-
-
 def temporary_name() -> str:
     """A name that nobody can foresee."""
     return f".llmconv-{secrets.token_hex(8)}.part"
-
-
-def replace_file(path: Path, content: Content) -> None:
-    """Replaces one file that the user named, durably and in one step.
-
-    Args:
-        path: of the file; its folder must be there.
-        content: of the file.
-
-    Raises:
-        InputRefused: it is a link (the user shall name what it leads to), a folder, a pipe or a device.
-        OSError: writing failed; what was there is unchanged.
-    """
-    with Folder.open(path.parent) as folder:
-        require_plain(path)
-        folder.write_together({path.name: content})
 
 
 def require_plain(path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from llmconv import __version__
 from llmconv.checkpoint import own_file, read_json
 from llmconv.errors import MalformedInput
-from llmconv.folder import is_inner
+from llmconv.named_file import is_inner
 
 MANIFEST = "llmconv.json"
 

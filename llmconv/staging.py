@@ -23,8 +23,9 @@ from types import TracebackType
 from typing import Any
 
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed
-from llmconv.folder import FULL, NOFOLLOW, Folder, Link, NewFile, is_inner
+from llmconv.folder import FULL, NOFOLLOW, Folder, Link, NewFile
 from llmconv.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest
+from llmconv.named_file import is_inner
 from llmconv.progress import say
 from llmconv.storage import PARTIAL
 

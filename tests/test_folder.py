@@ -13,7 +13,8 @@ import pytest
 
 from llmconv import folder as folder_module
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.folder import Folder, Link, is_inner, replace_file, temporary_name
+from llmconv.folder import Folder, Link, temporary_name
+from llmconv.named_file import is_inner, replace_file
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 from llmconv.bench.result import Cell, Comparison
 from llmconv.calls import checked
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.folder import replace_file
+from llmconv.named_file import replace_file
 from llmconv.paths import Written
 
 KINDS = (".png", ".svg", ".pdf")

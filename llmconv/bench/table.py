@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmconv.bench.result import Cell, Comparison
 from llmconv.calls import checked
-from llmconv.folder import replace_file
+from llmconv.named_file import replace_file
 from llmconv.paths import Written
 
 HEAD = ("batch", "length", "candidate", "prompt tokens/s", "new tokens/s", "times first's", "peak MB", "tokens")
