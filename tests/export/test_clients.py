@@ -97,7 +97,7 @@ def test_the_snippet_for_optimum_reads_a_tokenizer_saved_by_transformers_5(tmp_p
     home = ROOT / environments.folder("optimum")
     if not (home / "complete").exists():
         pytest.skip("no build/optimum-env; `make clients` makes it")
-    python = [home / "bin/python", "-c", snippet]
+    python = [str(home / "bin/python"), "-c", snippet]
     done = subprocess.run(python, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     prompt = [ord(letter) - 0x1F for letter in "Once upon a time"]

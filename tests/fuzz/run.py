@@ -8,6 +8,7 @@ With atheris (`pip install atheris`) the inputs follow the branches that they re
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import multiprocessing
 import random
@@ -74,7 +75,7 @@ def _in_process(name: str, seconds: float, seed: int, guided: bool) -> int:
 def fuzz(name: str, seconds: float, seed: int, guided: bool, writer: Any) -> None:
     """Reads changed inputs of a target until the time is over; sends findings, and how many inputs there were."""
     if guided:
-        import atheris  # type: ignore[import-not-found]  # noqa: PLC0415 - not everybody has it
+        atheris = importlib.import_module("atheris")  # not everybody has it
 
         with atheris.instrument_imports(include=["llmconv"], enable_loader_override=False):
             from tests.fuzz.targets import TARGETS  # noqa: PLC0415 - seen from here on

@@ -53,7 +53,8 @@ def keys(*parts: bytes) -> bytes:
 def colliding_pairs(count: int) -> list[tuple[int, int]]:
     """Pairs of numbers whose tuples have one hash: the second number undoes what the first did."""
     one, two, five = PRIMES_OF_XXHASH
-    undo, pairs, first = pow(two, -1, 1 << 64), [], 0
+    undo, first = pow(two, -1, 1 << 64), 0
+    pairs: list[tuple[int, int]] = []
     while len(pairs) < count:
         first += 1
         lane = five + first * two & WORD
