@@ -241,7 +241,8 @@ def _audit(verified: Folder, reference: Path, report: Report, add: OnChecks, *, 
     for name, model in verified.models.items():
         check, names = audit_weights(name, model, source)
         used |= names
-        add([check, audit_decisions(name, model, config)])
+        add([check])
+    add([audit_decisions(name, model, config) for name, model in verified.models.items()])
     unused = sorted(set(source.reference) - used)
     if used and unused:
         report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")

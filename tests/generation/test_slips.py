@@ -209,7 +209,7 @@ def test_a_text_before_every_prompt_has_a_name_of_its_own(chatting: Path) -> Non
 
 @pytest.mark.parametrize("call", [lambda path: generate(path, "a"), lambda path: TextModel.open(path)])
 def test_a_training_checkpoint_is_to_be_converted_first(call: Callable[[Path], Any]) -> None:
-    with pytest.raises(InputRefused, match="is not a graph") as caught:
+    with pytest.raises(InputRefused, match="is a torch file, not a Hugging Face model folder") as caught:
         call(CHECKPOINT)
     assert "llmconv to-hf" in caught.value.hint
 
