@@ -110,10 +110,8 @@ def merge_lora(
     check_output(merge.plan, Path(output), overwrite, inputs, resume=resume)
     if not dry_run:
         steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, recipe, options["alpha"])]
-        sources = _sources(checkpoint, opened)
-        done = write_checkpoint(
-            merge.plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume
-        )
+        sources, plan = _sources(checkpoint, opened), merge.plan
+        done = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
         merge = replace(merge, plan=replace(merge.plan, found=done.found))
     return _checked(merge, Path(output), recipe) if check else merge
 

@@ -65,9 +65,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     Raises:
         InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.
     """
-    check_dtype(dtype)
-    require_choice(qkv_layout or "plain", ("plain", "interleaved"), "qkv_layout")
-    require_choice(adapter or "merge", ("merge", "split"), "adapter")
+    _require_words(dtype, qkv_layout, adapter)
     configs = tuple(local_path(path) for path in config)
     words = local_path(tokenizer) if tokenizer else None
     base = local_path(base) if base else None
@@ -83,6 +81,13 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         done = _write(plan, Path(output), base, told, overwrite=overwrite, resume=resume)
         plan = replace(plan, found=done.found)
     return plan
+
+
+def _require_words(dtype: str, qkv_layout: str | None, adapter: str | None) -> None:
+    """Refuses words that mean nothing; any of them would pass for the default."""
+    check_dtype(dtype)
+    require_choice(qkv_layout or "plain", ("plain", "interleaved"), "qkv_layout")
+    require_choice(adapter or "merge", ("merge", "split"), "adapter")
 
 
 def _write(

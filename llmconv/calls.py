@@ -167,11 +167,12 @@ def require_choice(value: str, choices: Sequence[str], name: str) -> None:
         raise UsageProblem(f"`{name}` is {value!r}", hint=f"one of: {', '.join(choices)}")
 
 
-def require_least(value: int, least: int, name: str) -> None:
-    """Refuses a number that is too small.
+def require_least(value: int, least: int, name: str) -> int:
+    """A number that is not too small.
 
     Raises:
         UsageProblem: it is below `least`.
     """
     if value < least:
         raise UsageProblem(f"`{name}` is {value}", hint=f"give at least {least}")
+    return value

@@ -67,18 +67,7 @@ def write_checkpoint(
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
         done = sum(entry["bytes"] for entry in folder.finished.values())
         require_space(output, space_needed(plan, output) - done)
-        crowded = not page_cache.fits(plan.nbytes)
-        with bytes_bar(f"writing {output.name}", plan.nbytes) as advance, checked_reading() as checks:
-            for shard in plan.shards:
-                if shard.name in folder.finished:
-                    advance(shard.nbytes)
-                    continue
-                entry = _make_shard(folder, shard, advance)
-                checks.finish()
-                folder.record(shard.name, entry)
-                if crowded:
-                    page_cache.forget([folder.path / shard.name, *sources])
-        warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))
+        _write_shards(plan, folder, output.name, sources)
         for name, content in plan.small_files.items():
             folder.write_file(name, content)
         manifest = Manifest(list(steps))
@@ -86,6 +75,22 @@ def write_checkpoint(
             finish(folder, manifest)
         folder.commit(manifest)
     return manifest
+
+
+def _write_shards(plan: Plan, folder: StagedFolder, name: str, sources: Sequence[Path]) -> None:
+    """Those shards that are not finished; `name` is what the bar says is written."""
+    crowded = not page_cache.fits(plan.nbytes)
+    with bytes_bar(f"writing {name}", plan.nbytes) as advance, checked_reading() as checks:
+        for shard in plan.shards:
+            if shard.name in folder.finished:
+                advance(shard.nbytes)
+                continue
+            entry = _make_shard(folder, shard, advance)
+            checks.finish()
+            folder.record(shard.name, entry)
+            if crowded:
+                page_cache.forget([folder.path / shard.name, *sources])
+    warn_all(UNCHECKED.format(name) for name in sorted(checks.unchecked))
 
 
 def _same_as_before(

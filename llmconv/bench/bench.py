@@ -61,8 +61,7 @@ def bench(
     """
     _require_positive(lengths=lengths, batch_sizes=batch_sizes, repeat=(repeat,))
     require_least(new_tokens, 2, "new_tokens")
-    require_least(threads, 0, "threads")
-    threads = threads or cores()
+    threads = require_least(threads, 0, "threads") or cores()
     first = model if isinstance(model, Candidate) else Candidate.parse(str(model))
     others = (other if isinstance(other, Candidate) else Candidate.parse(str(other), first.folder) for other in against)
     candidates = [first, *others]
@@ -71,10 +70,7 @@ def bench(
     tokens = _usable_tokens(first.folder)
     cells: list[Cell] = []
     with ExitStack() as stack:
-        workers = []
-        for candidate in candidates:
-            workers.append(Worker(candidate, threads))
-            stack.callback(workers[-1].close)
+        workers = [_started(candidate, threads, stack) for candidate in candidates]
         for batch, length in product(batch_sizes, lengths):
             for cell in _measure(workers, random_prompts(tokens, batch, length), new_tokens, repeat):
                 cells.append(cell)
@@ -84,6 +80,13 @@ def bench(
     if all(cell.error for cell in cells):
         raise Inconclusive(f"nothing could be measured: {cells[0].error}", hint="see `llmconv generate` on the folder")
     return Comparison([candidate.name for candidate in candidates], versions, cells, new_tokens, repeat, threads)
+
+
+def _started(candidate: Candidate, threads: int, stack: ExitStack) -> Worker:
+    """A candidate's process, which ends with the stack."""
+    worker = Worker(candidate, threads)
+    stack.callback(worker.close)
+    return worker
 
 
 def _require_positive(**given: Sequence[int]) -> None:
