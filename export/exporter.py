@@ -122,7 +122,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     _require_positive(batch_size=batch_size, max_seq_len=max_seq_len, prompt_len=prompt_len)
     _require_words(shapes, cache, target, dtype)
     if output is None:
-        _require_used(max_shard_size, resume)
+        _require_used(max_shard_size)
     checkpoint = _open(model, output)
     folder = checkpoint.path
     options = GraphOptions.read(last_logits, postprocess, stages, local_path(prefix) if prefix else None, opset)
@@ -154,16 +154,15 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     return Exported(destination.folder, files, sizes, held, written, traced_layers, layers, dressing.names)
 
 
-def _require_used(max_shard_size: str | int, resume: bool) -> None:
-    """Refuses options of weights that nobody writes.
+def _require_used(max_shard_size: str | int) -> None:
+    """Refuses an option of weights that nobody writes.
 
     Raises:
-        UsageProblem: one would be ignored.
+        UsageProblem: it would be ignored.
     """
-    if resume or max_shard_size != DEFAULT_SIZE:
-        name = "--resume" if resume else "--max-shard-size"
+    if max_shard_size != DEFAULT_SIZE:
         raise UsageProblem(
-            f"`{name}` is for weights that are written, and none are", hint="give `-o OUT`, or leave it out"
+            "`--max-shard-size` is for weights that are written, and none are", hint="give `-o OUT`, or leave it out"
         )
 
 

@@ -81,8 +81,13 @@ def path_of(value: Any, name: str) -> Path:
     """
     if not isinstance(value, str | os.PathLike) or isinstance(text := os.fspath(value), bytes):
         raise UsageProblem(f"`{name}` is {kind_of(value)}, not a path", hint=_instead(value))
-    if not text or "\0" in text:
-        raise UsageProblem(f"`{name}` is {'not' if text else 'an empty text, not'} a path", hint="give a path")
+    if not text.strip() or "\0" in text:
+        problem = (
+            "is not a path: it contains a null character"
+            if text.strip()
+            else "is empty, which is not the name of a file or folder"
+        )
+        raise UsageProblem(f"`{name}` {problem}", hint="give a path; `.` is the current folder")
     return Path(text)
 
 

@@ -57,7 +57,7 @@ def example(  # noqa: PLR0913 - one of each kind
         ({"path": None}, "`path` is None"),
         ({"path": ["a"]}, "`path` is a list"),
         ({"path": b"a"}, "`path` is a bytes"),
-        ({"path": ""}, "`path` is an empty text"),
+        ({"path": ""}, "`path` is empty"),
         ({"several": {"a", "b"}}, "a set has no order"),
         ({"several": [3]}, r"`several\[0\]` is an int"),
         ({"size": "3"}, r"`size` is a str \('3'\), not a whole number"),

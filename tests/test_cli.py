@@ -244,6 +244,7 @@ def test_the_exit_codes_are_those_of_the_contract() -> None:
         "MalformedInput": 3,
         "UnsupportedInput": 3,
         "OutputFailed": 4,
+        "OutOfMemory": 4,
         "Inconclusive": 5,
     }
 
@@ -324,7 +325,7 @@ def test_an_empty_path_is_a_usage_error(line: str, tmp_path: Path, monkeypatch: 
     words = ["" if word == "?" else word for word in line.split()]
     done = CliRunner().invoke(llmconv.cli.main, words, prog_name="llmconv")
     assert done.exit_code == 2
-    assert "is empty, which is the name of no file or folder\n\nhint: see `llmconv " in done.stderr
+    assert "is empty, which is not the name of a file or folder\n\nhint: " in done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -347,7 +348,7 @@ def test_an_empty_path_is_a_usage_problem_in_python(
     call: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageProblem, match="an empty string is the name of no file or folder"):
+    with pytest.raises(UsageProblem, match="is empty, which is not the name of a file or folder"):
         call()
     assert not list(tmp_path.iterdir())
 

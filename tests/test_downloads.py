@@ -107,7 +107,7 @@ def test_an_export_from_memory_leaves_nothing(temporary: Path, in_memory: str, t
 def test_graphs_are_not_written_into_a_folder_that_vanishes(temporary: Path, model: str) -> None:
     with pytest.raises(InputRefused, match="not a local folder that graphs could be written into") as caught:
         export(model)
-    assert "`-o OUT`" in caught.value.hint
+    assert "-o OUT`" in caught.value.hint
 
 
 def test_a_verification_leaves_nothing(temporary: Path, talking: Path) -> None:

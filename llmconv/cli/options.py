@@ -27,6 +27,8 @@ def refuse_empty_paths(command: click.Command) -> click.Command:
         refuse_empty_paths(below)
     for parameter in command.params:
         is_text = isinstance(parameter, click.Argument) and parameter.name not in NO_PATHS
+        if isinstance(parameter.type, Output):
+            continue  # says so itself
         if isinstance(parameter.type, click.Path):
             parameter.type = NamedPath(path_type=parameter.type.type)
         elif is_text or parameter.metavar in ("PATH", "FILE"):
@@ -37,7 +39,7 @@ def refuse_empty_paths(command: click.Command) -> click.Command:
 def _require_name(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> None:
     if isinstance(value, str) and not value.strip():
         name = (param.opts[-1] if isinstance(param, click.Option) else param.human_readable_name) if param else "path"
-        raise click.UsageError(f"`{name}` is empty, which is the name of no file or folder", ctx)
+        raise click.UsageError(f"`{name}` is empty, which is not the name of a file or folder", ctx)
 
 
 class NamedPath(click.Path):

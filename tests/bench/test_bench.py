@@ -72,8 +72,8 @@ def test_a_candidate_is_a_folder_or_a_runtime_with_or_without_one(tmp_path: Path
     assert Candidate.parse(str(tmp_path), None).name == str(tmp_path)
     assert Candidate.parse("torch", tmp_path) == Candidate("torch", tmp_path)
     assert Candidate.parse(f"genai:{tmp_path}", None, {"genai": "/py"}).interpreter == "/py"
-    with pytest.raises(UsageProblem, match="nowhere"):
-        Candidate.parse("optimum:nowhere", tmp_path)
+    with pytest.raises(UsageProblem, match="no/such/folder"):
+        Candidate.parse("optimum:no/such/folder", tmp_path)
 
 
 def test_lengths_leave_room_for_the_new_tokens(talking: Path) -> None:

@@ -122,7 +122,6 @@ def test_a_row_of_the_registry_is_an_input_map() -> None:
         {"stages": 0},
         {"batch_size": -1, "shapes": "static", "max_seq_len": 8},
         {"max_seq_len": 0, "shapes": "static"},
-        {"resume": True},
         {"max_shard_size": "1MB"},
         {"layout": "genais"},
     ],

@@ -190,7 +190,7 @@ CASES: dict[str, Case] = {
     "alpha: infinite": adapter(ODD, '{"peft_type": "LORA", "r": 2, "lora_alpha": 1e999}'),
     "alpha: less than none": adapter(ODD, {"lora_alpha": -4}),
     "alpha: a text": adapter(ODD, {"lora_alpha": LONG}),
-    "alpha: a list": adapter(ODD, {"lora_alpha": nested(500)}),
+    "alpha: a list": adapter("nested deeper", {"lora_alpha": nested(500)}),
     "rank: 400 digits": adapter(ODD, {"r": HUGE}),
     "rank: another one": adapter("rank", {"r": 1 << 60}),
     "rank: a text": adapter(ODD, {"r": "2"}),

@@ -235,7 +235,7 @@ EXTRACTED: dict[str, Case] = {
         "safetensors|header|bytes", change=lambda path: os.truncate(path / "model.safetensors", 500)
     ),
     "extract: a pipe for weights": extracted(
-        "already is a Hugging Face folder",
+        "not a regular file",
         change=instead_of("model.safetensors", lambda path: os.mkfifo(path)),
     ),
     "extract: config 100,000 deep": extracted(
