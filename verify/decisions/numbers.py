@@ -90,13 +90,26 @@ class Numbers:
         return known or size <= SMALLEST or _is_mask_value(number)
 
 
-def window_of(config: Any) -> int | None:
+@dataclass(frozen=True)
+class Window:
+    """A window of some layers.
+
+    Attributes:
+        size: tokens.
+        layers: that have it.
+    """
+
+    size: int
+    layers: frozenset[int]
+
+
+def window_of(config: Any) -> Window | None:
     """The window of a config whose `layer_types` has sliding layers, wherever in it; None where none has."""
     if not isinstance(config, Mapping):
         return None
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
-    if isinstance(window, int) and isinstance(kinds, list) and "sliding_attention" in kinds:
-        return window
+    size, kinds = config.get("sliding_window"), config.get("layer_types")
+    if isinstance(size, int) and isinstance(kinds, list) and "sliding_attention" in kinds:
+        return Window(size, frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"))
     return next(filter(None, map(window_of, config.values())), None)
 
 
