@@ -23,6 +23,7 @@ from llmconv.verify.decisions.audit import audit_decisions, read_config
 from llmconv.verify.decisions.tables import odd_row
 from llmconv.verify.taps import FOLDER_KEY
 from llmconv.verify.truth import Eager
+from tests.conftest import save_tiny
 from tests.export.prefix_models import save_adapter
 from tests.verify.conftest import decode_only
 from tests.verify.mutants import ALL
@@ -30,6 +31,7 @@ from tests.verify.surgery import add_constant, constant_value, users
 from tests.verify.trigger_mutants import TRIGGERS, Nodes, Trigger
 
 Tiny = Callable[[str], Path]
+ORIGINAL = "original_max_position_embeddings"
 BY_NAME = {trigger.name: trigger for trigger in TRIGGERS}
 
 
@@ -169,6 +171,21 @@ def test_the_length_of_a_prefix_is_a_number_of_the_model(tiny: Tiny, tmp_path: P
     keys = save_adapter(folder, tmp_path / "adapter", "PrefixTuning", num_virtual_tokens=90)
     export(folder, prefill=True, prefix=keys)
     audit_all(folder)
+
+
+SCALINGS: tuple[dict[str, Any], ...] = (
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8, ORIGINAL: 80},
+    {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 80},
+)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
+def test_rotary_frequencies_may_depend_on_the_length(scaling: dict[str, Any], tmp_path: Path) -> None:
+    rope = {"rope_theta": 10000.0, **scaling}
+    save_tiny("llama", tmp_path / "model", rope_parameters=rope, max_position_embeddings=320)
+    export(tmp_path / "model", incremental=True)
+    audit_all(tmp_path / "model")
 
 
 def test_a_window_of_another_size_is_no_number_of_the_model(exported: Tiny, tmp_path: Path) -> None:

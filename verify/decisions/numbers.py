@@ -58,6 +58,7 @@ class Numbers:
         """
         found = list(_numbers("", config))
         lengths = {number for name, number in found if LENGTHS.search(name)} | {float(size) for size in sizes}
+        lengths |= {length * (1 - 1 / factor) for length in lengths for factor in _dynamic_factors(config)}
         tokens = {number for name, number in found if TOKENS.search(name)}
         return cls(_with_neighbors(lengths), _with_neighbors(tokens), LIBRARY | {abs(number) for _, number in found})
 
@@ -120,6 +121,16 @@ def _is_mask_value(number: float) -> bool:
 def _with_neighbors(numbers: Iterable[float]) -> frozenset[float]:
     """`< n` and `<= n - 1` are one; `> n - w` is a window of w."""
     return frozenset(number + step for number in numbers for step in (-1, 0, 1))
+
+
+def _dynamic_factors(config: Any) -> set[float]:
+    """Factors of dynamic rotary scaling, whose base is zero at `1 - 1 / factor` of the context."""
+    if not isinstance(config, Mapping):
+        return set()
+    kinds = (config.get("rope_type"), config.get("type"))
+    factor = config.get("factor")
+    own = {float(factor)} if isinstance(factor, int | float) and factor > 1 and "dynamic" in kinds else set()
+    return own.union(*map(_dynamic_factors, config.values()))
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
