@@ -20,6 +20,7 @@ from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from llmconv.verify import Check, verify, verify_graphs
 from llmconv.verify.decisions.audit import audit_decisions, read_config
+from llmconv.verify.decisions.numbers import Numbers
 from llmconv.verify.decisions.tables import odd_row
 from llmconv.verify.taps import FOLDER_KEY
 from llmconv.verify.truth import Eager
@@ -186,6 +187,20 @@ def test_rotary_frequencies_may_depend_on_the_length(scaling: dict[str, Any], tm
     save_tiny("llama", tmp_path / "model", rope_parameters=rope, max_position_embeddings=320)
     export(tmp_path / "model", incremental=True)
     audit_all(tmp_path / "model")
+
+
+def test_scores_of_experts_may_be_compared_with_twice_the_jitter() -> None:
+    assert Numbers.of({"router_jitter_noise": 0.013}).bounds_data(0.026)
+    assert not Numbers.of({"input_jitter_noise": 0.013}).bounds_data(0.026)
+
+
+@pytest.mark.parametrize("factor", [None, "4", [4], True])
+def test_a_factor_that_is_no_number_is_passed_over(factor: object) -> None:
+    assert Numbers.of({"rope_scaling": {"type": "dynamic", "factor": factor}, "max_seq_len": 64}).lengths == {
+        63,
+        64,
+        65,
+    }
 
 
 def test_a_window_of_another_size_is_no_number_of_the_model(exported: Tiny, tmp_path: Path) -> None:

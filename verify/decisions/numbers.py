@@ -21,6 +21,9 @@ LENGTHS = re.compile(
 TOKENS = re.compile(r"vocab|(pad|image|audio|video|vision|boi|eoi|boa|eoa|mask)\w*token|(pad|image|audio|video)\w*_id")
 """Fields whose numbers token ids may be compared with."""
 
+JITTER = re.compile(r"router_jitter")
+"""Scores of experts that are nearer than twice this are alike (transformers modeling_phimoe.py, `sparsemixer`)."""
+
 LIBRARY = frozenset({0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 20.0})
 """Bounds that activations of torch have themselves: hard sigmoid's, ReLU6's, and where softplus becomes a line (20)."""
 
@@ -60,7 +63,8 @@ class Numbers:
         lengths = {number for name, number in found if LENGTHS.search(name)} | {float(size) for size in sizes}
         lengths |= {length * (1 - 1 / factor) for length in lengths for factor in _dynamic_factors(config)}
         tokens = {number for name, number in found if TOKENS.search(name)}
-        return cls(_with_neighbors(lengths), _with_neighbors(tokens), LIBRARY | {abs(number) for _, number in found})
+        data = {abs(number) for _, number in found} | {2 * number for name, number in found if JITTER.search(name)}
+        return cls(_with_neighbors(lengths), _with_neighbors(tokens), LIBRARY | data)
 
     def explain(self, form: Form) -> bool:
         """Whether a decision on a form is by numbers of the model alone."""
