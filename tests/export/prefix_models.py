@@ -18,7 +18,7 @@ def save_adapter(base: Path, folder: Path, kind: str, **settings: Any) -> Path:
     import peft  # noqa: PLC0415 - slow to import
     import torch  # noqa: PLC0415
 
-    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", num_virtual_tokens=LENGTH, **settings)
+    config = getattr(peft, f"{kind}Config")(task_type="CAUSAL_LM", **{"num_virtual_tokens": LENGTH, **settings})
     torch.manual_seed(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -14,20 +14,25 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+from llmconv.export import export
 from llmconv.runtime.guard import load_guarded
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from llmconv.verify import Check, verify, verify_graphs
 from llmconv.verify.decisions.audit import audit_decisions, read_config
+from llmconv.verify.decisions.numbers import Numbers
 from llmconv.verify.decisions.tables import odd_row
 from llmconv.verify.taps import FOLDER_KEY
 from llmconv.verify.truth import Eager
+from tests.conftest import save_tiny
+from tests.export.prefix_models import save_adapter
 from tests.verify.conftest import decode_only
 from tests.verify.mutants import ALL
 from tests.verify.surgery import add_constant, constant_value, users
 from tests.verify.trigger_mutants import TRIGGERS, Nodes, Trigger
 
 Tiny = Callable[[str], Path]
+ORIGINAL = "original_max_position_embeddings"
 BY_NAME = {trigger.name: trigger for trigger in TRIGGERS}
 
 
@@ -130,6 +135,72 @@ def test_so_does_one_with_options(options: dict[str, Any], optioned: Callable[..
     for path in folder.glob("*.onnx"):
         check = audit(folder, path.name)
         assert check.verdict == "pass", check.detail
+
+
+def audit_all(folder: Path) -> None:
+    """Passes where the audit of every graph of a folder does."""
+    checks = [audit(folder, path.name) for path in folder.glob("*.onnx")]
+    assert checks and all(check.verdict == "pass" for check in checks), [check.detail for check in checks]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_that_are_made_float32_are_not_changed(dtype: str, tiny: Tiny, tmp_path: Path) -> None:
+    export(tiny("gpt2"), tmp_path / "half", incremental=True, dtype=dtype)
+    audit_all(tmp_path / "half")
+
+
+def test_a_weight_that_is_made_float32_after_a_change_is_changed(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "half"
+    export(tiny("llama"), folder, incremental=True, dtype="float16")
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    cast = next(node for node in users(model, "Cast") if "embed" in node.input[0])
+    change = onnx.helper.make_node("Add", [cast.input[0], add_constant(model, np.float16(0))], ["changed"])
+    cast.input[0] = "changed"
+    model.graph.node.insert(0, change)
+    onnx.save(model, folder / "decode.onnx")
+    assert "in weights that nodes have changed" in audit(folder).detail
+
+
+def test_a_stage_without_sliding_layers_needs_no_window(optioned: Callable[..., Path]) -> None:
+    folder = optioned("gemma2", stages=4)
+    assert len(list(folder.glob("decode-*.onnx"))) == 4
+    audit_all(folder)
+
+
+def test_the_length_of_a_prefix_is_a_number_of_the_model(tiny: Tiny, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
+    keys = save_adapter(folder, tmp_path / "adapter", "PrefixTuning", num_virtual_tokens=90)
+    export(folder, prefill=True, prefix=keys)
+    audit_all(folder)
+
+
+SCALINGS: tuple[dict[str, Any], ...] = (
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8, ORIGINAL: 80},
+    {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 80},
+)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
+def test_rotary_frequencies_may_depend_on_the_length(scaling: dict[str, Any], tmp_path: Path) -> None:
+    rope = {"rope_theta": 10000.0, **scaling}
+    save_tiny("llama", tmp_path / "model", rope_parameters=rope, max_position_embeddings=320)
+    export(tmp_path / "model", incremental=True)
+    audit_all(tmp_path / "model")
+
+
+def test_scores_of_experts_may_be_compared_with_twice_the_jitter() -> None:
+    assert Numbers.of({"router_jitter_noise": 0.013}).bounds_data(0.026)
+    assert not Numbers.of({"input_jitter_noise": 0.013}).bounds_data(0.026)
+
+
+@pytest.mark.parametrize("factor", [None, "4", [4], True])
+def test_a_factor_that_is_no_number_is_passed_over(factor: object) -> None:
+    assert Numbers.of({"rope_scaling": {"type": "dynamic", "factor": factor}, "max_seq_len": 64}).lengths == {
+        63,
+        64,
+        65,
+    }
 
 
 def test_a_window_of_another_size_is_no_number_of_the_model(exported: Tiny, tmp_path: Path) -> None:

@@ -262,6 +262,20 @@ def by_a_steep_sigmoid(graph: Nodes) -> None:
     graph.scale_each(graph.make("Add", graph.make("Sigmoid", graph.make("Mul", place, 100.0)), 1.0))
 
 
+def by_a_pole(graph: Nodes) -> None:
+    """Infinite at one position."""
+    place = graph.make("Sub", graph.make("Cast", "position_ids", to=FLOAT), float(POSITION))
+    graph.scale_each(graph.make("Add", graph.make("Mul", graph.make("Reciprocal", place), 1e-6), 1.0))
+
+
+def by_a_chain_of_powers(graph: Nodes) -> None:
+    """Powers that are low one by one."""
+    power = graph.make("Mul", graph.make("Cast", "position_ids", to=FLOAT), 1 / LENGTH)
+    for _ in range(6):
+        power = graph.make("Pow", power, 2.0)
+    graph.scale_each(graph.make("Add", power, 1.0))
+
+
 def by_rounding_down(graph: Nodes) -> None:
     """Position / 5000 as a whole number."""
     quotient = graph.make("Div", "position_ids", LENGTH)
@@ -479,6 +493,8 @@ TRIGGERS = tuple(
         positions_in_half_precision,
         positions_rounded,
         by_a_steep_sigmoid,
+        by_a_pole,
+        by_a_chain_of_powers,
         by_rounding_down,
         by_casting_down,
         by_rectifying,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from onnx.inliner import inline_local_functions
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import first_line
-from llmconv.runtime.embeddings import EMBEDDINGS
+from llmconv.runtime.cache_names import layer_of
 from llmconv.verify.decisions.numbers import Numbers, window_of
 from llmconv.verify.decisions.operators import INPUTS
 from llmconv.verify.decisions.state import Axes, State
@@ -24,6 +25,9 @@ NAME = "decisions"
 
 FIRST = 5
 """Findings that are told."""
+
+STORED_PREFIX = re.compile(r"prefix\.\d+\.(key|value)")
+"""Keys and values of a tuned prefix, see `export --prefix`."""
 
 MANY = 1e9
 """Numbers beyond are ends of a range, and told to nobody."""
@@ -43,8 +47,8 @@ def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any
         return Check(NAME, graph, "", verdict="fail", detail=f"cannot be followed: {first_line(error)}")
     told = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
     window = window_of(config)
-    if window and graph != EMBEDDINGS and not {window - 1, window, window + 1} & found.numbers:
-        told.append(f"no node decides by the sliding window of {window}")
+    if window and window.layers & _layers(model) and not {window.size + step for step in (-1, 0, 1)} & found.numbers:
+        told.append(f"no node decides by the sliding window of {window.size}")
     numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < MANY)
     detail = _first(told) or f"{found.decisions} by numbers of the model ({numbers})"
     return Check(NAME, graph, "", verdict="fail" if told else "pass", detail=detail)
@@ -106,15 +110,24 @@ def decisions_of(
     return walk.judge.found
 
 
+def _layers(model: onnx.ModelProto) -> set[int]:
+    """The layers whose cache a graph makes: all of the model's, those of a stage, none of an embedding's."""
+    return {layer for port in model.graph.output if (layer := layer_of(port.name)) is not None}
+
+
 def _axes(port: onnx.ValueInfoProto) -> Axes:
     dims = port.type.tensor_type.shape.dim
     return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
 
 
 def _lengths(model: onnx.ModelProto) -> list[int]:
-    """Lengths that the graph is made for: axes of its inputs that are numbers, but not of a state or a head."""
+    """Lengths that the graph is made for: axes of its inputs that are numbers, but not of a state or a head.
+
+    A prefix that the graph begins with has its length in the axis of stored keys and values, too.
+    """
     found = []
     for port in model.graph.input:
         axes = _axes(port)
         found += [axis for axis in (axes[:2] if len(axes) < 4 else axes[2:3]) if isinstance(axis, int)]
-    return found
+    stored = (tensor for tensor in model.graph.initializer if STORED_PREFIX.fullmatch(tensor.name))
+    return [*found, *{tensor.dims[2] for tensor in stored if len(tensor.dims) == 4 and tensor.external_data}]

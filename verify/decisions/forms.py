@@ -94,3 +94,8 @@ def made_of(name: str, forms: Iterable[Form]) -> Form:
     forms = list(forms)
     sources = frozenset().union(*(form.sources for form in forms))
     return Form({Atom(f"{name}({', '.join(form.key() for form in forms)})"[:2000], sources): 1.0})
+
+
+def is_of(name: str, form: Form) -> bool:
+    """Whether a form is a sum of results of that name alone, see `made_of`."""
+    return bool(form.terms) and all(one.name.startswith(f"{name}(") for one in form.terms)

@@ -21,6 +21,9 @@ LENGTHS = re.compile(
 TOKENS = re.compile(r"vocab|(pad|image|audio|video|vision|boi|eoi|boa|eoa|mask)\w*token|(pad|image|audio|video)\w*_id")
 """Fields whose numbers token ids may be compared with."""
 
+JITTER = re.compile(r"router_jitter")
+"""Scores of experts that are nearer than twice this are alike (transformers modeling_phimoe.py, `sparsemixer`)."""
+
 LIBRARY = frozenset({0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 20.0})
 """Bounds that activations of torch have themselves: hard sigmoid's, ReLU6's, and where softplus becomes a line (20)."""
 
@@ -58,8 +61,10 @@ class Numbers:
         """
         found = list(_numbers("", config))
         lengths = {number for name, number in found if LENGTHS.search(name)} | {float(size) for size in sizes}
+        lengths |= {length * (1 - 1 / factor) for length in lengths for factor in _dynamic_factors(config)}
         tokens = {number for name, number in found if TOKENS.search(name)}
-        return cls(_with_neighbors(lengths), _with_neighbors(tokens), LIBRARY | {abs(number) for _, number in found})
+        data = {abs(number) for _, number in found} | {2 * number for name, number in found if JITTER.search(name)}
+        return cls(_with_neighbors(lengths), _with_neighbors(tokens), LIBRARY | data)
 
     def explain(self, form: Form) -> bool:
         """Whether a decision on a form is by numbers of the model alone."""
@@ -90,13 +95,26 @@ class Numbers:
         return known or size <= SMALLEST or _is_mask_value(number)
 
 
-def window_of(config: Any) -> int | None:
+@dataclass(frozen=True)
+class Window:
+    """A window of some layers.
+
+    Attributes:
+        size: tokens.
+        layers: that have it.
+    """
+
+    size: int
+    layers: frozenset[int]
+
+
+def window_of(config: Any) -> Window | None:
     """The window of a config whose `layer_types` has sliding layers, wherever in it; None where none has."""
     if not isinstance(config, Mapping):
         return None
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
-    if isinstance(window, int) and isinstance(kinds, list) and "sliding_attention" in kinds:
-        return window
+    size, kinds = config.get("sliding_window"), config.get("layer_types")
+    if isinstance(size, int) and isinstance(kinds, list) and "sliding_attention" in kinds:
+        return Window(size, frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"))
     return next(filter(None, map(window_of, config.values())), None)
 
 
@@ -107,6 +125,16 @@ def _is_mask_value(number: float) -> bool:
 def _with_neighbors(numbers: Iterable[float]) -> frozenset[float]:
     """`< n` and `<= n - 1` are one; `> n - w` is a window of w."""
     return frozenset(number + step for number in numbers for step in (-1, 0, 1))
+
+
+def _dynamic_factors(config: Any) -> set[float]:
+    """Factors of dynamic rotary scaling, whose base is zero at `1 - 1 / factor` of the context."""
+    if not isinstance(config, Mapping):
+        return set()
+    kinds = (config.get("rope_type"), config.get("type"))
+    factor = config.get("factor")
+    own = {float(factor)} if isinstance(factor, int | float) and factor > 1 and "dynamic" in kinds else set()
+    return own.union(*map(_dynamic_factors, config.values()))
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:

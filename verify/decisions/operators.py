@@ -33,7 +33,7 @@ LIMITS = {"Clip": (1, 2), "Min": None, "Max": None}
 ROUNDINGS = {"Floor", "Ceil", "Round"}
 REDUCTIONS = {"ReduceSum", "ReduceMax", "ReduceMin", "ArgMax", "CumSum"}
 STEPS = {"Mod", "Div", "Relu", "Abs", "Sign", "Sigmoid", "Tanh", "Pad", "Add", "Sub", "ScatterND", "ScatterElements"}
-PLAIN = {*COMPARISONS, *LOGIC, *CURVES, *LIMITS, *ROUNDINGS, *REDUCTIONS, *STEPS, "Mul", "Exp"}
+PLAIN = {*COMPARISONS, *LOGIC, *CURVES, *LIMITS, *ROUNDINGS, *REDUCTIONS, *STEPS, "Mul", "Exp", "Reciprocal"}
 """Operators of which their inputs' numbers say all."""
 
 THRESHOLDS = {"ThresholdedRelu", "Shrink", "IsInf", "IsNaN", "Sign", "Hardmax", *ROUNDINGS}

@@ -7,7 +7,8 @@ import onnx
 from onnx import numpy_helper
 
 from llmconv.tensors import Array
-from llmconv.verify.decisions.forms import LENGTH, PLACE, POSITION, TOKEN, WITHIN, Form, atom, made_of
+from llmconv.verify.decisions.forms import LENGTH, PLACE, POSITION, TOKEN, WITHIN, Form, atom, is_of, made_of
+from llmconv.verify.decisions.frequencies import FREQUENCIES, is_flat_power, is_frequency
 from llmconv.verify.decisions.judge import Judge, said
 from llmconv.verify.decisions.operators import (
     COMPARISONS,
@@ -93,8 +94,9 @@ class Results:
             self.state.name_axes(node.output[0], self.state.parts(node.input[0], first) or ())
             return Call(Form(number=_fill(node)))
         if op == "Where":
-            self.judge.choices(node, forms_of(given), _numbers(given))
-            return Call(made_of("Where", forms_of(given)))
+            frequencies = all(is_frequency(value) for value in given[1:])
+            self.judge.choices(node, forms_of(given), [] if frequencies else _numbers(given))
+            return Call(made_of(FREQUENCIES if frequencies else "Where", forms_of(given)))
         return self._decided(node, given)
 
     def _cast(self, node: onnx.NodeProto, first: Value) -> Value:
@@ -156,6 +158,9 @@ class Results:
         op, forms = node.op_type, forms_of(given, parts=True)
         if op in ("Min", "Mod") and any(not form.terms and 0 < form.number <= BLOCK for form in forms):
             return Call(made_of(op, [form for form in forms if form.terms]).within_a_block())
+        if op == "Pow" and is_flat_power(given):
+            self.judge.decision(node, forms[0])
+            return Call(made_of(op, forms))
         if op not in LOGIC and any(as_form(value) is None for value in given):
             self.judge.flag(node, f"{op} of {said(made_of('', forms))} with a table of numbers", certain=False)
         if op not in PLAIN:
@@ -171,12 +176,12 @@ class Results:
     def _product(self, node: onnx.NodeProto, forms: list[Form]) -> None:
         """Masks and sizes are multiplied; powers of a position are a step when they are high enough."""
         self.judge.decisions(node, forms)
-        if sum(bool(form.sources & {PLACE, POSITION, TOKEN}) for form in forms) > 1:
+        if sum(bool(form.sources & {PLACE, POSITION, TOKEN}) and not is_of(FREQUENCIES, form) for form in forms) > 1:
             self.judge.flag(node, f"multiplies {said(forms[0])} by {said(forms[1])}")
 
     def _power(self, node: onnx.NodeProto, form: Form) -> None:
         """A power of a logarithm is one of the position; any other grows from nothing to everything."""
-        if not all(one.name.startswith("Log(") for one in form.terms):
+        if not is_of("Log", form):
             self.judge.flag(node, f"raises a number to the power of {said(form)}")
 
 

@@ -17,6 +17,7 @@ from llmconv.verify.decisions.forms import atom, made_of
 from llmconv.verify.decisions.judge import Judge
 from llmconv.verify.decisions.looks import Looks
 from llmconv.verify.decisions.numbers import Numbers
+from llmconv.verify.decisions.operators import attribute
 from llmconv.verify.decisions.results import Results
 from llmconv.verify.decisions.state import State
 from llmconv.verify.decisions.values import Call, Data, Known, Value, forms_of
@@ -62,7 +63,8 @@ class Walk:
         self.state.complete_axes(node)
         if isinstance(value, Data) and self.state.is_of_weights(node):
             self.state.weights |= set(node.output)
-            self.state.changed |= set(node.output)
+            if not _is_widened(node) or node.input[0] in self.state.changed:
+                self.state.changed |= set(node.output)
 
     def _value(self, node: onnx.NodeProto, inputs: list[Value | None]) -> Value:
         if node.op_type in ("Shape", "Size"):
@@ -96,6 +98,11 @@ class Walk:
                 self.run(one.g, {port.name: outer for port in one.g.input})
                 results += [self.state.values.get(port.name, Data()) for port in one.g.output]
         return Data() if any(isinstance(value, Data) for value in results) else outer
+
+
+def _is_widened(node: onnx.NodeProto) -> bool:
+    """Whether a node only makes float32 of its input, as graphs do of weights in half precision."""
+    return node.op_type == "Cast" and attribute(node, "to", 0) == onnx.TensorProto.FLOAT
 
 
 def _constant(node: onnx.NodeProto) -> Value:
