@@ -143,7 +143,7 @@ def _say_error(message: str, hint: str) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Gives closed standard streams to the null device: a file that is written would take their numbers, and messages."""
+    """Gives closed standard streams to the null device: else an output file takes their numbers, and messages."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
