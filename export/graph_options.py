@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmconv.errors import UsageProblem
 from llmconv.export.passes.choice import Choice
+from llmconv.export.passes.opset import IR_VERSIONS
 from llmconv.export.prefixes import Prefix, open_prefix
 
 
@@ -35,9 +37,11 @@ class GraphOptions:
         """The options as the command gives them: `argmax` or `topk:K`, and the folder of a prefix.
 
         Raises:
-            UsageProblem: a choice that there is not.
+            UsageProblem: a choice or an opset that there is not.
             InputRefused: the folder holds no prefix.
         """
+        if opset is not None and opset not in IR_VERSIONS:
+            raise UsageProblem(f"`opset` is {opset}", hint=f"one of: {', '.join(map(str, IR_VERSIONS))}")
         choice = Choice.parse(postprocess) if postprocess else None
         return cls(last_logits, choice, stages, open_prefix(prefix) if prefix else None, opset)
 

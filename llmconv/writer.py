@@ -105,6 +105,8 @@ def _same_as_before(
     same = manifest.steps == json.loads(json.dumps(list(steps))) and small.items() <= manifest.files.items()
     if changed or not same or not {shard.name for shard in plan.shards} <= manifest.files.keys():
         why = f"`{changed[0]}` has changed since" if changed else "it was made of another input or with other options"
+        if not changed and manifest.steps[: len(steps)] == json.loads(json.dumps(list(steps))) != manifest.steps:
+            why = f"`{manifest.steps[-1].get('command')}` has written into it since"
         raise InputRefused(
             f"`{output}` is complete, and {why}", hint="choose another `-o`, or give `--overwrite` to make it again"
         )

@@ -353,6 +353,44 @@ def test_an_empty_path_is_a_usage_problem_in_python(
     assert not list(tmp_path.iterdir())
 
 
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    """A command line with redirections, `llmconv` of which is this one."""
+    line = line.replace("llmconv", f"{sys.executable} -m llmconv", 1)
+    return subprocess.run(["/bin/sh", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_what_is_shown_on_a_full_device_ends_with_4_and_one_line(option: str) -> None:
+    done = shell(f"llmconv {option} > /dev/full")
+    assert done.returncode == 4 and done.stderr.startswith("error: writing failed: No space left")
+
+
+def test_an_error_that_cannot_be_told_keeps_its_exit_code() -> None:
+    assert shell("llmconv inspect nothing-here 2> /dev/full").returncode == 3
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_lead_nowhere(closed: str, tmp_path: Path) -> None:
+    assert shell(f"llmconv to-hf {CHECKPOINT} -o {tmp_path}/closed {closed}").returncode == 0
+    assert CliRunner().invoke(llmconv.cli.main, ["to-hf", CHECKPOINT, "-o", f"{tmp_path}/open"]).exit_code == 0
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("closed", "open")]
+    assert weights[0] == weights[1]
+
+
+def test_an_opset_that_there_is_not_is_a_usage_problem_in_python(tmp_path: Path) -> None:
+    llmconv.convert.to_hf(CHECKPOINT, tmp_path / "base")
+    with pytest.raises(UsageProblem, match="`opset` is 22"):
+        llmconv.export.export(tmp_path / "base", opset=22)
+
+
+def test_resume_of_an_output_that_has_graphs_names_what_wrote_them(tmp_path: Path) -> None:
+    command = ["to-hf", CHECKPOINT, "-o", str(tmp_path / "base")]
+    assert CliRunner().invoke(llmconv.cli.main, command).exit_code == 0
+    llmconv.export.export(tmp_path / "base")
+    again = CliRunner().invoke(llmconv.cli.main, [*command, "--resume"])
+    assert again.exit_code == 3 and "is complete, and `export` has written into it since" in again.stderr
+
+
 def test_resume_of_a_complete_output_says_so_and_exits_0(tmp_path: Path) -> None:
     command = ["to-hf", CHECKPOINT, "-o", str(tmp_path / "base")]
     assert CliRunner().invoke(llmconv.cli.main, command).exit_code == 0

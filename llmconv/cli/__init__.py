@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -78,6 +79,15 @@ class LazyGroup(click.Group):
         except click.UsageError as error:
             self._fail_usage(error)
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """As click's; standard streams that are closed lead nowhere, those that are full are told of."""
+        _open_closed_streams()
+        try:
+            return super().main(*args, **extra)
+        except OSError as error:  # of `--version` and `--help`, which print before a command is invoked
+            _say_error(f"writing failed: {error.strerror or error} (stdout)", "see that there is space")
+            sys.exit(OutputFailed.exit_code)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command; an error becomes message, blank line, hint and its exit code."""
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -122,8 +132,25 @@ class LazyGroup(click.Group):
     def _fail(self, ctx: click.Context, message: str, hint: str, exit_code: int) -> NoReturn:
         if ctx.meta.get(VERBOSE):
             traceback.print_exc()
-        click.echo(f"error: {message}\n\nhint: {hint}", err=True)
+        _say_error(message, hint)
         ctx.exit(exit_code)
+
+
+def _say_error(message: str, hint: str) -> None:
+    """On stderr; where that is full the exit code alone tells, which must not become 1, a difference."""
+    with suppress(OSError):
+        click.echo(f"error: {message}\n\nhint: {hint}", err=True)
+
+
+def _open_closed_streams() -> None:
+    """Gives closed standard streams to the null device: else an output file takes their numbers, and messages."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115 - it stays
 
 
 def _defect(ctx: click.Context, error: Exception) -> tuple[str, str]:

@@ -41,7 +41,7 @@ class CompletionFile:
     def __init__(
         self, path: Written, prompts: Sequence[Prompt], options: Mapping[str, Any], *, overwrite: bool = False
     ) -> None:
-        path = output_path(path)
+        path = output_path(path, "--output-file")
         self._path, self._side = path, path.with_name(SIDE_FILE.format(path.name))
         made_with = {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}
         self._made_with = json.dumps(made_with, sort_keys=True, default=_plain)

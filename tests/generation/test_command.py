@@ -91,6 +91,11 @@ def test_a_device_is_no_file_to_write_to(talking: Path, device: str, more: tuple
     assert not Path(device).with_name(f".{Path(device).name}.options.json").exists()
 
 
+def test_an_address_of_a_store_is_refused_by_the_name_of_the_option(talking: Path) -> None:
+    result = run(talking, "ab", "--output-file", "s3://bucket/o.jsonl")
+    assert result.exit_code == 3 and "`--output-file` takes a local path" in result.stderr
+
+
 def test_a_finished_file_is_left_alone(talking: Path, prompts: Path, tmp_path: Path) -> None:
     out, options = tmp_path / "out.jsonl", ("--prompt-file", prompts, "--max-new-tokens", 2)
     assert run(talking, *options, "--output-file", out).exit_code == 0
