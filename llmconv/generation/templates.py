@@ -9,14 +9,16 @@ All are Jinja, which transformers renders in a sandbox: a template comes with a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
 from llmconv.errors import InputRefused, UsageProblem, first_line
+from llmconv.generation.bounded import Unbounded, bounded_text
 from llmconv.runtime.tokenizer import require_text
 
 TOKENIZER = "tokenizer"
@@ -135,22 +137,41 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
     if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
         raise InputRefused("a chat is a list of messages", hint='each has a "role" and a "content"')
     goes_on = messages[-1]["role"] == "assistant"
+    render = partial(
+        tokenizer.apply_chat_template,
+        [dict(message) for message in messages],
+        chat_template=found.text,
+        tokenize=False,
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+    )
     try:
-        text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            chat_template=found.text,
-            tokenize=False,
-            add_generation_prompt=not goes_on,
-            continue_final_message=goes_on,
-        )
-    except TemplateSyntaxError as error:
-        problem = f"the chat template is no Jinja: line {error.lineno}: {first_line(error)}"
-        raise InputRefused(problem, hint="mend the template, or give another one with `--template`") from error
-    except Exception as error:  # a template is a program: it fails in every way
+        trusted = template in TEMPLATES and template != TOKENIZER
+        return _rendered(render) if trusted else bounded_text(lambda: _rendered(render))
+    except Unbounded as error:
         raise InputRefused(
-            f"the chat template refuses the messages: {first_line(error)}", hint="look at their roles and their order"
+            "the chat template takes more time or memory than any template needs", hint="give another `--template`"
         ) from error
-    return text
+    except ValueError as error:
+        raise InputRefused(
+            f"the chat template {error}", hint="look at the roles of the messages and their order, or at the template"
+        ) from error
+
+
+def _rendered(render: Callable[[], str]) -> str:
+    """The text of a template.
+
+    Raises:
+        ValueError: the words that follow "the chat template".
+    """
+    try:
+        return render()
+    except TemplateSyntaxError as error:
+        raise ValueError(f"is not Jinja: line {error.lineno}: {first_line(error)}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program: it fails in every way
+        raise ValueError(f"refuses the messages: {first_line(error)}") from error
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> list[int]:

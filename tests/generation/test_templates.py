@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,25 @@ def test_a_template_that_fails_or_breaks_out_is_refused(tokenizer: PreTrainedTok
 
 def test_a_template_that_is_no_jinja_is_told_by_its_line(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("a\n{% if %}")
-    with pytest.raises(InputRefused, match="is no Jinja: line 2"):
+    with pytest.raises(InputRefused, match="is not Jinja: line 2"):
         render_chat(tokenizer, HI, str(tmp_path / "own.jinja"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(90000) %}{{ 'a' * 100000 }}{% endfor %}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 'a' * 10**8 }}",
+    ],
+)
+def test_a_template_without_end_is_stopped(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    tokenizer.chat_template = text
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with pytest.raises(InputRefused, match="takes more time or memory"):
+        render_chat(tokenizer, HI)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 8
 
 
 def test_a_tokenizer_without_a_template_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
