@@ -51,6 +51,9 @@ ULP_SHARE = 0.5
 FEW_ROWS = 8
 """Rows of an output up to which its noise is measured once more before it is said to differ."""
 
+AT_ONCE = 8
+"""Rows of logits that are taken at once, where their logarithms are of no use later."""
+
 LUCK = 16
 """How many times smaller than usual the noise of a row may have been by chance."""
 
@@ -250,7 +253,11 @@ def divergences(exact: Array, logits: Array) -> Array:
     Returns:
         [rows], at least 0.
     """
-    return divergence_of(*(log_probabilities(rows.astype(np.float64)) for rows in (exact, logits)))
+    parts = [
+        divergence_of(*(log_probabilities(rows[at : at + AT_ONCE].astype(np.float64)) for rows in (exact, logits)))
+        for at in range(0, len(exact), AT_ONCE)
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def divergence_of(wanted: Array, found: Array) -> Array:

@@ -124,13 +124,13 @@ class Comparison:
             truth = twin.behind(prefix, stored_start(self.folder, prefix, layers)) if prefix else twin  # which stays
             planned = [one for one in self._planned(truth) if one[0].name in TWIN_SCENARIOS]
             truths = [truth.truths(scenario, chains) for scenario, chains in planned]
+            twin.release()  # before the graphs are opened, which map the weights once more
             for entry in (entry for entry in entries if entry.prefix == prefix):
                 low_memory = isinstance(self.eager, StreamedEager)
                 graphs = open_graphs(self.folder, [entry], settings, self.add, low_memory=low_memory)
                 foresee(graphs, planned)
                 for (scenario, chains), known in zip(planned, truths, strict=True):
                     self._alone(change.scenario(scenario), chains, graphs, known)
-        twin.release()
 
     def _compare_settings(self, originals: list[OrtGraph]) -> None:
         """One scenario as onnxruntime computes it when it optimises otherwise, with one thread and with two."""

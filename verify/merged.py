@@ -19,6 +19,9 @@ from llmconv.runtime.runner import Runner, Step
 from llmconv.verify.calls import Call, Chain, Edit, EditedCache
 from llmconv.verify.compare import Truth
 
+LEAST = 3
+"""Calls of a chain from which on one call is worth it: where it is another computation, it is made in vain."""
+
 
 class Beginning(EditedCache):
     """The first tokens of a cache that one call made."""

@@ -20,7 +20,7 @@ from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.calls import GARBAGE, GARBAGE_AFTER_FLOAT16, GARBAGE_IN_FLOAT16, Call, Chain, Facts
 from llmconv.verify.compare import NoiseFloor, Truth, cache_rows, state_rows
-from llmconv.verify.merged import are_merged, is_another, merged_steps, one_call
+from llmconv.verify.merged import LEAST, are_merged, is_another, merged_steps, one_call
 from llmconv.verify.prefix import Behind, Start
 from llmconv.verify.scenarios import Scenario
 from llmconv.verify.twin import Change
@@ -57,15 +57,17 @@ class Eager:
         self._twins: dict[str, Eager] = {}
         self._steps: dict[tuple[str, int, float], list[Step]] = {}
         self._reaches: list[Reach] = []
-        self._model, self._exact = self._open("float64")
         self._rounded_model, self._rounded = self._open(dtype)
+        self._model, self._exact = self._open("float64")
         self._floor = NoiseFloor(dtype)
         self._garbage = GARBAGE_IN_FLOAT16 if dtype == "float16" else GARBAGE
         self._virtual = self._first_position = 0
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
         """The model, and what runs it."""
-        model = EagerRunner(self.folder, dtype, code=self._code, factors=self._factors)
+        scaled = dtype == "float64" and self.dtype == "float32" and self._factors  # which takes longer than to copy
+        like = self._rounded_model if scaled else None
+        model = EagerRunner(self.folder, dtype, code=self._code, factors=self._factors, like=like)
         return model, model
 
     def in_dtype(self, dtype: str) -> Eager:
@@ -220,7 +222,7 @@ class Eager:
 
     def _merged(self, chain: Chain) -> list[Step] | None:
         """The float64 steps of one call for all; None where that may be another computation, or could not be told."""
-        if self._virtual or not self._floor.knows_noise or original_context(self._model.config):
+        if len(chain) < LEAST or self._virtual or not self._floor.knows_noise or original_context(self._model.config):
             return None
         return merged_steps(self._exact, chain)
 
