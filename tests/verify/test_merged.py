@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmconv.runtime.eager import EagerRunner
+from llmconv.verify import verify
 from llmconv.verify.calls import Chain
 from llmconv.verify.merged import Beginning, are_merged, merged_steps
 from llmconv.verify.scenarios import Scenario, scenarios
@@ -140,3 +142,19 @@ def test_a_merged_cache_ends_where_its_call_does(eager: Callable[[str], Eager]) 
     assert [step.present.length for step in steps] == [5, 6, 13, 14, 17, 19]
     assert [step.present.arrays()["present.0.key"].shape[2] for step in steps] == [5, 6, 13, 14, 17, 19]
     assert [step.logits.shape[1] for step in steps] == [5, 1, 7, 1, 3, 2]
+
+
+def test_a_quick_run_reads_a_large_model_once_and_each_twin_once(
+    small: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    load = EagerRunner._loaded
+
+    def counted(runner: EagerRunner) -> Any:
+        loaded.append(runner.dtype)
+        return load(runner)
+
+    monkeypatch.setattr("llmconv.runtime.eager.SMALL_MODEL", 0)
+    monkeypatch.setattr(EagerRunner, "_loaded", counted)
+    assert verify(small("llama"), only=FIRST).verdict == "pass"
+    assert loaded == ["float32", "float64", "float32", "float32"]
