@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +51,9 @@ ULP_SHARE = 0.5
 FEW_ROWS = 8
 """Rows of an output up to which its noise is measured once more before it is said to differ."""
 
+AT_ONCE = 8
+"""Rows of logits that are taken at once, where their logarithms are of no use later."""
+
 LUCK = 16
 """How many times smaller than usual the noise of a row may have been by chance."""
 
@@ -66,6 +70,8 @@ class Truth:
         valid: bool [batch, tokens]; rows under padding are not compared.
         other: the run in the graph's dtype once more, [batch, tokens, features], in another order of operations; None
             where there is no other order.
+        excess: the noise as it was measured over what was usual for the output before, of all rows or of the worst, in
+            units of the gates of float32; 0 where nothing was measured before.
     """
 
     exact: Array
@@ -74,6 +80,7 @@ class Truth:
     max_noise: Array
     valid: Array
     other: Callable[[], Array] | None = field(default=None, compare=False, repr=False)
+    excess: float = 0.0
 
     @property
     def near_tie(self) -> Array:
@@ -160,11 +167,25 @@ class NoiseFloor:
         self._ulp = ULPS[dtype]
         self._pool: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
+    def copy(self) -> NoiseFloor:
+        """The same floor, which what comes later does not change."""
+        other = copy(self)
+        other._pool = self._pool.copy()
+        for name, sums in self._pool.items():
+            other._pool[name] = [*sums]
+        return other
+
+    @property
+    def knows_noise(self) -> bool:
+        """Whether something was measured before."""
+        return bool(self._pool)
+
     def truth(self, name: str, exact: Array, rounded: Array, valid: Array) -> Truth:
         """The output `name` of one call, from the float64 run and the run in the graph's dtype, both as rows."""
         error = rounded.astype(np.float64) - exact
         noise, size = rms_rows(error), rms_rows(exact)
         pool = self._pool[name]
+        seen, before = pool[1] > 0, (pool[0] / pool[1]) ** 0.5 if pool[1] else 0.0
         pool[0] += float((noise[valid] ** 2).sum())
         pool[1] += float((size[valid] ** 2).sum())
         usual = (pool[0] / pool[1]) ** 0.5 if pool[1] else 0.0
@@ -173,7 +194,14 @@ class NoiseFloor:
         median = float(np.median(noise[valid])) if valid.any() else 0.0
         rows = np.maximum(noise, max(median, usual * total_size))
         rows = np.maximum(rows, np.maximum(self._ulp * ULP_SHARE * size, 1e-300))
-        return Truth(exact, rows, total, np.abs(error).max(axis=-1, initial=0.0), valid)
+        excess = _excess(noise[valid], before * size[valid], self._ulp * ULP_SHARE * size[valid]) if seen else 0.0
+        return Truth(exact, rows, total, np.abs(error).max(axis=-1, initial=0.0), valid, excess=excess)
+
+
+def _excess(noise: Array, usual: Array, ulp: Array) -> float:
+    """See `Truth.excess`; all of them by row."""
+    least, gates = np.maximum(np.maximum(usual, ulp), 1e-300), GATES["float32"]
+    return max(rms(noise) / rms(least) / gates.aggregate, float((noise / least).max(initial=0.0)) / gates.row)
 
 
 def measure(truth: Truth, output: Array, *, tokens: bool = False) -> Measure:
@@ -225,7 +253,11 @@ def divergences(exact: Array, logits: Array) -> Array:
     Returns:
         [rows], at least 0.
     """
-    return divergence_of(*(log_probabilities(rows.astype(np.float64)) for rows in (exact, logits)))
+    parts = [
+        divergence_of(*(log_probabilities(rows[at : at + AT_ONCE].astype(np.float64)) for rows in (exact, logits)))
+        for at in range(0, len(exact), AT_ONCE)
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def divergence_of(wanted: Array, found: Array) -> Array:

@@ -124,19 +124,19 @@ class Comparison:
             truth = twin.behind(prefix, stored_start(self.folder, prefix, layers)) if prefix else twin  # which stays
             planned = [one for one in self._planned(truth) if one[0].name in TWIN_SCENARIOS]
             truths = [truth.truths(scenario, chains) for scenario, chains in planned]
+            twin.release()  # before the graphs are opened, which map the weights once more
             for entry in (entry for entry in entries if entry.prefix == prefix):
                 low_memory = isinstance(self.eager, StreamedEager)
                 graphs = open_graphs(self.folder, [entry], settings, self.add, low_memory=low_memory)
                 foresee(graphs, planned)
                 for (scenario, chains), known in zip(planned, truths, strict=True):
                     self._alone(change.scenario(scenario), chains, graphs, known)
-        twin.release()
 
     def _compare_settings(self, originals: list[OrtGraph]) -> None:
         """One scenario as onnxruntime computes it when it optimises otherwise, with one thread and with two."""
-        planned = [one for one in self._planned(self.eager) if one[0].name == OTHER_SETTINGS_SCENARIO]
-        if self.report.suite != "full":
+        if self.report.suite != "full":  # asked first: to plan is to load a model that was released
             return
+        planned = [one for one in self._planned(self.eager) if one[0].name == OTHER_SETTINGS_SCENARIO]
         entries = [graph.entry for graph in originals if not graph.entry.prefix]
         if isinstance(self.eager, StreamedEager):
             self._skip(

@@ -78,9 +78,10 @@ class Evidence:
             return
         exact, found = truth.exact[truth.valid], logits[truth.valid].astype(np.float64)
         error = np.nan_to_num(np.abs(found - exact), nan=np.inf)
-        with np.errstate(divide="ignore"):
-            at = (np.clip(np.log10(error), LOWEST, HIGHEST - 1e-9) - LOWEST) * PER_DECADE
-        self.histogram += np.bincount(at.astype(np.int64).ravel(), minlength=BINS)
+        for row in error:  # one by one, as the logarithms of all of them would take much memory
+            with np.errstate(divide="ignore"):
+                at = (np.clip(np.log10(row), LOWEST, HIGHEST - 1e-9) - LOWEST) * PER_DECADE
+            self.histogram += np.bincount(at.astype(np.int64), minlength=BINS)
         self._keep_points(exact.ravel(), found.ravel(), error.ravel())
         self._keep_flips(scenario, truth, logits)
         self.rows += len(exact)

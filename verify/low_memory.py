@@ -93,6 +93,9 @@ class StreamedEager(Eager):
         """As they are: a call that was not foreseen would read all weights again."""
         return truths
 
+    def _merged(self, chain: Chain) -> None:
+        """Not at all: all calls of a scenario are made with each layer."""
+
     def behind(self, entry: PrefixEntry, start: object) -> Eager:
         """Not with a prefix.
 

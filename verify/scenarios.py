@@ -88,12 +88,12 @@ def _crossed(width: int, facts: Facts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _edge_tokens(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    """Alone, and in five rows of which each begins elsewhere."""
+    """Alone, and the beginning of five rows of which each begins elsewhere."""
     last = facts.vocab_size - 1
     ids = np.array([[0, last, 0, 0, last]], dtype=np.int64)
-    alone, several = full_mask(1, 5), full_mask(5, 5)
-    rolled = np.concatenate([np.roll(ids, by, axis=1) for by in range(5)])
-    return [[Call(ids, alone, default_positions(alone, 5))], [Call(rolled, several, default_positions(several, 5))]]
+    alone, several = full_mask(1, 5), full_mask(5, 2)
+    rolled = np.concatenate([np.roll(ids, by, axis=1)[:, :2] for by in range(5)])
+    return [[Call(ids, alone, default_positions(alone, 5))], [Call(rolled, several, default_positions(several, 2))]]
 
 
 def _high_positions(facts: Facts, rng: np.random.Generator) -> list[Chain]:

@@ -18,8 +18,9 @@ from llmconv.runtime.graph_entry import PrefixEntry
 from llmconv.runtime.reach import Place, Reach
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
-from llmconv.verify.calls import GARBAGE, GARBAGE_AFTER_FLOAT16, GARBAGE_IN_FLOAT16, Call, Chain, Edit, Facts
+from llmconv.verify.calls import GARBAGE, GARBAGE_AFTER_FLOAT16, GARBAGE_IN_FLOAT16, Call, Chain, Facts
 from llmconv.verify.compare import NoiseFloor, Truth, cache_rows, state_rows
+from llmconv.verify.merged import LEAST, are_merged, is_another, merged_steps, one_call
 from llmconv.verify.prefix import Behind, Start
 from llmconv.verify.scenarios import Scenario
 from llmconv.verify.twin import Change
@@ -56,15 +57,17 @@ class Eager:
         self._twins: dict[str, Eager] = {}
         self._steps: dict[tuple[str, int, float], list[Step]] = {}
         self._reaches: list[Reach] = []
-        self._model, self._exact = self._open("float64")
         self._rounded_model, self._rounded = self._open(dtype)
+        self._model, self._exact = self._open("float64")
         self._floor = NoiseFloor(dtype)
         self._garbage = GARBAGE_IN_FLOAT16 if dtype == "float16" else GARBAGE
         self._virtual = self._first_position = 0
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
         """The model, and what runs it."""
-        model = EagerRunner(self.folder, dtype, code=self._code, factors=self._factors)
+        scaled = dtype == "float64" and self.dtype == "float32" and self._factors  # which takes longer than to copy
+        like = self._rounded_model if scaled else None
+        model = EagerRunner(self.folder, dtype, code=self._code, factors=self._factors, like=like)
         return model, model
 
     def in_dtype(self, dtype: str) -> Eager:
@@ -197,22 +200,34 @@ class Eager:
     def truths(self, scenario: Scenario, chains: list[Chain]) -> Truths:
         """Every output of every call."""
         if self._kept is None:
-            return [self._chain(chain, run_chain(self._exact, chain)) for chain in chains]
+            return [self._truths(chain, {}, "") for chain in chains]
         if scenario.name not in self._kept:
+            # In float64 the steps are the same for all dtypes but for the garbage in a cache.
             self._kept[scenario.name] = [
-                self._chain(chain, self._exact_steps(scenario.name, at, chain)) for at, chain in enumerate(chains)
+                self._truths(chain, self._steps, (scenario.name, at, max(call.edit.garbage for call in chain)))
+                for at, chain in enumerate(chains)
             ]
         return self._kept[scenario.name]
 
-    def _exact_steps(self, name: str, at: int, chain: Chain) -> list[Step]:
-        """In float64, which is the same for all dtypes but for the garbage in a cache."""
-        key = (name, at, max(call.edit.garbage for call in chain))
-        if key not in self._steps:
-            self._steps[key] = run_chain(self._exact, chain)
-        return self._steps[key]
+    def _truths(self, chain: Chain, known: dict[Any, list[Step]], key: Any) -> list[dict[str, Truth]]:
+        """Every output of a chain; its float64 steps are taken from `known`, or put there under `key`."""
+        rounded, floor = run_chain(self._rounded, chain), self._floor.copy()
+        if key not in known:
+            known[key] = self._merged(chain) or run_chain(self._exact, chain)
+        found = self._chain(chain, known[key], rounded)
+        if are_merged(known[key]) and is_another(found):
+            known[key], self._floor = run_chain(self._exact, chain), floor
+            found = self._chain(chain, known[key], rounded)
+        return found
 
-    def _chain(self, chain: Chain, steps: list[Step]) -> list[dict[str, Truth]]:
-        runs = zip(steps, run_chain(self._rounded, chain), strict=True)
+    def _merged(self, chain: Chain) -> list[Step] | None:
+        """The float64 steps of one call for all; None where that may be another computation, or could not be told."""
+        if len(chain) < LEAST or self._virtual or not self._floor.knows_noise or original_context(self._model.config):
+            return None
+        return merged_steps(self._exact, chain)
+
+    def _chain(self, chain: Chain, steps: list[Step], rounded_steps: list[Step]) -> list[dict[str, Truth]]:
+        runs = zip(steps, rounded_steps, strict=True)
         found = []
         for at, (call, (exact, rounded)) in enumerate(zip(chain, runs, strict=True)):
             pairs = zip(rows_of(exact, call.known).items(), rows_of(rounded, call.known).values(), strict=True)
@@ -260,19 +275,6 @@ def run_chain(runner: Runner, chain: Chain) -> list[Step]:
         steps.append(run(call.input_ids, call.attention_mask, call.position_ids, past))
         past = steps[-1].present
     return steps
-
-
-def one_call(calls: Sequence[Call]) -> Call | None:
-    """All tokens of calls that continue each other in one call.
-
-    None of a single call, where a cache was changed, and behind a past with states, which several tokens lose.
-    """
-    start = calls[0].start
-    if len(calls) < 2 or any(call.edit != Edit() for call in calls) or (start and any(map(is_state, start.shapes))):
-        return None
-    ids = np.concatenate([call.input_ids for call in calls], axis=1)
-    positions = np.concatenate([call.position_ids for call in calls], axis=1)
-    return Call(ids, calls[-1].attention_mask, positions, start=start, known=calls[0].known)
 
 
 def edited(past: Cache | None, call: Call) -> Cache | None:

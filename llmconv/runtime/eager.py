@@ -88,6 +88,7 @@ class EagerRunner:
         code: a folder that is trusted: the model's own code there builds it, if it has any.
         dtype: `float64` (computed wholly in float64 from the float32 buffers), `float32`, `float16` or `bfloat16`.
         factors: scale the weights as they are read.
+        like: the same in float32, whose weights are copied instead of read and scaled again.
 
     Raises:
         InputRefused: transformers cannot load the folder.
@@ -96,7 +97,13 @@ class EagerRunner:
     attention: str | None = "eager"
 
     def __init__(
-        self, folder: Path, dtype: str = "float32", *, code: Path | None = None, factors: Factors | None = None
+        self,
+        folder: Path,
+        dtype: str = "float32",
+        *,
+        code: Path | None = None,
+        factors: Factors | None = None,
+        like: EagerRunner | None = None,
     ) -> None:
         transformers_logging.disable_progress_bar()
         # It tells that compiled scans are missing, which would be no reference.
@@ -108,7 +115,7 @@ class EagerRunner:
         self._code = code if runs_own_code(fields, code is not None) else None
         self._factors, self.dtype, self.reach = factors, dtype, Reach()
         self._folder, self._fields = folder, fields
-        self._model: Any = self._loaded()
+        self._model: Any = self._ready(copy.deepcopy(like.model)) if like else self._loaded()
         model = self._model
         arguments = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in arguments
@@ -132,6 +139,10 @@ class EagerRunner:
                 f"transformers cannot load `{folder}`: {first_line(error)}",
                 hint="the folder needs config.json and safetensors weights of a causal language model",
             ) from error
+        return self._ready(model)
+
+    def _ready(self, model: Any) -> Any:
+        """The model in its precision."""
         if self.attention == "eager" and model._can_set_experts_implementation():
             model.set_experts_implementation("eager")  # the fused ones know no float64
         if self.dtype == "float64":
