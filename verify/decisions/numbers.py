@@ -21,6 +21,9 @@ LENGTHS = re.compile(
 TOKENS = re.compile(r"vocab|(pad|image|audio|video|vision|boi|eoi|boa|eoa|mask)\w*token|(pad|image|audio|video)\w*_id")
 """Fields whose numbers token ids may be compared with."""
 
+SIZES = re.compile(r"theta|vocab|position|token|hidden_size|intermediate_size|initializer")
+"""Fields whose numbers limit nothing that a model computes."""
+
 LIBRARY = frozenset({0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 20.0})
 """Bounds that activations of torch have themselves: hard sigmoid's, ReLU6's, and where softplus becomes a line (20)."""
 
@@ -59,7 +62,8 @@ class Numbers:
         found = list(_numbers("", config))
         lengths = {number for name, number in found if LENGTHS.search(name)} | {float(size) for size in sizes}
         tokens = {number for name, number in found if TOKENS.search(name)}
-        return cls(_with_neighbors(lengths), _with_neighbors(tokens), LIBRARY | {abs(number) for _, number in found})
+        data = {abs(number) for name, number in found if not SIZES.search(name)}
+        return cls(_with_neighbors(lengths), _with_neighbors(tokens), LIBRARY | data)
 
     def explain(self, form: Form) -> bool:
         """Whether a decision on a form is by numbers of the model alone."""
