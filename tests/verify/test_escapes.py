@@ -64,7 +64,11 @@ def context_is_full(graph: Nodes) -> None:
 def test_a_decision_by_a_number_of_the_model_is_crossed_by_a_quick_scenario(
     make: Make, name: str, exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path
 ) -> None:
-    folder = faulty(exported("llama"), tmp_path / "faulty", lambda model, _: bool(make(Nodes(model))) or True)
+    def change(model: onnx.ModelProto, folder: Path) -> bool:
+        make(Nodes(model))
+        return True
+
+    folder = faulty(exported("llama"), tmp_path / "faulty", change)
     report = verify(folder, only=[name], eager=eager("llama"))
     assert {check.name for check in report.checks if check.verdict == "fail"} == {name}
 
