@@ -40,6 +40,7 @@ class Facts:
         parameters: of the model; a cache of many fewer numbers is no burden beside it.
         thorough: the suite is `full`, which has more room for made-up pasts.
         garbage: what lies under the mask of a cache.
+        padding: the id of the token that stands for padding; None without one.
         greedy: continues one prompt [1, tokens] by the model's own likeliest tokens, so many.
     """
 
@@ -55,6 +56,7 @@ class Facts:
     parameters: int = 0
     thorough: bool = False
     garbage: float = GARBAGE
+    padding: int | None = None
     greedy: Callable[[Array, int], Array] | None = None
 
 

@@ -61,7 +61,8 @@ class Comparison:
         if EMBEDDINGS in self.models:
             self.add([check_embeddings(self.folder / EMBEDDINGS, self.eager, self.settings)])
         shapes = self.eager.cache_shapes()
-        self.add([check_structure(graph, self.models[graph.name], shapes) for graph in opened])
+        heeds = any(not graph.takes_positions for graph in opened) and self.eager.heeds_positions()
+        self.add([check_structure(graph, self.models[graph.name], shapes, heeds_positions=heeds) for graph in opened])
         graphs, copies = distinct(self.folder, [graph for graph in opened if not name_problems(graph, shapes)])
         self.report.copies = {name: first for first, names in copies.items() for name in names}
         once = replace(self, add=adding_copies(self.add, copies))
@@ -105,6 +106,7 @@ class Comparison:
             self._skip([change.scenario(row).name for change in CHANGES for row in rows], entries, reason)
             self.report.unseen += [change.bug for change in CHANGES]
             return
+        self.eager.forget_twins()
         for change in changes(self.eager):
             self._compare_twin(change, entries, layers)
         checks = unreached_checks(self.eager, [entry.name for entry in entries])

@@ -40,6 +40,34 @@ def one_call(calls: Sequence[Call]) -> Call | None:
     return Call(ids, calls[-1].attention_mask, positions, start=start, known=calls[0].known)
 
 
+def another_order(calls: Sequence[Call]) -> Chain | None:
+    """The same tokens in other calls, whose rounding is another: several calls as one, one behind a past as several.
+
+    None where there is no other order: a single prompt, a cache that was changed, states behind a past.
+    """
+    whole, first = one_call(calls), calls[0]
+    if whole is not None:
+        return [whole]
+    if len(calls) > 1 or not first.start or first.input_ids.shape[1] < 2 or any(map(is_state, first.start.shapes)):
+        return None
+    new, total = first.input_ids.shape[1], first.attention_mask.shape[1]
+    return [
+        replace(
+            first,
+            input_ids=first.input_ids[:, at : at + 1],
+            attention_mask=first.attention_mask[:, : total - new + at + 1],
+            position_ids=first.position_ids[:, at : at + 1],
+            start=None if at else first.start,
+        )
+        for at in range(new)
+    ]
+
+
+def joined(steps: Sequence[Step]) -> Step:
+    """Steps that continue each other as one: all logits, and the last cache."""
+    return replace(steps[-1], logits=np.concatenate([step.logits for step in steps], axis=1))
+
+
 def merged_steps(runner: Runner, chain: Chain) -> list[Step] | None:
     """The steps of a chain as its calls would make them; None where one call cannot be all of them."""
     whole = one_call(chain)

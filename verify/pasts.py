@@ -49,8 +49,8 @@ def _windows(facts: Facts) -> list[int]:
 
 
 def quick_pasts(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    """A few tokens after pasts of several lengths."""
-    return _after(QUICK, facts, rng)
+    """A few tokens after pasts of several lengths, and at the end of the context where that is near."""
+    return _after([*QUICK, *_end(facts)], facts, rng)  # without a word where that end is too far
 
 
 def more_pasts(facts: Facts, rng: np.random.Generator) -> list[Chain]:
@@ -59,8 +59,13 @@ def more_pasts(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _more(facts: Facts) -> list[int]:
+    return sorted({*MORE, *_end(facts)})
+
+
+def _end(facts: Facts) -> list[int]:
+    """The past after which the calls fill the context."""
     end = facts.max_positions
-    return sorted({*MORE, *([end - sum(THEN)] if end and end > 2 * sum(THEN) else [])})
+    return [end - sum(THEN)] if end and end > 2 * sum(THEN) else []
 
 
 def _after(lengths: Sequence[int], facts: Facts, rng: np.random.Generator) -> list[Chain]:

@@ -70,7 +70,9 @@ def today(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def require_place(folder: Path) -> None:
-    """Finds out before anything is computed whether a report could be written; leaves nothing behind.
+    """Finds out before anything is computed whether a report could be written.
+
+    An older report is removed, so that a run which ends before its own is written leaves none that says something else.
 
     Raises:
         InputRefused: something in the way is neither a file nor a link.
@@ -87,6 +89,9 @@ def require_place(folder: Path) -> None:
         with Folder.open(folder) as home:
             for name in NAMES:
                 home.require_replaceable(name)
+            for name in NAMES:
+                if home.find(name):
+                    home.remove(name)
 
 
 def _unwritable(folder: Path, error: OSError) -> OutputFailed:

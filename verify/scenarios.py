@@ -88,12 +88,14 @@ def _crossed(width: int, facts: Facts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _edge_tokens(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    """Alone, and the beginning of five rows of which each begins elsewhere."""
+    """Alone, and the beginning of five rows of which each begins elsewhere; then those beside them, and padding's."""
     last = facts.vocab_size - 1
+    wanted = [1, last - 1, *([facts.padding + by for by in (-1, 0, 1)] if isinstance(facts.padding, int) else [])]
+    others = np.array([[token for token in wanted if 0 <= token <= last]], dtype=np.int64)
     ids = np.array([[0, last, 0, 0, last]], dtype=np.int64)
-    alone, several = full_mask(1, 5), full_mask(5, 2)
     rolled = np.concatenate([np.roll(ids, by, axis=1)[:, :2] for by in range(5)])
-    return [[Call(ids, alone, default_positions(alone, 5))], [Call(rolled, several, default_positions(several, 2))]]
+    masks = [(ids, full_mask(1, 5)), (rolled, full_mask(5, 2)), (others, full_mask(*others.shape))]
+    return [[Call(tokens, mask, default_positions(mask, mask.shape[1]))] for tokens, mask in masks]
 
 
 def _high_positions(facts: Facts, rng: np.random.Generator) -> list[Chain]:
@@ -115,14 +117,15 @@ def _context_middle(facts: Facts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _original_context(facts: Facts, rng: np.random.Generator) -> list[Chain]:
-    """Prompts on both sides of the border, and steps across it."""
+    """Prompts on both sides of the border, steps across it, and two rows of which one alone is beyond it."""
     if not facts.takes_positions or not facts.original:
         return []
     border = facts.original
     prompts = [moved(chain(full_mask(1, 6), [6], facts, rng), at) for at in (border - 7, border - 6, border)]
     stepping = moved(chain(full_mask(1, 7), [3, 1, 1, 1, 1], facts, rng), border - 5)
     far = moved(chain(full_mask(2, 6), [5, 1], facts, rng), 2 * border)
-    return [*prompts, stepping, far]
+    apart = [replace(call, position_ids=call.position_ids - [[0], [2 * border]]) for call in far]
+    return [*prompts, stepping, far, apart]
 
 
 def _no_token(facts: Facts, rng: np.random.Generator) -> list[Chain]:
@@ -201,7 +204,7 @@ SCENARIOS = (
     Scenario(
         "one-token prompt",
         "transformers #30127: the mask branch for one query was frozen",
-        lambda facts, rng: [chain(full_mask(1, 4), [1, 1, 1, 1], facts, rng)],
+        lambda facts, rng: [chain(full_mask(rows, 4), [1, 1, 1, 1], facts, rng) for rows in (1, 4)],
     ),
     Scenario(
         "batch of 3",

@@ -136,7 +136,9 @@ def new_piece(minimize: str | Path | None) -> Path | None:
 def new_report(name: str, suite: str, only: Sequence[str], repeat: int, settings: SessionSettings) -> Report:
     """A report without checks, which says what would have to be the same for the same report."""
     said = recorded(settings, chosen(suite, only), repeat)
-    return Report(name, name, suite, versions=library_versions(), settings=said)
+    report = Report(name, name, suite, versions=library_versions(), settings=said)
+    report.unseen += ["scenarios that were not asked for"] if only else []
+    return report
 
 
 def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.ModelProto]:

@@ -29,15 +29,19 @@ OPEN_AXES = ("kv_heads", "head_dim")
 TOKEN_INPUTS = ("input_ids", "attention_mask")
 
 
-def check_structure(graph: OrtGraph, model: onnx.ModelProto, cache_shapes: CacheShapes) -> Check:
+def check_structure(
+    graph: OrtGraph, model: onnx.ModelProto, cache_shapes: CacheShapes, *, heeds_positions: bool = False
+) -> Check:
     """The graph's signature against the contract and the eager model.
 
     Args:
         graph: the graph, opened.
         model: the same without weights.
         cache_shapes: of the eager model.
+        heeds_positions: the eager model's logits change with `position_ids`, so the graph has to take them.
     """
     problems = [
+        *(["input position_ids is missing"] if heeds_positions and not graph.takes_positions else []),
         *name_problems(graph, cache_shapes),
         *_axis_problems(graph, cache_shapes, static=graph.sizes is not None and graph.sizes.indexed),
         *_result_problems(graph),

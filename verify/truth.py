@@ -18,9 +18,17 @@ from llmconv.runtime.graph_entry import PrefixEntry
 from llmconv.runtime.reach import Place, Reach
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
-from llmconv.verify.calls import GARBAGE, GARBAGE_AFTER_FLOAT16, GARBAGE_IN_FLOAT16, Call, Chain, Facts
+from llmconv.verify.calls import (
+    GARBAGE,
+    GARBAGE_AFTER_FLOAT16,
+    GARBAGE_IN_FLOAT16,
+    Call,
+    Chain,
+    Facts,
+    full_mask,
+)
 from llmconv.verify.compare import NoiseFloor, Truth, cache_rows, state_rows
-from llmconv.verify.merged import LEAST, are_merged, is_another, merged_steps, one_call
+from llmconv.verify.merged import LEAST, another_order, are_merged, is_another, joined, merged_steps
 from llmconv.verify.prefix import Behind, Start
 from llmconv.verify.scenarios import Scenario
 from llmconv.verify.twin import Change
@@ -127,6 +135,7 @@ class Eager:
             cache=shapes,
             parameters=self._model.model.num_parameters(),
             garbage=self._garbage,
+            padding=getattr(config, "pad_token_id", None),
             greedy=self._continued,
         )
 
@@ -162,20 +171,31 @@ class Eager:
         present = self._exact.prefill(one, one + 1, one).present
         return {name: array.shape for name, array in present.arrays().items()}
 
+    def heeds_positions(self) -> bool:
+        """Whether logits change when two tokens exchange their positions."""
+        ids, mask = np.zeros((1, 3), dtype=np.int64), full_mask(1, 3)
+        ids[0, 1] = 1
+        near, far = (self._exact.prefill(ids, mask, np.array([at])).logits for at in ((0, 1, 2), (0, 2, 1)))
+        return not np.array_equal(near, far, equal_nan=True)
+
     def embed(self, input_ids: Array) -> tuple[Array, Array]:
         """Embeddings of tokens, exact and as the graph's dtype has them."""
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
     def twin(self, change: Change) -> Eager:
         """The same model with scaled weights; meanwhile a large one leaves memory, until it is used again."""
-        if change.name in self._twins:
-            return self._twins[change.name]
-        self.release()
-        twin = self._twin(change)
+        twin = self._twins.get(change.name)
+        if twin is None:
+            self.release()
+            twin = self._twin(change)
         self._reaches.append(twin._model.reach)
         if self._kept is not None:
             self._twins = {**self._twins, change.name: twin}
         return twin
+
+    def forget_twins(self) -> None:
+        """What twins have reached is of no use to the next graph, which needs to be run on them again."""
+        self._reaches = []
 
     def release(self) -> None:
         """A large model leaves memory until it is used again."""
@@ -237,11 +257,10 @@ class Eager:
 
     def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
         """The truths of the last of the calls, each able to doubt its noise."""
-        whole = one_call(calls)
-        if whole is None:
+        chain = another_order(calls)
+        if chain is None:
             return truths
-        given = (whole.input_ids, whole.attention_mask, whole.position_ids, whole.start)
-        step = cache(lambda: rows_of(self._rounded.prefill(*given), whole.known))
+        step = cache(lambda: rows_of(joined(run_chain(self._rounded, chain)), chain[0].known))
         new = calls[-1].input_ids.shape[1]
 
         def other(name: str) -> Array:

@@ -117,6 +117,8 @@ def _audit(tensor: onnx.TensorProto, source: Source) -> tuple[str, str]:
     named = reference_name(tensor.name, source.reference)
     fields = external_fields(tensor)
     if not fields.get("location", "").endswith(".safetensors"):
+        if fields and not named:
+            return "", f"`{tensor.name}` maps `{fields.get('location')}`, and no tensor has its name"
         return named, _compare(tensor, named, source) if named else ""
     span = (fields["location"], int(fields.get("offset", 0)), int(fields.get("length", 0)))
     if source.prefixes.get(span) == tensor.name:  # their values are compared where they show, in the cache

@@ -23,6 +23,8 @@ TOKENS = re.compile(r"vocab|(pad|image|audio|video|vision|boi|eoi|boa|eoa|mask)\
 
 JITTER = re.compile(r"router_jitter")
 """Scores of experts that are nearer than twice this are alike (transformers modeling_phimoe.py, `sparsemixer`)."""
+SIZES = re.compile(r"theta|vocab|position|token|hidden_size|intermediate_size|initializer")
+"""Fields whose numbers limit nothing that a model computes."""
 
 LIBRARY = frozenset({0.0, 0.5, 1.0, 2.0, 3.0, 6.0, 20.0})
 """Bounds that activations of torch have themselves: hard sigmoid's, ReLU6's, and where softplus becomes a line (20)."""
@@ -63,7 +65,8 @@ class Numbers:
         lengths = {number for name, number in found if LENGTHS.search(name)} | {float(size) for size in sizes}
         lengths |= {length * (1 - 1 / factor) for length in lengths for factor in _dynamic_factors(config)}
         tokens = {number for name, number in found if TOKENS.search(name)}
-        data = {abs(number) for _, number in found} | {2 * number for name, number in found if JITTER.search(name)}
+        data = {abs(number) for name, number in found if not SIZES.search(name)}
+        data |= {2 * number for name, number in found if JITTER.search(name)}
         return cls(_with_neighbors(lengths), _with_neighbors(tokens), LIBRARY | data)
 
     def explain(self, form: Form) -> bool:

@@ -39,6 +39,9 @@ PLAIN = {*COMPARISONS, *LOGIC, *CURVES, *LIMITS, *ROUNDINGS, *REDUCTIONS, *STEPS
 THRESHOLDS = {"ThresholdedRelu", "Shrink", "IsInf", "IsNaN", "Sign", "Hardmax", *ROUNDINGS}
 """Operators that decide on what the model computes by numbers of their own."""
 
+RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
+"""Operators that give something else in every run."""
+
 EXACT_BITS: dict[int, int] = {
     onnx.TensorProto.FLOAT16: 11,
     onnx.TensorProto.BFLOAT16: 8,

@@ -17,7 +17,7 @@ from llmconv.verify.decisions.forms import atom, made_of
 from llmconv.verify.decisions.judge import Judge
 from llmconv.verify.decisions.looks import Looks
 from llmconv.verify.decisions.numbers import Numbers
-from llmconv.verify.decisions.operators import attribute
+from llmconv.verify.decisions.operators import RANDOM, attribute
 from llmconv.verify.decisions.results import Results
 from llmconv.verify.decisions.state import State
 from llmconv.verify.decisions.values import Call, Data, Known, Value, forms_of
@@ -71,6 +71,9 @@ class Walk:
             return self._results.lengths(node)
         if node.op_type == "Constant":
             return _constant(node)
+        if node.op_type in RANDOM or (node.op_type == "Dropout" and len(inputs) > 2 and inputs[2] is not None):
+            self.judge.flag(node, f"{node.op_type} gives something else in every run")
+            return Data()
         given = [value for value in inputs if value is not None]
         self._looks.at_bounds(node, inputs)
         self._looks.at_index(node, inputs)
