@@ -93,7 +93,8 @@ def _limit_memory() -> None:
 
 def _read(reader: int) -> bytes:
     """What the child wrote; empty where it wrote too much or too late."""
-    parts, size, end = [], 0, time.monotonic() + WAIT
+    parts: list[bytes] = []
+    size, end = 0, time.monotonic() + WAIT
     while select.select([reader], [], [], max(0.0, end - time.monotonic()))[0]:
         part = os.read(reader, 1 << 20)
         if not part:
