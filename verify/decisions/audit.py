@@ -50,7 +50,9 @@ def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any
     if window and window.layers & _layers(model) and not {window.size + step for step in (-1, 0, 1)} & found.numbers:
         told.append(f"no node decides by the sliding window of {window.size}")
     numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < MANY)
-    detail = _first(told) or f"{found.decisions} comparisons, limits and choices, all by numbers of the model: {numbers}"
+    detail = (
+        _first(told) or f"{found.decisions} comparisons, limits and choices, all by numbers of the model: {numbers}"
+    )
     return Check(NAME, graph, "", verdict="fail" if told else "pass", detail=detail)
 
 

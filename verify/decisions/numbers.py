@@ -23,6 +23,9 @@ TOKENS = re.compile(r"vocab|(pad|image|audio|video|vision|boi|eoi|boa|eoa|mask)\
 
 JITTER = re.compile(r"router_jitter")
 """Scores of experts that are nearer than twice this are alike (transformers modeling_phimoe.py, `sparsemixer`)."""
+TWICE = 2
+"""A length may count twice (transformers modeling_mpt.py adds the past to a length that has it): that is met early."""
+
 SIZES = re.compile(r"theta|vocab|position|token|hidden_size|intermediate_size|initializer")
 """Fields whose numbers limit nothing that a model computes."""
 
@@ -73,7 +76,8 @@ class Numbers:
         """Whether a decision on a form is by numbers of the model alone."""
         if any(not 1 / HUGE < abs(factor) < HUGE for factor in form.terms.values()):
             return False
-        return all(self.knows(number, form) for number in (form.offset, *form.factors))
+        factors = (factor for factor in form.factors if abs(factor) != TWICE)
+        return all(self.knows(number, form) for number in (form.offset, *factors))
 
     def explain_rounding(self, form: Form) -> bool:
         """The same where a form is rounded to whole numbers: its unit decides, too."""
