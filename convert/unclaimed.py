@@ -20,6 +20,9 @@ from llmconv.torch_file import explain_no_zip, is_torch_file, open_torch_file
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 MEGATRON = {"checkpoint_version", "args", "model"}
 
+OF_DEEPSPEED = "_optim_states.pt"
+"""How the names of DeepSpeed's files of an optimizer end."""
+
 
 def explain(path: Path) -> LlmconvError:
     """The error for a path that is of no known format."""
@@ -68,7 +71,8 @@ def _explain_file(path: Path) -> LlmconvError:
         return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     with open(path, "rb") as file:
         head = file.read(300)
-    if left := what_is_left(path.name):
+    left = what_is_left(path.name)
+    if left and not path.name.endswith(OF_DEEPSPEED):  # whose optimizer holds the weights
         return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=_weights_beside(path))
     if path.suffix not in SUFFIXES and zipfile.is_zipfile(path) and not is_torch_file(path):
         return known_refusal(path) or _unknown(path)
