@@ -83,6 +83,8 @@ class Looks:
         if isinstance(index, Call):
             for form in index.forms:
                 self.judge.decision(node, form)
+        elif isinstance(index, Known) and self.state.writes_along_a_head(node, index):
+            return  # as interleaved rotary frequencies are put together
         elif isinstance(index, Known) and (node.input[0] in self.state.weights or not _is_run(index.array)):
             self.judge.flag(node, f"writes at {', '.join(map(str, np.unique(index.array)[:3].tolist()))}")
 

@@ -161,6 +161,8 @@ class Results:
         if op == "Pow" and is_flat_power(given):
             self.judge.decision(node, forms[0])
             return Call(made_of(op, forms))
+        if op.startswith("Scatter") and isinstance(given[1], Known) and self.state.writes_along_a_head(node, given[1]):
+            return Call(made_of(op, forms_of([given[0], given[2]], parts=True)))
         if op not in LOGIC and any(as_form(value) is None for value in given):
             self.judge.flag(node, f"{op} of {said(made_of('', forms))} with a table of numbers", certain=False)
         if op not in PLAIN:

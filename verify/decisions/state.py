@@ -70,6 +70,15 @@ class State:
         read = [name for name in node.input if name]
         return bool(read) and all(name in self.weights or isinstance(self.values.get(name), Known) for name in read)
 
+    def writes_along_a_head(self, node: onnx.NodeProto, index: Known) -> bool:
+        """Whether a Scatter writes into what nodes made, at places of axes of a fixed size: no length, no position."""
+        axes = self.axes.get(node.input[0])
+        if axes is None or node.input[0] in self.weights:
+            return False
+        at = next((one.i for one in node.attribute if one.name == "axis"), 0)
+        which = axes[: index.array.shape[-1]] if node.op_type == "ScatterND" else axes[at:][:1]
+        return bool(which) and all(isinstance(size, int) for size in which)
+
     def complete_axes(self, node: onnx.NodeProto) -> None:
         """Axes that shape inference does not follow, through what a key is put together by."""
         known = self.axes.get(node.input[0]) if node.input else None
