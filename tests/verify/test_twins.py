@@ -116,5 +116,6 @@ def test_clamps_of_experts_are_missed_when_they_are_dropped(tmp_path: Path) -> N
     export(folder, unified=True)
     broken = with_fault(folder, tmp_path / "broken", clips_dropped(), ["model.onnx"])
     assert verify(folder, only=ONE).verdict == "pass"
-    assert any("weights x" in name for name in failed(verify(broken, reference=folder, only=ONE)))
-    assert verify(broken, reference=folder, only=ONE).verdict == "fail"
+    seen = failed(verify(broken, reference=folder, only=ONE))
+    assert "prefill, 7 tokens, weights x 16" in seen
+    assert all(change_of(name) for name in seen)  # the weights as they are show nothing
