@@ -2,7 +2,7 @@
 #
 # PYTHON=python3.12 make setup     another interpreter
 # make setup TORCH=torch==2.13.0   that build of torch, as pip finds it (default: a CPU build if there is one)
-# make setup TORCH_INDEX=          without asking PyTorch's own index for the CPU build
+# make setup TORCH_INDEX=URL       also look for the CPU build in that package index, such as PyTorch's own
 # make fuzz SECONDS=600            as long for each parser (default: 60)
 # make test WORKERS=8              as many processes (default: 2; 0: none but pytest itself)
 

@@ -17,12 +17,14 @@ OLDEST = (3, 11)
 CONSTRAINTS = Path("constraints.txt")
 HOME = Path(".venv")
 
-CPU_INDEX = os.environ.get("TORCH_INDEX", "https://download.pytorch.org/whl/cpu")
-"""PyTorch's own index of CPU builds, as its installation guide gives it; empty for none."""
+CPU_INDEX = os.environ.get("TORCH_INDEX", "")
+"""A package index that has CPU builds, such as the one that PyTorch's installation guide names; empty for none."""
 
 CPU_SIZE = "about 200 MB to download"
 CUDA_SIZE = "about 2.8 GB to download, 6 GB on disk"
 """What torch 2.13.0 on Linux x86-64 brings, CUDA libraries and Triton included."""
+
+SMALLER = "    smaller: `make setup TORCH_INDEX=URL` with the URL that PyTorch's installation guide gives for CPU builds"
 
 OLD_PYTHON = """\
 error: llmconv needs Python 3.11 or newer; this is {version}
@@ -75,6 +77,8 @@ def install_torch(python: Path, torch: str) -> int:
         if not install(python, "--no-deps", *place, f"torch=={pin}+cpu", quiet=True):
             return install(python, f"torch=={pin}+cpu")  # what it depends on comes from where all else does
     print(f"    pip finds none; taking what it finds: {size()}, {free()} free", flush=True)
+    if not CPU_INDEX and sys.platform == "linux":
+        print(SMALLER, flush=True)
     return install(python, f"torch=={pin}", talk=True)
 
 
