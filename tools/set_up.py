@@ -24,7 +24,7 @@ CPU_SIZE = "about 200 MB to download"
 CUDA_SIZE = "about 2.8 GB to download, 6 GB on disk"
 """What torch 2.13.0 on Linux x86-64 brings, CUDA libraries and Triton included."""
 
-SMALLER = "    smaller: `make setup TORCH_INDEX=URL` with the URL that PyTorch's installation guide gives for CPU builds"
+SMALLER = "    smaller: `make setup TORCH_INDEX=URL` with the URL of CPU builds from PyTorch's installation guide"
 
 OLD_PYTHON = """\
 error: llmconv needs Python 3.11 or newer; this is {version}
