@@ -9,7 +9,7 @@ from html import escape
 from llmconv.verify.compare import GATES, SCALE
 from llmconv.verify.evidence import Evidence
 from llmconv.verify.plots import depth_curve, heat_map
-from llmconv.verify.report import LINE_LIMIT, NAME_LIMIT, Check, Report, clean
+from llmconv.verify.report import LINE_LIMIT, NAME_LIMIT, Check, Report, UnmatchedNode, clean
 from llmconv.verify.spread import error_histogram, logit_scatter, position_map
 
 STYLE = """
@@ -53,6 +53,7 @@ def render_html(report: Report, date: str) -> str:
         names = " = ".join([graph, *(name for name, first in report.copies.items() if first == graph)])
         body += _graph(names, [check for check in report.checks if check.graph == graph])
         body += _spread(report.evidence[graph]) if graph in report.evidence else []
+        body += _unmatched(report.unmatched.get(graph, []))
     body += ["<h2>All checks</h2>", EXPLAIN, _table(report.highlights()), _about(report)]
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
@@ -131,6 +132,20 @@ def _spread(evidence: Evidence) -> list[str]:
         f'<div class="pair">{pairs}</div>' if pairs else "",
         _flips(evidence),
     ]
+
+
+def _unmatched(nodes: Sequence[UnmatchedNode]) -> list[str]:
+    """The nodes without a counterpart in the model, folded."""
+    if not nodes:
+        return []
+    rows = "".join(
+        f"<tr><td>{_text(one.node)}</td><td>{_text(one.operator)}</td><td>{_text(one.scope)}</td></tr>"
+        for one in nodes[:ROWS]
+    )
+    table = f"<table><tr><th>node</th><th>operator</th><th>module</th></tr>{rows}</table>"
+    title = f"{len(nodes)} nodes compute what the model does not: what an exporter writes differently, or a fault"
+    more = f'<p class="small">and {len(nodes) - ROWS} more in report.json</p>' if nodes[ROWS:] else ""
+    return [f"<details><summary>{title}</summary>{_wide(table)}{more}</details>"]
 
 
 def _flips(evidence: Evidence) -> str:

@@ -77,6 +77,21 @@ class Where:
     finding: str = ""
 
 
+@dataclass(frozen=True)
+class UnmatchedNode:
+    """A node whose value the eager model does not compute.
+
+    Attributes:
+        node: its name.
+        operator: such as `Where`.
+        scope: the module that it belongs to; empty where its name does not say.
+    """
+
+    node: str
+    operator: str
+    scope: str
+
+
 @dataclass
 class Report:
     """All checks of a folder; true when the graphs equal the eager model.
@@ -92,6 +107,7 @@ class Report:
         settings: threads and optimisation of onnxruntime, how often every call was run, the gates, seeds by scenario.
         evidence: what the page draws, by graph.
         copies: graphs that are the same bytes as another, by their own names; they are run and shown once.
+        unmatched: by graph, the nodes whose values the model does not compute; empty where they were not looked for.
         quantization: of graphs with quantised weights; None for others.
     """
 
@@ -106,6 +122,7 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     evidence: dict[str, Evidence] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
+    unmatched: dict[str, list[UnmatchedNode]] = field(default_factory=dict)
     quantization: Quantization | None = None
 
     def __bool__(self) -> bool:
@@ -163,6 +180,8 @@ class Report:
             "checks": [_plain(asdict(check)) for check in self.checks],
             "logits": {name: evidence.as_dict() for name, evidence in self.evidence.items()},
         }
+        if self.unmatched:
+            content["unmatched"] = {name: [asdict(node) for node in nodes] for name, nodes in self.unmatched.items()}
         if self.quantization:
             content["quantization"] = self.quantization.as_dict()
         if self.where:

@@ -38,6 +38,7 @@ from llmconv.verify.replay import Folder
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import Scenario, chosen
 from llmconv.verify.truth import Eager
+from llmconv.verify.unmatched import list_unmatched
 from llmconv.verify.usable import require_folder, require_model, require_weights
 from llmconv.verify.weights import Source, audit_files, audit_weights
 from llmconv.verify.whole import load_whole
@@ -111,6 +112,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         report.where = localise(report.checks)
         if bisect or piece:
             name_node(report, verified, eager, piece)
+        if bisect or suite == "full":
+            list_unmatched(report, verified, eager)
     return report
 
 

@@ -25,6 +25,9 @@ LAYOUT_OPS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatt
 ARITHMETIC = {"Identity": "^$", "Add": "add|sub", "Sub": "add|sub", "Mul": "mul|div", "Div": "mul|div"}
 """Operators that stay where a term or a factor is gone, and the operators of the records that they may agree with."""
 
+CHOICES = {"Where": "where|masked_fill", "Clip": "clamp|clip", "Min": "min|clamp", "Max": "max|clamp"}
+"""The same for operators that may leave every element as it is."""
+
 SKIP_NORMS = {"SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
 """Norms that first add the last term, a sum of another module, which is their last output."""
 
@@ -97,6 +100,7 @@ class Trail:
         records: of the eager model.
         comparison: of one value with another.
         trusted: values that need no comparison.
+        changing: operators that agree with a record of the same kind only where they leave a value as it is.
     """
 
     def __init__(
@@ -107,8 +111,10 @@ class Trail:
         records: Sequence[Record],
         comparison: Comparison,
         trusted: Iterable[str],
+        changing: Mapping[str, str] = ARITHMETIC,
     ) -> None:
         self.wiring, self.scopes, self.values, self.comparison = wiring, scopes, values, comparison
+        self.changing = changing
         self.ports = [record for record in records if record.is_port]
         self.by_place: dict[tuple[str, int], list[Record]] = defaultdict(list)
         for record in records:
@@ -133,9 +139,9 @@ class Trail:
         if array.dtype.kind != "f" and self.scopes.of(node) == ANYWHERE:
             return False  # small integers agree with something by chance
         records = self.places(value)
-        if node.op_type in ARITHMETIC and any(self._is_same(name, array) for name in node.input):
+        if node.op_type in self.changing and any(self._is_same(name, array) for name in node.input):
             # Nothing was done: what agrees may be what was read, in place of what was to be made of it.
-            records = [record for record in records if re.search(ARITHMETIC[node.op_type], record.op)]
+            records = [record for record in records if re.search(self.changing[node.op_type], record.op)]
         return any(self.comparison.agrees(record, array) for record in records)
 
     def _is_same(self, name: str, array: Array) -> bool:

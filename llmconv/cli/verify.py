@@ -59,7 +59,11 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Run every call so often; all must give equal bits.")
 @click.option("--report", "report_folder", type=options.Output(), help="Write JSON, JUnit, Markdown, HTML.")
 @click.option("--github", is_flag=True, help="Print failures as annotations of GitHub Actions, too.")
-@click.option("--bisect", is_flag=True, help="After a failure, name the first node that differs.")
+@click.option(
+    "--bisect",
+    is_flag=True,
+    help="Name the first node that differs; list those that the model does not have.",
+)
 @click.option("--minimize", type=options.Output(), help="Write the smallest failing piece to a new folder.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
 @click.option(

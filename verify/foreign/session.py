@@ -41,6 +41,7 @@ from llmconv.verify.quantization import Quantization
 from llmconv.verify.report import Check, Report
 from llmconv.verify.session import collector, new_piece, new_report, require_suite
 from llmconv.verify.truth import Eager
+from llmconv.verify.unmatched import list_unmatched
 
 
 @fetches
@@ -99,6 +100,8 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         report.where = localise(sharpest(report.checks))
         if bisect or piece:
             name_node(report, verified, eager, piece)
+        if bisect or suite == "full":
+            list_unmatched(report, verified, eager)
     return report
 
 
