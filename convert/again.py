@@ -10,9 +10,9 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.configs import CODE_FIELDS, merged_configs
 from llmconv.convert.mapping import listing
-from llmconv.convert.state_dict import check_complete
+from llmconv.convert.state_dict import why_incomplete
 from llmconv.convert.tokenizers.source import read_tokenizer
-from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
 
 
 def open_again(
@@ -47,16 +47,9 @@ def open_again(
         kept = {key: content for key, content in side_files.items() if key == "generation_config.json"}
         side_files = kept | read_tokenizer(tokenizer)
     result = replace(opened, config=settings, side_files=side_files)
-    return replace(result, warnings=(*warnings, *_not_whole(result)))
-
-
-def _not_whole(model: Checkpoint) -> list[str]:
-    """A warning where transformers would leave weights to chance; the folder may also be no causal language model."""
-    try:
-        check_complete(model.tensors, model.config, model.path.name)
-    except MalformedInput as problem:
-        return [f"the folder is not the causal language model that its config describes: {problem.message}"]
-    return []
+    if why := why_incomplete(result.tensors, result.config, result.path.name):
+        warnings.append(f"the folder is not the causal language model that its config describes: {why}")
+    return replace(result, warnings=tuple(warnings))
 
 
 def refuse_options(given: Iterable[str], known: Iterable[str], what: str) -> None:

@@ -19,9 +19,9 @@ from llmconv.convert.adapters.reading import Adapter
 from llmconv.convert.adapters.recipe import DEFAULTS, MergeOptions, Recipe, recipe_of
 from llmconv.convert.quantization.base import QuantizedBase, check_choice, quantized_base
 from llmconv.convert.quantization.retention import Retention, measure
-from llmconv.convert.state_dict import check_complete
+from llmconv.convert.state_dict import why_incomplete
 from llmconv.convert.torch_state.safetensors_files import is_model_folder
-from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.paths import Written
 from llmconv.plan import Plan, plan_checkpoint
@@ -180,19 +180,16 @@ def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) ->
         merged=tuple(name for name in result if name in edits.changes),
         replaced=tuple(name for name in result if edits.replaces(name) and name in plain),
         added=tuple(name for name in result if name not in plain),
-        warnings=(*edits.warnings, *_not_whole(result)),
+        warnings=(*edits.warnings, *_incomplete(result)),
         edits=edits,
     )
     return _stored(quantized, result, merge, recipe) if quantized else merge
 
 
-def _not_whole(result: Checkpoint) -> list[str]:
-    """A warning where transformers would leave weights to chance."""
-    try:
-        check_complete(result.tensors, result.config, result.path.name)
-    except MalformedInput as problem:
-        return [f"the base is not the model that its config describes: {problem.message}"]
-    return []
+def _incomplete(result: Checkpoint) -> list[str]:
+    """A warning where transformers would initialize weights at random."""
+    why = why_incomplete(result.tensors, result.config, result.path.name)
+    return [f"the base is not the model that its config describes: {why}"] if why else []
 
 
 def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recipe) -> Merge:

@@ -151,6 +151,15 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
         check_rules(tensors, config, model_names(str(config.get("model_type"))), source)
 
 
+def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> str:
+    """What `check_complete` refuses these tensors for; empty where they are the whole model."""
+    try:
+        check_complete(tensors, config, source)
+    except MalformedInput as problem:
+        return problem.message
+    return ""
+
+
 def _plan(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> Blueprint | None:
     """The blueprint, unless the configuration says more layers than there are tensors."""
     counts = [value for field in LAYER_COUNTS if isinstance(value := config.get(field), int)]
