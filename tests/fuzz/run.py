@@ -24,6 +24,9 @@ CORPUS = Path(__file__).parent / "corpus"
 LARGEST = 64 << 10
 """Bytes of an input that is kept."""
 
+LONGEST = 1 << 20
+"""Bytes of an input that atheris makes."""
+
 
 def main() -> int:
     """Runs the targets one after the other, each in a process of its own; returns 1 where something was found."""
@@ -86,8 +89,9 @@ def fuzz(name: str, seconds: float, seed: int, guided: bool, writer: Any) -> Non
         if not guided:
             feeder.run(seconds)
             return
-        # atheris never returns: the time is told to libFuzzer, which ends the process
-        arguments = [sys.argv[0], f"-max_total_time={seconds:.0f}", f"-seed={seed % (1 << 31)}", "-verbosity=0"]
+        # atheris never returns: libFuzzer gets the time and ends the process
+        limits = (f"-max_total_time={seconds:.0f}", f"-seed={seed % (1 << 31)}", f"-max_len={LONGEST}", "-verbosity=0")
+        arguments = [sys.argv[0], *limits, str(feeder.write_seeds(Path(place) / "seeds"))]
         atheris.Setup(arguments, feeder.feed, custom_mutator=feeder.mutate, internal_libfuzzer=True)
         atheris.Fuzz()
 
@@ -119,12 +123,20 @@ class Feeder:
             self.feed(self.mutate(b"", 0, 0))
         self._writer.send(self._tried)
 
-    def mutate(self, data: bytes, _most: int, seed: int) -> bytes:
-        """A changed input; `data` is one that atheris finds worth a change."""
+    def write_seeds(self, folder: Path) -> Path:
+        """The inputs that atheris starts from, a file each."""
+        folder.mkdir()
+        for index, data in enumerate(self._seeds):
+            (folder / str(index)).write_bytes(data)
+        return folder
+
+    def mutate(self, data: bytes, most: int, seed: int) -> bytes:
+        """A changed input of at most `most` bytes (0: any); `data` is one that atheris finds worth a change."""
         from tests.fuzz.mutation import mutated  # noqa: PLC0415 - as above
 
         draw = random.Random(seed) if seed else self._draw
-        return mutated([*self._seeds, *([data] * len(self._seeds) if data else [])], self._target.words, draw)
+        changed = mutated([*self._seeds, *([data] * len(self._seeds) if data else [])], self._target.words, draw)
+        return changed[:most] if most else changed
 
     def feed(self, data: bytes) -> None:
         """Reads one input."""
