@@ -20,7 +20,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.layout import KEEP
 from llmconv.manifest import step, steps_of_weights
 from llmconv.paths import Written
-from llmconv.plan import Plan, plan_checkpoint
+from llmconv.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.progress import warn_all
 from llmconv.storage import fetches, files_under, local_path, reading_safely
 from llmconv.writer import check_output, write_checkpoint
@@ -99,6 +99,7 @@ def apply_delta(
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
     check_dtype(dtype)
+    require_shard_size(max_shard_size)
     model = open_model(base)
     with reading_safely(delta):
         path = local_path(delta)
@@ -163,6 +164,7 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
     check_dtype(dtype)
+    require_shard_size(max_shard_size)
     below, above = open_model(base), open_model(tuned)
     low_rank: LowRankDelta | None = None
     if rank is None:

@@ -24,7 +24,7 @@ from llmconv.convert.torch_state.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.paths import Written
-from llmconv.plan import Plan, plan_checkpoint
+from llmconv.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.progress import warn_all
 from llmconv.storage import fetches, local_path, reading_safely
 from llmconv.tensors import BLOCK_BYTES
@@ -98,6 +98,7 @@ def merge_lora(
     if unknown := options.keys() - DEFAULTS.keys():
         raise TypeError(f"merge_lora() has no option {', '.join(sorted(unknown))}")
     options = DEFAULTS | options
+    require_shard_size(options["max_shard_size"])
     if check:
         _require_checkable(options, dry_run)
     paths = [adapters] if isinstance(adapters, str | Path) else adapters
