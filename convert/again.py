@@ -13,6 +13,7 @@ from llmconv.convert.mapping import listing
 from llmconv.convert.state_dict import check_complete
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.tasks import require_model_type
 
 
 def open_again(
@@ -40,6 +41,7 @@ def open_again(
             hint="give the weights from before quantization",
         )
     settings = {**opened.config, **merged_configs(config)}
+    require_model_type(settings, name)
     code = [field for field in CODE_FIELDS if settings.pop(field, None)]
     warnings = [f"dropped {listing(code)} from the configuration: no code comes from a checkpoint"] if code else []
     side_files = dict(opened.side_files)

@@ -23,6 +23,7 @@ from llmconv.paths import Written
 from llmconv.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.progress import warn_all
 from llmconv.storage import fetches, files_under, local_path, reading_safely
+from llmconv.tasks import require_model_type
 from llmconv.writer import check_output, write_checkpoint
 
 
@@ -104,6 +105,7 @@ def apply_delta(
     with reading_safely(delta):
         path = local_path(delta)
         kind, tuned, checksum = _tuned(model, path, dtype, whole=dry_run)
+        require_model_type(tuned.config, path)
     warn_all(tuned.warnings)
     plan = plan_checkpoint(tuned, max_shard_size)
     check_output(plan, Path(output), overwrite, [model.path, path], resume=resume)

@@ -27,6 +27,7 @@ from llmconv.paths import Written
 from llmconv.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.progress import warn_all
 from llmconv.storage import fetches, local_path, reading_safely
+from llmconv.tasks import require_model_type
 from llmconv.tensors import BLOCK_BYTES
 from llmconv.writer import check_output, write_checkpoint
 
@@ -126,7 +127,9 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
             hint=f"give the base first: `llmconv merge-lora {other} {base} -o OUT`",
         )
     with reading_safely(base):
-        return open_checkpoint(local_path(base))
+        checkpoint = open_checkpoint(local_path(base))
+    require_model_type(checkpoint.config, base)
+    return checkpoint
 
 
 def _require_checkable(options: MergeOptions, dry_run: bool) -> None:
