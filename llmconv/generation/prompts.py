@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.paths import kind_of, path_of
+from llmconv.strict_json import Slip, first_slip, parse_strictly
 
 Content = str | list[dict[str, Any]]
 """A text, or a chat as a list of messages."""
@@ -101,11 +102,14 @@ FORMS = "give one text per line, an object with `prompt` or `messages` per line,
 
 def _of_document(document: Any, text: str) -> list[Prompt]:
     """The prompts of a JSON document: an array, or one object with the fields of a prompt."""
-    if document is None:
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise MalformedInput(f"the prompts are JSON that is broken: {_reason(error)}", hint=FORMS) from error
+    try:
+        document = json.loads(text) if document is None else document
+        found_slip = first_slip(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedInput(f"the prompts are JSON that is broken: {_reason(error)}", hint=FORMS) from error
+    if found_slip:
+        line, slip = found_slip
+        raise _slipped(f"what begins in line {line} of the prompts", slip)
     if isinstance(document, list) and document and all(map(_is_message, document)):
         return [Prompt(document)]
     if isinstance(document, dict) and not {"prompt", "messages"} & document.keys():
@@ -133,13 +137,19 @@ def _reason(error: Exception) -> str:
 
 def _of_json(number: int, line: str) -> Prompt:
     try:
-        said = json.loads(line)
+        said = parse_strictly(line)
+    except Slip as slip:
+        raise _slipped(f"line {number} of the prompts", slip) from slip
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise MalformedInput(
             f"line {number} of the prompts is no JSON: {reason}", hint="one object per line"
         ) from error
     return _of_item(f"line {number}", said)
+
+
+def _slipped(where: str, slip: Slip) -> MalformedInput:
+    return MalformedInput(f"in {where} {slip}", hint=slip.hint)
 
 
 def _of_object(name: str, said: Any) -> Prompt:

@@ -5,13 +5,13 @@ Source of the fields: OpenAI's API reference, "Create chat completion" and "Crea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.fields import Fields
+from llmconv.strict_json import Slip, parse_strictly
 
 MOST_CHOICES = 4
 MOST_PROMPTS = 16
@@ -96,14 +96,13 @@ def parse_json(body: bytes) -> Any:
     """A request's JSON.
 
     Raises:
-        ApiError: it is none, it is nested too deep, or it holds NaN or a number of thousands of digits.
+        ApiError: it is none, it is nested too deep, a key is there twice, or a number is not finite or has thousands of
+            digits.
     """
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is no JSON")
-
     try:
-        return json.loads(body, parse_constant=refuse)
+        return parse_strictly(body)
+    except Slip as slip:
+        raise ApiError(f"in the body {slip}", code="invalid_json") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
 
