@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.generation.messages import is_message, require_contents
 from llmconv.paths import kind_of, path_of
 from llmconv.strict_json import Slip, first_slip, parse_strictly
 
@@ -110,7 +111,8 @@ def _of_document(document: Any, text: str) -> list[Prompt]:
     if found_slip:
         line, slip = found_slip
         raise _slipped(f"what begins in line {line} of the prompts", slip)
-    if isinstance(document, list) and document and all(map(_is_message, document)):
+    if isinstance(document, list) and document and all(map(is_message, document)):
+        require_contents(document, "the prompts")
         return [Prompt(document)]
     if isinstance(document, dict) and not {"prompt", "messages"} & document.keys():
         raise MalformedInput("the prompts are one JSON object without `prompt` or `messages`", hint=FORMS)
@@ -124,7 +126,8 @@ def _of_document(document: Any, text: str) -> list[Prompt]:
 def _of_item(name: str, item: Any) -> Prompt:
     if isinstance(item, str):
         return Prompt(item)
-    if isinstance(item, list) and item and all(map(_is_message, item)):
+    if isinstance(item, list) and item and all(map(is_message, item)):
+        require_contents(item, f"{name} of the prompts")
         return Prompt(item)
     return _of_object(name, item)
 
@@ -160,7 +163,8 @@ def _of_object(name: str, said: Any) -> Prompt:
 
 def _content(name: str, given: Mapping[str, Any]) -> Content:
     prompt, messages = given.get("prompt"), given.get("messages")
-    if isinstance(messages, list) and prompt is None and all(_is_message(message) for message in messages) and messages:
+    if isinstance(messages, list) and prompt is None and all(is_message(message) for message in messages) and messages:
+        require_contents(messages, f"{name} of the prompts")
         return messages
     if not isinstance(prompt, str) or messages is not None:
         raise MalformedInput(
@@ -170,10 +174,6 @@ def _content(name: str, given: Mapping[str, Any]) -> Content:
     if isinstance(given.get("input"), str):  # of Alpaca
         return [{"role": "user", "content": prompt, "input": given["input"]}]
     return prompt
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 NOT_TOKENS = "give lists of token ids: `model.encode(text)`; texts go to `llmconv.generation.generate`"
@@ -194,12 +194,12 @@ def contents_of(prompts: Any) -> list[Content]:
     found = list(prompts)
     if not found:
         raise UsageProblem("there is no prompt", hint="give at least one")
-    if all(map(_is_message, found)):
+    if all(map(is_message, found)):
         return [found]
     for number, one in enumerate(found, start=1):
         if isinstance(one, str):
             continue
-        if not isinstance(one, list | tuple) or not one or not all(map(_is_message, one)):
+        if not isinstance(one, list | tuple) or not one or not all(map(is_message, one)):
             tokens = isinstance(one, int) or isinstance(one, Sequence) and one and isinstance(one[0], int)
             hint = "tokens go to `TextModel.stream`" if tokens else NOT_PROMPTS
             raise UsageProblem(f"prompt {number} is {kind_of(one)}, neither a text nor a chat", hint=hint)
@@ -234,9 +234,14 @@ def _is_number(value: Any) -> bool:
 
 
 def with_prefix(content: Content, prefix: str) -> Content:
-    """The prompt with a text before it; in a chat, before its first message that is not of the system."""
+    """The prompt with a text before it; in a chat, before its first message that is not of the system.
+
+    Raises:
+        InputRefused: see `require_contents`.
+    """
     if not prefix or isinstance(content, str):
         return prefix + content if isinstance(content, str) else content
+    require_contents(content)
     first = next((at for at, message in enumerate(content) if message["role"] != "system"), 0)
     changed = {**content[first], "content": prefix + str(content[first]["content"])}
     return [*content[:first], changed, *content[first + 1 :]]

@@ -215,7 +215,11 @@ def _message(message: Any, where: str) -> Mapping[str, str]:
         raise ApiError(f"`{where}.role` must be one of {known}", parameter=f"{where}.role")
     if message.get("tool_calls") or message.get("function_call"):
         raise ApiError(f"`{where}.tool_calls` is not available", parameter=f"{where}.tool_calls")
-    return {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
+    if message.get("content") is None:
+        found = "is null" if "content" in message else "is missing"
+        problem = f"`{where}.content` {found} and must be a text: calls of tools, which need none, are not available"
+        raise ApiError(problem, parameter=f"{where}.content")
+    return {"role": ROLES[role], "content": _content(message["content"], f"{where}.content")}
 
 
 def _content(content: Any, where: str) -> str:

@@ -294,6 +294,29 @@ def test_slips_in_json_are_refused_with_their_line(tmp_path: Path, name: str, te
     assert caught.value.hint.startswith(("leave one", "write a number"))
 
 
+NULL = '{"role": "user", "content": null}'
+NULLS = {
+    "messages in a line": ('{"prompt": "a"}\n{"messages": [' + NULL + "]}", "line 2 of the prompts"),
+    "a chat in a line": (f'{{"prompt": "a"}}\n[{NULL}]', "line 2 of the prompts"),
+    "one chat": (f"[{NULL}]", "the prompts"),
+    "a chat in an array": (f'["a", [{NULL}]]', "item 2 of the prompts"),
+}
+
+
+@pytest.mark.parametrize(("text", "where"), NULLS.values(), ids=NULLS)
+def test_a_content_of_null_is_refused_with_its_place(tmp_path: Path, text: str, where: str) -> None:
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(InputRefused, match=f"`content` of message 1 in {where} is null, and must be a text"):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+@pytest.mark.parametrize("prefix", ["", "Say: "])
+def test_a_content_of_none_is_never_written_down_as_text(model: TextModel, prefix: str) -> None:
+    chat: Any = [{"role": "user", "content": None}]
+    with pytest.raises(InputRefused, match="`content` of message 1 in the chat is null"):
+        generate(model, [chat], wording=Wording(prompt_prefix=prefix))
+
+
 def test_the_largest_numbers_and_equal_keys_of_different_objects_are_kept(tmp_path: Path) -> None:
     fields = {"id": 1.7976931348623157e308, "big": 10**400, "tags": [{"id": 1}, {"id": 2}]}
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", **fields}))

@@ -100,6 +100,16 @@ def test_messages_of_another_form_are_refused(client: TestClient, fields: dict[s
     assert refusal(client, CHAT, fields)["param"] == parameter
 
 
+@pytest.mark.parametrize(("message", "found"), [({"content": None}, "is null"), ({}, "is missing")])
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_a_message_without_a_text_is_told_that_it_must_have_one(
+    client: TestClient, role: str, message: dict[str, Any], found: str
+) -> None:
+    error = refusal(client, CHAT, {"messages": [{"role": role, **message}]})
+    assert error["param"] == "messages[0].content"
+    assert error["message"].startswith(f"`messages[0].content` {found} and must be a text")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
