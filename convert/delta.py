@@ -99,8 +99,7 @@ def apply_delta(
         InputRefused: the base is another one than the delta was made from, or an input is malformed or unsupported.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
-    check_dtype(dtype)
-    require_shard_size(max_shard_size)
+    _check_options(dtype, max_shard_size)
     model = open_model(base)
     with reading_safely(delta):
         path = local_path(delta)
@@ -165,8 +164,7 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
         InputRefused: an input is malformed, or the adapter cannot say what changed.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
-    check_dtype(dtype)
-    require_shard_size(max_shard_size)
+    _check_options(dtype, max_shard_size)
     below, above = open_model(base), open_model(tuned)
     low_rank: LowRankDelta | None = None
     if rank is None:
@@ -188,6 +186,12 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
     if low_rank is None or manifest.found:
         return Extracted(plan, kind, size, whole=low_rank.whole if low_rank else ())
     return Extracted(plan, kind, size, low_rank.captured(), low_rank.captured_overall(), low_rank.whole)
+
+
+def _check_options(dtype: str, max_shard_size: str | int) -> None:
+    """Raises UsageProblem where one means nothing."""
+    check_dtype(dtype)
+    require_shard_size(max_shard_size)
 
 
 def _sources(output: str | Path, *paths: Path) -> list[Path]:

@@ -99,9 +99,7 @@ def merge_lora(
     if unknown := options.keys() - DEFAULTS.keys():
         raise TypeError(f"merge_lora() has no option {', '.join(sorted(unknown))}")
     options = DEFAULTS | options
-    require_shard_size(options["max_shard_size"])
-    if check:
-        _require_checkable(options, dry_run)
+    _require_possible(options, check=check, dry_run=dry_run)
     paths = [adapters] if isinstance(adapters, str | Path) else adapters
     checkpoint = _open_base(base, paths)
     opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])
@@ -132,7 +130,15 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
     return checkpoint
 
 
-def _require_checkable(options: MergeOptions, dry_run: bool) -> None:
+def _require_possible(options: MergeOptions, *, check: bool, dry_run: bool) -> None:
+    """Refuses options before anything is read.
+
+    Raises:
+        UsageProblem: an impossible size, or options that contradict `--check`.
+    """
+    require_shard_size(options["max_shard_size"])
+    if not check:
+        return
     if dry_run:
         raise UsageProblem("a dry run writes nothing that could be checked", hint="leave out `--dry-run` or `--check`")
     if options["base_quant"] == "requantize":
