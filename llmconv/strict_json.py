@@ -47,6 +47,7 @@ def first_slip(text: str) -> tuple[int, Slip] | None:
         The line in which the item with the slip begins, counted from 1, and the slip.
     """
     decoder = json.JSONDecoder(object_pairs_hook=unique_keys, parse_constant=_refuse, parse_float=_finite)
+    text = text.rstrip()
     begin = len(text) - len(text.lstrip())
     is_array = text.startswith("[", begin)
     position = begin + is_array

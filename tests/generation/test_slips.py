@@ -227,6 +227,7 @@ DOCUMENTS: dict[str, tuple[str, list[Any]]] = {
     "one chat": (json.dumps(CHAT), [CHAT]),
     "chats in lines": (f"{json.dumps(CHAT)}\n{json.dumps(CHAT)}\n", [CHAT, CHAT]),
     "an object over several lines": ('{\n"prompt": "ab"\n}', ["ab"]),
+    "an object before other space": ('{\n"prompt": "ab"\n}\u00a0\n\f', ["ab"]),
     "lines of objects": ('{"prompt": "a"}\n{"prompt": "b"}\n', ["a", "b"]),
     "text that begins with a bracket": ("[INST] hello\nsecond\n", ["[INST] hello", "second"]),
     "text that begins with a brace": ("{x} is a set\n", ["{x} is a set"]),
