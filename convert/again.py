@@ -12,7 +12,12 @@ from llmconv.convert.configs import CODE_FIELDS, merged_configs
 from llmconv.convert.mapping import listing
 from llmconv.convert.state_dict import why_incomplete
 from llmconv.convert.tokenizers.source import read_tokenizer
+<<<<<<< HEAD
 from llmconv.errors import UnsupportedInput, UsageProblem
+=======
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.tasks import require_model_type
+>>>>>>> small
 
 
 def open_again(
@@ -40,6 +45,7 @@ def open_again(
             hint="give the weights from before quantization",
         )
     settings = {**opened.config, **merged_configs(config)}
+    require_model_type(settings, name)
     code = [field for field in CODE_FIELDS if settings.pop(field, None)]
     warnings = [f"dropped {listing(code)} from the configuration: no code comes from a checkpoint"] if code else []
     side_files = dict(opened.side_files)

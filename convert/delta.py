@@ -20,9 +20,10 @@ from llmconv.errors import UnsupportedInput
 from llmconv.layout import KEEP
 from llmconv.manifest import step, steps_of_weights
 from llmconv.paths import Written
-from llmconv.plan import Plan, plan_checkpoint
+from llmconv.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.progress import warn_all
 from llmconv.storage import fetches, files_under, local_path, reading_safely
+from llmconv.tasks import require_model_type
 from llmconv.writer import check_output, write_checkpoint
 
 
@@ -98,11 +99,12 @@ def apply_delta(
         InputRefused: the base is another one than the delta was made from, or an input is malformed or unsupported.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
-    check_dtype(dtype)
+    _check_options(dtype, max_shard_size)
     model = open_model(base)
     with reading_safely(delta):
         path = local_path(delta)
         kind, tuned, checksum = _tuned(model, path, dtype, whole=dry_run)
+        require_model_type(tuned.config, path)
     warn_all(tuned.warnings)
     plan = plan_checkpoint(tuned, max_shard_size)
     check_output(plan, Path(output), overwrite, [model.path, path], resume=resume)
@@ -162,7 +164,7 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
         InputRefused: an input is malformed, or the adapter cannot say what changed.
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
-    check_dtype(dtype)
+    _check_options(dtype, max_shard_size)
     below, above = open_model(base), open_model(tuned)
     low_rank: LowRankDelta | None = None
     if rank is None:
@@ -184,6 +186,12 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
     if low_rank is None or manifest.found:
         return Extracted(plan, kind, size, whole=low_rank.whole if low_rank else ())
     return Extracted(plan, kind, size, low_rank.captured(), low_rank.captured_overall(), low_rank.whole)
+
+
+def _check_options(dtype: str, max_shard_size: str | int) -> None:
+    """Raises UsageProblem where one means nothing."""
+    check_dtype(dtype)
+    require_shard_size(max_shard_size)
 
 
 def _sources(output: str | Path, *paths: Path) -> list[Path]:

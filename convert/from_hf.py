@@ -18,6 +18,7 @@ from llmconv.paths import Written
 from llmconv.plan import Plan
 from llmconv.progress import warn_all
 from llmconv.storage import fetches, local_path, reading_safely
+from llmconv.tasks import require_model_type
 from llmconv.writer import check_output, write_checkpoint
 
 
@@ -93,6 +94,7 @@ def open_model(path: Path) -> Checkpoint:
         InputRefused: no such folder, incomplete, or quantized.
     """
     checkpoint = open_checkpoint(path)
+    require_model_type(checkpoint.config, path.name)
     if checkpoint.config.get("quantization_config"):
         raise UnsupportedInput(
             f"`{path.name}` is quantized (`quantization_config`)", hint="give the weights from before quantization"

@@ -24,9 +24,10 @@ from llmconv.convert.torch_state.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.manifest import step, steps_of_weights
 from llmconv.paths import Written
-from llmconv.plan import Plan, plan_checkpoint
+from llmconv.plan import Plan, plan_checkpoint, require_shard_size
 from llmconv.progress import warn_all
 from llmconv.storage import fetches, local_path, reading_safely
+from llmconv.tasks import require_model_type
 from llmconv.tensors import BLOCK_BYTES
 from llmconv.writer import check_output, write_checkpoint
 
@@ -98,8 +99,7 @@ def merge_lora(
     if unknown := options.keys() - DEFAULTS.keys():
         raise TypeError(f"merge_lora() has no option {', '.join(sorted(unknown))}")
     options = DEFAULTS | options
-    if check:
-        _require_checkable(options, dry_run)
+    _require_possible(options, check=check, dry_run=dry_run)
     paths = [adapters] if isinstance(adapters, str | Path) else adapters
     checkpoint = _open_base(base, paths)
     opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])
@@ -125,10 +125,20 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
             hint=f"give the base first: `llmconv merge-lora {other} {base} -o OUT`",
         )
     with reading_safely(base):
-        return open_checkpoint(local_path(base))
+        checkpoint = open_checkpoint(local_path(base))
+    require_model_type(checkpoint.config, base)
+    return checkpoint
 
 
-def _require_checkable(options: MergeOptions, dry_run: bool) -> None:
+def _require_possible(options: MergeOptions, *, check: bool, dry_run: bool) -> None:
+    """Refuses options before anything is read.
+
+    Raises:
+        UsageProblem: an impossible size, or options that contradict `--check`.
+    """
+    require_shard_size(options["max_shard_size"])
+    if not check:
+        return
     if dry_run:
         raise UsageProblem("a dry run writes nothing that could be checked", hint="leave out `--dry-run` or `--check`")
     if options["base_quant"] == "requantize":

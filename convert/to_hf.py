@@ -20,7 +20,7 @@ from llmconv.errors import UsageProblem
 from llmconv.manifest import Manifest, step
 from llmconv.packing.unpacking import unpacked
 from llmconv.paths import Written
-from llmconv.plan import DEFAULT_SIZE, Plan, plan_checkpoint
+from llmconv.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
 from llmconv.progress import warn_all
 from llmconv.storage import fetches, files_under, local_path, reading_safely
 from llmconv.tensors import BY_NAME, FLOATS, cast
@@ -66,14 +66,16 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
         InputRefused, UsageProblem, OutputFailed: the checkpoint, an option or the disk is at fault.
     """
     _require_words(dtype, qkv_layout, adapter)
+    size = DEFAULT_SIZE if max_shard_size is None else max_shard_size
+    require_shard_size(size)
     configs = tuple(local_path(path) for path in config)
     words = local_path(tokenizer) if tokenizer else None
     base = local_path(base) if base else None
     options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
-    changes = dtype != "keep" or bool(max_shard_size or configs or words)
+    changes = dtype != "keep" or max_shard_size is not None or bool(configs or words)
     checkpoint = open_training(source, format, configs, words, options, rewrite=changes)
     warn_all(checkpoint.warnings)
-    plan = plan_checkpoint(_with_dtype(checkpoint, dtype), max_shard_size or DEFAULT_SIZE)
+    plan = plan_checkpoint(_with_dtype(checkpoint, dtype), size)
     check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
     if not dry_run:
         named = {name: path.name if path else None for name, path in (("tokenizer", words), ("base", base))}

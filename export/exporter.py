@@ -22,7 +22,7 @@ from llmconv.export.input_maps import decoder_config
 from llmconv.export.layouts import Dressing, Model, by_names, roles_for
 from llmconv.manifest import step
 from llmconv.paths import Written
-from llmconv.plan import DEFAULT_SIZE
+from llmconv.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.progress import warn
 from llmconv.runtime.context import context_length
 from llmconv.runtime.own_code import code_files, runs_own_code
@@ -121,6 +121,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     roles = roles_for(layouts, _asked(prefill, incremental, unified))
     _require_positive(batch_size=batch_size, max_seq_len=max_seq_len, prompt_len=prompt_len)
     _require_words(shapes, cache, target, dtype)
+    require_shard_size(max_shard_size)
     if output is None:
         _require_used(max_shard_size)
     checkpoint = _open(model, output)

@@ -13,6 +13,7 @@ from llmconv.errors import MalformedInput
 from llmconv.pointers import refuse_git_lfs
 from llmconv.refusals import refused_model
 from llmconv.safetensors_io import FileTensor, read_header
+from llmconv.strict_json import Slip, unique_keys
 from llmconv.tensors import LazyTensor
 
 JSON_BYTES = 32 << 20
@@ -221,14 +222,21 @@ def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
     return path.read_bytes()
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, by_hand: bool = False) -> dict[str, Any]:
     """A JSON object from a file.
 
+    Args:
+        path: of the file.
+        by_hand: it is a user's own, in which a key that is there twice is a slip.
+
     Raises:
-        MalformedInput: not JSON, or not an object.
+        MalformedInput: not JSON, or not an object; or such a slip.
     """
     try:
-        content = json.loads(read_small(path, JSON_BYTES).decode())
+        text = read_small(path, JSON_BYTES).decode()
+        content = json.loads(text, object_pairs_hook=unique_keys if by_hand else None)
+    except Slip as slip:
+        raise MalformedInput(f"in `{path.name}` {slip}", hint=slip.hint) from slip
     except (ValueError, RecursionError) as error:
         raise MalformedInput(f"`{path.name}` is not valid JSON: {error}", hint="repair or replace the file") from error
     if not isinstance(content, dict):

@@ -81,12 +81,12 @@ def plan_checkpoint(checkpoint: Checkpoint, max_shard_size: str | int = DEFAULT_
     from elsewhere. A shard whose tensors pass unchanged is a copy of the file that they lie in.
 
     Raises:
-        UsageProblem: `max_shard_size` is no size such as `5GB`.
+        UsageProblem: `max_shard_size` is not a size such as `5GB`.
         InputRefused: there are no tensors, or one has a name that cannot be written.
     """
     if not checkpoint and not checkpoint.adapter:
         raise InputRefused(f"`{checkpoint.path}` holds no tensors", hint="look at it with `llmconv inspect`")
-    kept = str(max_shard_size).lower() == KEEP
+    kept = _is_kept(max_shard_size)
     limit = parse_size(DEFAULT_SIZE if kept else max_shard_size)
     for name in checkpoint:
         _check_name(checkpoint.path, name)
@@ -115,11 +115,28 @@ def _shard_name(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
 
 
+def require_shard_size(max_shard_size: str | int) -> None:
+    """Refuses an impossible size before anything is read or traced, whether or not a shard is written.
+
+    Args:
+        max_shard_size: `keep`, or a size such as `5GB`, or bytes.
+
+    Raises:
+        UsageProblem: not of that form, zero, or negative.
+    """
+    if not _is_kept(max_shard_size):
+        parse_size(max_shard_size)
+
+
+def _is_kept(max_shard_size: str | int) -> bool:
+    return str(max_shard_size).lower() == KEEP
+
+
 def parse_size(text: str | int) -> int:
     """Bytes from a size such as `5GB`, `500MB` or `1000` (decimal units, as Hugging Face counts).
 
     Raises:
-        UsageProblem: not of that form, or zero.
+        UsageProblem: not of that form, zero, or negative.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", str(text).strip().upper())
     size = (
@@ -128,7 +145,7 @@ def parse_size(text: str | int) -> int:
         else 0
     )
     if size <= 0:
-        raise UsageProblem(f"`{text}` is no size", hint="write it as `5GB` or `500MB`")
+        raise UsageProblem(f"`{text}` is not a size of a file", hint="write it as `5GB` or `500MB`")
     return size
 
 

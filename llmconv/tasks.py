@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import read_json
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.paths import kind_of
 
 OTHER_HEADS = (
     "ForSequenceClassification",
@@ -31,6 +32,28 @@ OTHER_HEADS = (
 CAUSAL = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel", "ForConditionalGeneration", "WithLMHead")
 ENCODER_DECODERS = {"t5", "mt5", "umt5", "longt5", "switch_transformers", "t5gemma", "led", "m2m_100", "whisper"}
 """Model types without a decoder that transformers has a causal language model for."""
+
+
+def require_model_type(config: Mapping[str, Any], source: str | Path) -> None:
+    """Refuses a configuration that does not name a kind of model; whether anything knows that kind is not asked.
+
+    Args:
+        config: content of `config.json`.
+        source: what the message calls the folder.
+
+    Raises:
+        MalformedInput: `model_type` is missing, empty, or not a text.
+    """
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind.strip():
+        return
+    problem = f"`config.json` has a `model_type` that is {kind_of(kind)}, not a text"
+    if kind is None or isinstance(kind, str):
+        problem = "`config.json` names no `model_type`"
+    raise MalformedInput(
+        f"`{source}` is not a usable Hugging Face model folder: its {problem}",
+        hint="copy the model's own `config.json` into the folder; a `model_type` is a text such as `llama`",
+    )
 
 
 def require_causal(config: Mapping[str, Any], source: str | Path) -> None:

@@ -198,6 +198,35 @@ def test_results_are_one_short_line(tmp_path: Path) -> None:
     assert "llama: 29 tensors" in repr(results[0])
 
 
+SHARDED: dict[str, Callable[[Path, Any], Any]] = {
+    "to_hf": lambda out, size: llmconv.convert.to_hf(CHECKPOINT, out, max_shard_size=size),
+    "merge_lora": lambda out, size: llmconv.convert.merge_lora("b", "a", out, max_shard_size=size),
+    "apply_delta": lambda out, size: llmconv.convert.apply_delta("b", "d", out, max_shard_size=size),
+    "extract_delta": lambda out, size: llmconv.convert.extract_delta("b", "t", out, max_shard_size=size),
+    "extract_delta, rank": lambda out, size: llmconv.convert.extract_delta("b", "t", out, rank=1, max_shard_size=size),
+    "export": lambda out, size: llmconv.export.export("m", out, max_shard_size=size),
+}
+
+
+@pytest.mark.parametrize("call", SHARDED.values(), ids=SHARDED)
+@pytest.mark.parametrize("size", [0, -1, "0", "-5GB", ""])
+def test_an_impossible_shard_size_is_refused_before_anything_is_read(
+    call: Callable[[Path, Any], Any], size: str | int, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageProblem, match=f"`{size}` is not a size of a file"):
+        call(tmp_path / "out", size)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_every_function_with_a_shard_size_is_among_them() -> None:
+    found = {
+        function.__name__
+        for function in (getattr(room, name) for room in ROOMS for name in room.__all__)
+        if python_inspect.isfunction(function) and "max_shard_size" in python_inspect.signature(function).parameters
+    }
+    assert found | {"merge_lora"} == {name.partition(",")[0] for name in SHARDED}
+
+
 WORDS: dict[str, Callable[[Path], Any]] = {
     "qkv_layout": lambda out: llmconv.convert.to_hf(CHECKPOINT, out, qkv_layout="joined"),
     "adapter": lambda out: llmconv.convert.to_hf(CHECKPOINT, out, adapter="merged"),

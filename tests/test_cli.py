@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import subprocess
 import sys
 import typing
@@ -363,6 +364,33 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
 def test_what_is_shown_on_a_full_device_ends_with_4_and_one_line(option: str) -> None:
     done = shell(f"llmconv {option} > /dev/full")
     assert done.returncode == 4 and done.stderr.startswith("error: writing failed: No space left")
+
+
+def without_reader(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`llmconv` whose stdout nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", "llmconv", *arguments], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--version", "--help", "export --help", "delta apply -h", "formats", "families", "families --json", "inspect ."],
+)
+def test_what_only_shows_ends_quietly_with_0_where_the_reader_leaves(line: str) -> None:
+    words = line.replace(" .", f" {CHECKPOINT}").split()
+    done = without_reader(*words)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_command_that_does_something_does_not_claim_success_where_the_reader_leaves(tmp_path: Path) -> None:
+    done = without_reader("to-hf", CHECKPOINT, "-o", str(tmp_path / "hf"), "-q")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_an_error_that_cannot_be_told_keeps_its_exit_code() -> None:

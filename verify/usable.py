@@ -49,7 +49,7 @@ def require_model(folder: Path) -> Path:
         )
     require_causal_folder(folder)
     has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX))
-    if not (folder / MANIFEST).is_file() and not (has_weights and (folder / "config.json").is_file()):
+    if not has_weights or not (folder / "config.json").is_file():  # a delta and an adapter have llmconv's manifest, too
         raise refused_model(folder)
     return folder
 

@@ -17,6 +17,7 @@ from llmconv.convert.adapters.vocabulary import says_tied
 from llmconv.convert.composer.peft_run import PREFIX, PeftRun
 from llmconv.convert.mapping import listing
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.tasks import require_model_type
 from llmconv.tensors import LazyTensor
 
 OPTIONS = ("base", "adapter")
@@ -62,6 +63,8 @@ def with_adapter(
             hint="give the base's Hugging Face folder with `--base`, or write the adapter alone with `--adapter split`",
         )
     below = open_checkpoint(Path(folder)) if folder else None
+    if below:
+        require_model_type(below.config, below.path)
     model = open_model(dict(below.tensors) if below else run.base, below)
     if model.tensors and not run.config.get("target_parameters"):
         _check_places(run, model)

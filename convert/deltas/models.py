@@ -11,6 +11,7 @@ from llmconv.convert.formats import detect
 from llmconv.convert.to_hf import open_training, with_cast
 from llmconv.errors import UnsupportedInput
 from llmconv.storage import local_path, reading_safely
+from llmconv.tasks import require_model_type
 
 
 def open_model(name: str | Path) -> Checkpoint:
@@ -33,7 +34,9 @@ def open_model(name: str | Path) -> Checkpoint:
                 f"`{path}` is an adapter, no model", hint="merge it: `llmconv merge-lora BASE ADAPTER -o OUT`"
             )
         if is_hugging_face(path):
-            return open_checkpoint(path)
+            model = open_checkpoint(path)
+            require_model_type(model.config, path)
+            return model
         opened = open_training(path)
         if not opened.tensors:
             raise UnsupportedInput(

@@ -44,6 +44,12 @@ COMMANDS = (
     "families",
 )
 
+SHOWING = ("inspect", "formats", "families")
+"""Commands that only show: a reader who leaves early has seen what there was to see, so their exit code stays 0."""
+
+READER_LEFT = 141
+"""Exit code of the other commands where the reader of stdout leaves: 128 + SIGPIPE, as shells have it."""
+
 COLLECT_SELDOM = (100_000, 50, 100)
 """Imports and traces make millions of objects that stay: looking through them by default took 6 % of an export."""
 
@@ -76,6 +82,9 @@ class LazyGroup(click.Group):
         """As click's; options of the group itself are refused as those of its commands are."""
         try:
             return super().make_context(info_name, args, parent, **extra)
+        except BrokenPipeError as error:  # of `--version` and `--help`
+            _discard_stdout()
+            raise click.exceptions.Exit(0) from error
         except click.UsageError as error:
             self._fail_usage(error)
 
@@ -94,9 +103,10 @@ class LazyGroup(click.Group):
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # by default its threads spin before they sleep
         gc.set_threshold(*COLLECT_SELDOM)
         signal.signal(signal.SIGTERM, _terminated)
+        asks_help = bool({*ctx.args} & {"-h", "--help"})
         try:
             require_platform()
-            if not {*ctx.args} & {"-h", "--help"}:
+            if not asks_help:
                 require_transformers()
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -107,8 +117,8 @@ class LazyGroup(click.Group):
             code = 143 if isinstance(interrupt, Terminated) else 130
             self._fail(ctx, "interrupted", INTERRUPTED, code)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at exit
-            ctx.exit(141)
+            _discard_stdout()
+            ctx.exit(0 if asks_help or ctx.invoked_subcommand in SHOWING else READER_LEFT)
         except click.UsageError as error:
             self._fail_usage(error)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -140,6 +150,11 @@ def _say_error(message: str, hint: str) -> None:
     """On stderr; where that is full the exit code alone tells, which must not become 1, a difference."""
     with suppress(OSError):
         click.echo(f"error: {message}\n\nhint: {hint}", err=True)
+
+
+def _discard_stdout() -> None:
+    """Sends what is left in the buffer nowhere, or Python complains once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _open_closed_streams() -> None:

@@ -25,13 +25,13 @@ class CompletionFile:
 
     Every line has the fields that came with the prompt, such as an `id`, and `prompt` or `messages`, `text`, `tokens`,
     `prompt_tokens` and `finish`. What the file is made with lies hidden beside it, so that a run with other prompts or
-    options is refused.
+    options is refused. Nothing is made, and nothing that is there is touched, before the first batch is finished.
 
     Args:
         path: of the file.
         prompts: all of them, in order.
         options: all that the text depends on.
-        overwrite: start afresh, whatever is there.
+        overwrite: start afresh; the first batch replaces what is there.
 
     Raises:
         InputRefused: the file is of other prompts or options, or no file of completions.
@@ -50,11 +50,12 @@ class CompletionFile:
             raise InputRefused(
                 f"`{path}` is no file", hint="give another `--output-file`; text goes to stdout without it"
             )
-        if overwrite:
-            self._remove()
-        require_plain(path)
-        self.done, self._size = self._finished(prompts)
-        self._file = self._open()
+        self._file: BinaryIO | None = None
+        self._replaces = overwrite or not path.exists()
+        if not overwrite:
+            require_plain(path)
+        self.done, self._size = (0, 0) if self._replaces else self._finished(prompts)
+        self._require_writable()
 
     def write(self, completions: Sequence[Completion]) -> None:
         """Appends a batch; it is on the disk when this returns.
@@ -64,10 +65,15 @@ class CompletionFile:
         """
         given = self._fields[self.done : self.done + len(completions)]
         made = [{**fields, **_as_dict(one)} for fields, one in zip(given, completions, strict=True)]
-        lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made)
+        lines = text.encode("utf-8", errors="surrogatepass")
         try:
-            write_fully(self._file.fileno(), memoryview(lines.encode("utf-8", errors="surrogatepass")))
-            os.fsync(self._file.fileno())
+            if self._file is None:
+                self._file = self._replaced(lines) if self._replaces else self._continued()
+            if not self._replaces:
+                write_fully(self._file.fileno(), memoryview(lines))
+                os.fsync(self._file.fileno())
+            self._replaces = False
         except OSError as error:
             raise self._failed(error) from error
         self.done += len(completions)
@@ -78,7 +84,8 @@ class CompletionFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        if self._file:
+            self._file.close()
 
     def _finished(self, prompts: Sequence[Prompt]) -> tuple[int, int]:
         """Lines that are whole, and their bytes."""
@@ -100,19 +107,40 @@ class CompletionFile:
             self._refuse("holds more lines than there are prompts")
         return len(lines), len(whole)
 
-    def _open(self) -> BinaryIO:
+    def _require_writable(self) -> None:
+        """Opens or makes what a batch will need, and leaves everything as it was."""
         try:
-            with Folder.open(self._path.parent) as folder:
-                folder.write(self._side.name, self._made_with.encode())
-                file = folder.open_to_append(self._path.name)
-            file.truncate(self._size)  # half a line of a run that was killed
+            with Folder.open(self._path.parent) as folder, folder.begin(self._side.name):
+                if self._replaces:
+                    with folder.begin(self._path.name):
+                        return
+                folder.open_to_append(self._path.name).close()
         except OSError as error:
             raise self._failed(error) from error
-        return file
 
-    def _remove(self) -> None:
-        for path in (self._path, self._side):
-            path.unlink(missing_ok=True)
+    def _replaced(self, lines: bytes) -> BinaryIO:
+        """The file with its first lines, in the place of what was there; open to append to it."""
+        with (
+            Folder.open(self._path.parent) as folder,
+            folder.begin(self._path.name) as file,
+            folder.begin(self._side.name) as side,
+        ):
+            for new, content in ((file, lines), (side, self._made_with.encode())):
+                new.write(content)
+                new.sync()
+            folder.remove(self._side.name)  # or a run that is killed here would leave options that are not the file's
+            file.place()
+            side.place()
+            folder.sync()
+            return folder.open_to_append(self._path.name)
+
+    def _continued(self) -> BinaryIO:
+        """The file that is there, without the half line of a run that was killed; open to append to it."""
+        with Folder.open(self._path.parent) as folder:
+            folder.write(self._side.name, self._made_with.encode())
+            file = folder.open_to_append(self._path.name)
+        file.truncate(self._size)
+        return file
 
     def _refuse(self, problem: str) -> None:
         raise InputRefused(
@@ -120,7 +148,9 @@ class CompletionFile:
         )
 
     def _failed(self, error: OSError) -> OutputFailed:
-        hint = "make room or give another `--output-file`; the same command goes on behind the finished lines"
+        hint = (
+            "make room or give another `--output-file`; the command without `--overwrite` goes on after the last line"
+        )
         if not self._path.parent.is_dir():
             hint = f"make the folder `{self._path.parent}` first"
         return OutputFailed(f"`{self._path}` cannot be written: {error.strerror or error}", hint=hint)

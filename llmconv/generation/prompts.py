@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.generation.messages import is_message, require_contents
 from llmconv.paths import kind_of, path_of
+from llmconv.strict_json import Slip, first_slip, parse_strictly
 
 Content = str | list[dict[str, Any]]
 """A text, or a chat as a list of messages."""
@@ -101,12 +103,16 @@ FORMS = "give one text per line, an object with `prompt` or `messages` per line,
 
 def _of_document(document: Any, text: str) -> list[Prompt]:
     """The prompts of a JSON document: an array, or one object with the fields of a prompt."""
-    if document is None:
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise MalformedInput(f"the prompts are JSON that is broken: {_reason(error)}", hint=FORMS) from error
-    if isinstance(document, list) and document and all(map(_is_message, document)):
+    try:
+        document = json.loads(text) if document is None else document
+        found_slip = first_slip(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedInput(f"the prompts are JSON that is broken: {_reason(error)}", hint=FORMS) from error
+    if found_slip:
+        line, slip = found_slip
+        raise _slipped(f"what begins in line {line} of the prompts", slip)
+    if isinstance(document, list) and document and all(map(is_message, document)):
+        require_contents(document, "the prompts")
         return [Prompt(document)]
     if isinstance(document, dict) and not {"prompt", "messages"} & document.keys():
         raise MalformedInput("the prompts are one JSON object without `prompt` or `messages`", hint=FORMS)
@@ -120,7 +126,8 @@ def _of_document(document: Any, text: str) -> list[Prompt]:
 def _of_item(name: str, item: Any) -> Prompt:
     if isinstance(item, str):
         return Prompt(item)
-    if isinstance(item, list) and item and all(map(_is_message, item)):
+    if isinstance(item, list) and item and all(map(is_message, item)):
+        require_contents(item, f"{name} of the prompts")
         return Prompt(item)
     return _of_object(name, item)
 
@@ -133,13 +140,19 @@ def _reason(error: Exception) -> str:
 
 def _of_json(number: int, line: str) -> Prompt:
     try:
-        said = json.loads(line)
+        said = parse_strictly(line)
+    except Slip as slip:
+        raise _slipped(f"line {number} of the prompts", slip) from slip
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise MalformedInput(
             f"line {number} of the prompts is no JSON: {reason}", hint="one object per line"
         ) from error
     return _of_item(f"line {number}", said)
+
+
+def _slipped(where: str, slip: Slip) -> MalformedInput:
+    return MalformedInput(f"in {where} {slip}", hint=slip.hint)
 
 
 def _of_object(name: str, said: Any) -> Prompt:
@@ -150,7 +163,8 @@ def _of_object(name: str, said: Any) -> Prompt:
 
 def _content(name: str, given: Mapping[str, Any]) -> Content:
     prompt, messages = given.get("prompt"), given.get("messages")
-    if isinstance(messages, list) and prompt is None and all(_is_message(message) for message in messages) and messages:
+    if isinstance(messages, list) and prompt is None and all(is_message(message) for message in messages) and messages:
+        require_contents(messages, f"{name} of the prompts")
         return messages
     if not isinstance(prompt, str) or messages is not None:
         raise MalformedInput(
@@ -160,10 +174,6 @@ def _content(name: str, given: Mapping[str, Any]) -> Content:
     if isinstance(given.get("input"), str):  # of Alpaca
         return [{"role": "user", "content": prompt, "input": given["input"]}]
     return prompt
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 NOT_TOKENS = "give lists of token ids: `model.encode(text)`; texts go to `llmconv.generation.generate`"
@@ -184,12 +194,12 @@ def contents_of(prompts: Any) -> list[Content]:
     found = list(prompts)
     if not found:
         raise UsageProblem("there is no prompt", hint="give at least one")
-    if all(map(_is_message, found)):
+    if all(map(is_message, found)):
         return [found]
     for number, one in enumerate(found, start=1):
         if isinstance(one, str):
             continue
-        if not isinstance(one, list | tuple) or not one or not all(map(_is_message, one)):
+        if not isinstance(one, list | tuple) or not one or not all(map(is_message, one)):
             tokens = isinstance(one, int) or isinstance(one, Sequence) and one and isinstance(one[0], int)
             hint = "tokens go to `TextModel.stream`" if tokens else NOT_PROMPTS
             raise UsageProblem(f"prompt {number} is {kind_of(one)}, neither a text nor a chat", hint=hint)
@@ -224,9 +234,14 @@ def _is_number(value: Any) -> bool:
 
 
 def with_prefix(content: Content, prefix: str) -> Content:
-    """The prompt with a text before it; in a chat, before its first message that is not of the system."""
+    """The prompt with a text before it; in a chat, before its first message that is not of the system.
+
+    Raises:
+        InputRefused: see `require_contents`.
+    """
     if not prefix or isinstance(content, str):
         return prefix + content if isinstance(content, str) else content
+    require_contents(content)
     first = next((at for at, message in enumerate(content) if message["role"] != "system"), 0)
     changed = {**content[first], "content": prefix + str(content[first]["content"])}
     return [*content[:first], changed, *content[first + 1 :]]

@@ -19,6 +19,7 @@ from jinja2 import TemplateSyntaxError
 
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.generation.bounded import Unbounded, bounded_text
+from llmconv.generation.messages import require_contents
 from llmconv.runtime.tokenizer import require_text
 
 TOKENIZER = "tokenizer"
@@ -127,7 +128,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
     """The text of a chat up to where the answer begins; a last message of the assistant is gone on with.
 
     Raises:
-        InputRefused: the tokenizer has no template, or the template refuses the messages.
+        InputRefused: the tokenizer has no template, a content is not a text, or the template refuses the messages.
         UsageProblem: there is no such template.
     """
     found = find_template(template)
@@ -136,6 +137,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         raise InputRefused("the tokenizer has no chat template", hint=f"give `--template` {named}, or a file in Jinja")
     if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
         raise InputRefused("a chat is a list of messages", hint='each has a "role" and a "content"')
+    require_contents(messages)
     goes_on = messages[-1]["role"] == "assistant"
     render = partial(
         tokenizer.apply_chat_template,

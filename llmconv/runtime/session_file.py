@@ -68,7 +68,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputRefused(f"`{path}` cannot be read: {error}", hint="give an .ini or a JSON file") from error
     if text.lstrip().startswith("{"):
-        content = read_json(path)
+        content = read_json(path, by_hand=True)
         if not all(isinstance(section, dict) for section in content.values()):
             _malformed(path, "has a section that is no object")
         return content

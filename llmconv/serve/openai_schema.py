@@ -5,13 +5,13 @@ Source of the fields: OpenAI's API reference, "Create chat completion" and "Crea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.fields import Fields
+from llmconv.strict_json import Slip, parse_strictly
 
 MOST_CHOICES = 4
 MOST_PROMPTS = 16
@@ -96,14 +96,13 @@ def parse_json(body: bytes) -> Any:
     """A request's JSON.
 
     Raises:
-        ApiError: it is none, it is nested too deep, or it holds NaN or a number of thousands of digits.
+        ApiError: it is none, it is nested too deep, a key is there twice, or a number is not finite or has thousands of
+            digits.
     """
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is no JSON")
-
     try:
-        return json.loads(body, parse_constant=refuse)
+        return parse_strictly(body)
+    except Slip as slip:
+        raise ApiError(f"in the body {slip}", code="invalid_json") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
 
@@ -216,7 +215,11 @@ def _message(message: Any, where: str) -> Mapping[str, str]:
         raise ApiError(f"`{where}.role` must be one of {known}", parameter=f"{where}.role")
     if message.get("tool_calls") or message.get("function_call"):
         raise ApiError(f"`{where}.tool_calls` is not available", parameter=f"{where}.tool_calls")
-    return {"role": ROLES[role], "content": _content(message.get("content"), f"{where}.content")}
+    if message.get("content") is None:
+        found = "is null" if "content" in message else "is missing"
+        problem = f"`{where}.content` {found} and must be a text: calls of tools, which need none, are not available"
+        raise ApiError(problem, parameter=f"{where}.content")
+    return {"role": ROLES[role], "content": _content(message["content"], f"{where}.content")}
 
 
 def _content(content: Any, where: str) -> str:

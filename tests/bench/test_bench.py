@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from llmconv.bench import Candidate, Cell, Comparison, bench
 from llmconv.bench.bench import lengths_within, random_prompts
 from llmconv.bench.plot import write_plot
 from llmconv.bench.result import first_difference
-from llmconv.bench.table import table
+from llmconv.bench.table import table, write_csv
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
@@ -120,6 +121,17 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
     for kind, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         write_plot(result, tmp_path / f"curves{kind}")
         assert (tmp_path / f"curves{kind}").read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize(("name", "write"), [("b.csv", write_csv), ("b.svg", write_plot), ("b.png", write_plot)])
+def test_another_name_of_the_old_file_keeps_its_content(
+    tmp_path: Path, name: str, write: Callable[[Comparison, Path], None]
+) -> None:
+    (tmp_path / "other name").write_text("dear")
+    os.link(tmp_path / "other name", tmp_path / name)
+    write(comparison(cell("a", 128)), tmp_path / name)
+    assert (tmp_path / "other name").read_text() == "dear" and (tmp_path / name).read_bytes() != b"dear"
+    assert {path.name for path in tmp_path.iterdir()} == {"other name", name}
 
 
 @pytest.mark.slow

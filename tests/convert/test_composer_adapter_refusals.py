@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,13 @@ def test_an_adapter_of_another_base_is_refused(tiny: Callable[[str], Path], run:
 def test_a_base_of_another_model_type_is_refused(tiny: Callable[[str], Path], composer: Path) -> None:
     with pytest.raises(MalformedInput, match="the run is of a `llama`, the base folder of a `qwen2`"):
         open_training(composer / ALONE / FILE, options={"base": str(tiny("qwen2"))})
+
+
+def test_a_base_without_a_model_type_is_refused(tiny: Callable[[str], Path], composer: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(tiny("llama"), tmp_path / "base")
+    (base / "config.json").write_text("{}")
+    with pytest.raises(MalformedInput, match="is not a usable Hugging Face model folder"):
+        open_training(composer / ALONE / FILE, options={"base": str(base)})
 
 
 def test_a_base_with_another_vocabulary_is_refused(tiny: Callable[[str], Path], composer: Path) -> None:

@@ -118,6 +118,27 @@ def test_other_options_are_refused_with_a_way_out(
     assert run(talking, *options, "--max-new-tokens", 2, *other, "--overwrite").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "prompt"),
+    [
+        ((), "x" * 5000),
+        (("--prompt-file", "none.txt"), None),
+        (("--template", "none"), "a"),
+        (("--backend", "none"), "a"),
+    ],
+    ids=["a prompt beyond the context", "no prompts", "no template", "no backend"],
+)
+def test_overwrite_leaves_the_old_file_to_a_run_that_fails(
+    talking: Path, tmp_path: Path, options: tuple[str, ...], prompt: str | None
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(talking, "ab", "--output-file", out, "--max-new-tokens", 2).exit_code == 0
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    failed = run(talking, *([prompt] if prompt else []), "--output-file", out, "--overwrite", *options)
+    assert failed.exit_code in (2, 3)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_another_model_in_the_same_place_is_refused(talking: Path, prompts: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(talking, model)

@@ -36,6 +36,63 @@ def test_overwrite_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path) -> N
     assert (tmp_path / "victim").read_text() == "dear" and not (tmp_path / "out.jsonl").is_symlink()
 
 
+def test_nothing_is_made_before_the_first_batch(tmp_path: Path) -> None:
+    with CompletionFile(tmp_path / "out.jsonl", PROMPTS, {}):
+        assert not [*tmp_path.iterdir()]
+    with CompletionFile(tmp_path / "out.jsonl", PROMPTS, {}) as file:
+        file.write([completion("a")])
+        assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", ".out.jsonl.options.json"}
+
+
+def test_overwrite_leaves_the_old_file_until_the_first_batch(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with CompletionFile(path, PROMPTS, {}) as file:
+        file.write([completion("a"), completion("b")])
+    before = {entry: entry.read_bytes() for entry in tmp_path.iterdir()}
+    with CompletionFile(path, PROMPTS, {"seed": 1}, overwrite=True) as file:
+        assert {entry: entry.read_bytes() for entry in tmp_path.iterdir()} == before
+        file.write([completion("a", "new")])
+    assert path.read_text().count("\n") == 1 and '"new"' in path.read_text()
+    with CompletionFile(path, PROMPTS, {"seed": 1}) as file:
+        assert file.done == 1
+        file.write([completion("b")])
+    assert path.read_text().count("\n") == 2
+
+
+def test_overwrite_does_not_write_through_a_hard_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("dear")
+    os.link(tmp_path / "victim", tmp_path / "out.jsonl")
+    with CompletionFile(tmp_path / "out.jsonl", PROMPTS, {}, overwrite=True) as file:
+        file.write([completion("a")])
+    assert (tmp_path / "victim").read_text() == "dear"
+
+
+def test_half_a_line_stays_until_the_next_batch(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with CompletionFile(path, PROMPTS, {}) as file:
+        file.write([completion("a")])
+    path.write_text(path.read_text() + '{"prompt')
+    with CompletionFile(path, PROMPTS, {}) as file:
+        assert path.read_text().endswith('{"prompt')
+        file.write([completion("b")])
+    assert [line[:13] for line in path.read_text().splitlines()] == ['{"prompt": "a', '{"prompt": "b']
+
+
+def test_a_full_disk_leaves_the_old_file_in_spite_of_overwrite(small_disk: Path) -> None:
+    path = small_disk / "out.jsonl"
+    with CompletionFile(path, PROMPTS, {}) as file:
+        file.write([completion("a"), completion("b")])
+    before = {entry: entry.read_bytes() for entry in small_disk.iterdir()}
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096 * 2))
+    with (
+        CompletionFile(path, PROMPTS, {}, overwrite=True) as file,
+        pytest.raises(OutputFailed, match="No space left"),
+    ):
+        file.write([completion("a", "x" * 20_000)])
+    (small_disk / "other").unlink()
+    assert {entry: entry.read_bytes() for entry in small_disk.iterdir()} == before
+
+
 def test_an_empty_file_with_a_second_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "victim").touch()
     os.link(tmp_path / "victim", tmp_path / "out.jsonl")

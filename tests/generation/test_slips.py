@@ -227,6 +227,7 @@ DOCUMENTS: dict[str, tuple[str, list[Any]]] = {
     "one chat": (json.dumps(CHAT), [CHAT]),
     "chats in lines": (f"{json.dumps(CHAT)}\n{json.dumps(CHAT)}\n", [CHAT, CHAT]),
     "an object over several lines": ('{\n"prompt": "ab"\n}', ["ab"]),
+    "an object before other space": ('{\n"prompt": "ab"\n}\u00a0\n\f', ["ab"]),
     "lines of objects": ('{"prompt": "a"}\n{"prompt": "b"}\n', ["a", "b"]),
     "text that begins with a bracket": ("[INST] hello\nsecond\n", ["[INST] hello", "second"]),
     "text that begins with a brace": ("{x} is a set\n", ["{x} is a set"]),
@@ -268,6 +269,59 @@ def test_other_json_is_not_continued_as_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "p").write_text(text)
     with pytest.raises(InputRefused):
         read_prompts(tmp_path / "p")
+
+
+DUPLICATE = "the key `{}` is there twice"
+NOT_FINITE = "the number `{}` is not finite"
+HAND_WRITTEN: dict[str, tuple[str, str]] = {
+    "a key twice": ('{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}', f"line 2 .*{DUPLICATE.format('prompt')}"),
+    "a key twice, escaped": ('{"prompt": "a", "pr\\u006fmpt": "a"}', f"line 1 .*{DUPLICATE.format('prompt')}"),
+    "a key twice inside": ('\n{"prompt": "a", "tag": [{"x": 1, "x": 1}]}', f"line 2 .*{DUPLICATE.format('x')}"),
+    "a key twice in an array": ('[\n"a",\n{"prompt": "b",\n"id": 1, "id": 2}]', f"line 3 .*{DUPLICATE.format('id')}"),
+    "a key twice in an object": ('\n{\n"prompt": "a",\n"id": 1, "id": 2}', f"line 2 .*{DUPLICATE.format('id')}"),
+    "a large number": ('{"prompt": "a"}\n\n{"prompt": "b", "id": 1e400}', f"line 3 .*{NOT_FINITE.format('1e400')}"),
+    "minus infinity": ('{"prompt": "a", "id": -Infinity}', f"line 1 .*{NOT_FINITE.format('-Infinity')}"),
+    "NaN inside": ('{"prompt": "a", "tag": {"x": [NaN]}}', f"line 1 .*{NOT_FINITE.format('NaN')}"),
+    "a large number in an array": ('["a",\n{"prompt": "b", "id": -1e999}]', f"line 2 .*{NOT_FINITE.format('-1e999')}"),
+}
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.json", "p.jsonl"])
+@pytest.mark.parametrize(("text", "problem"), HAND_WRITTEN.values(), ids=HAND_WRITTEN)
+def test_slips_in_json_are_refused_with_their_line(tmp_path: Path, name: str, text: str, problem: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(MalformedInput, match=problem) as caught:
+        read_prompts(tmp_path / name)
+    assert caught.value.hint.startswith(("leave one", "write a number"))
+
+
+NULL = '{"role": "user", "content": null}'
+NULLS = {
+    "messages in a line": ('{"prompt": "a"}\n{"messages": [' + NULL + "]}", "line 2 of the prompts"),
+    "a chat in a line": (f'{{"prompt": "a"}}\n[{NULL}]', "line 2 of the prompts"),
+    "one chat": (f"[{NULL}]", "the prompts"),
+    "a chat in an array": (f'["a", [{NULL}]]', "item 2 of the prompts"),
+}
+
+
+@pytest.mark.parametrize(("text", "where"), NULLS.values(), ids=NULLS)
+def test_a_content_of_null_is_refused_with_its_place(tmp_path: Path, text: str, where: str) -> None:
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(InputRefused, match=f"`content` of message 1 in {where} is null, and must be a text"):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+@pytest.mark.parametrize("prefix", ["", "Say: "])
+def test_a_content_of_none_is_never_written_down_as_text(model: TextModel, prefix: str) -> None:
+    chat: Any = [{"role": "user", "content": None}]
+    with pytest.raises(InputRefused, match="`content` of message 1 in the chat is null"):
+        generate(model, [chat], wording=Wording(prompt_prefix=prefix))
+
+
+def test_the_largest_numbers_and_equal_keys_of_different_objects_are_kept(tmp_path: Path) -> None:
+    fields = {"id": 1.7976931348623157e308, "big": 10**400, "tags": [{"id": 1}, {"id": 2}]}
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", **fields}))
+    assert read_prompts(tmp_path / "p.jsonl")[0].fields == fields
 
 
 def test_results_are_one_short_line(model: TextModel) -> None:

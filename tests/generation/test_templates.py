@@ -66,6 +66,22 @@ def test_the_own_template_is_encoded_as_by_transformers(tokenizer: PreTrainedTok
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
+@pytest.mark.parametrize(("content", "kind"), [(None, "null"), (7, "an int"), ({"text": "a"}, "a dict")])
+@pytest.mark.parametrize("name", ["tokenizer", "alpaca"])
+def test_a_content_that_is_not_a_text_is_refused(
+    tokenizer: PreTrainedTokenizerFast, name: str, content: object, kind: str
+) -> None:
+    tokenizer.chat_template = OWN
+    with pytest.raises(InputRefused, match=f"the `content` of message 2 in the chat is {kind}, and must be a text"):
+        render_chat(tokenizer, [*HI, {"role": "assistant", "content": content}, *HI], name)
+
+
+def test_null_beside_calls_of_tools_reaches_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content or m.tool_calls[0].name }}.{% endfor %}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock"}]}
+    assert render_chat(tokenizer, [*HI, call, *HI]) == "Hi.clock.Hi."
+
+
 def test_a_file_is_a_template(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
     assert render_chat(tokenizer, HI, str(tmp_path / "own.jinja")) == "Hi!"

@@ -305,7 +305,7 @@ CASES: dict[str, Case] = {
         config={"text_config": "evil", "tie_word_embeddings": True},
     ),
     "base's config: architectures is a number": adapter(None, config={"architectures": 7}),
-    "base's config: model_type is a list": adapter(None, config={"model_type": ["llama"]}),
+    "base's config: model_type is a list": adapter("`model_type` that is a list", config={"model_type": ["llama"]}),
     "run: os.system for the settings": run("attack|not 'LORA'|no `peft_config`", "os.system"),
     "run: exponential pattern": run(None, {"rank_pattern": {"((.+)+)+[^j]": 2}}),
     "run: alpha of 400 digits": run("over the limit", {"lora_alpha": HUGE}),

@@ -64,6 +64,21 @@ def test_a_body_that_is_no_json_object_is_refused(client: TestClient, path: str,
 
 
 @pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b'{"prompt": "a", "prompt": "b"}', "in the body the key `prompt` is there twice"),
+        (b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "the key `content` is there twice"),
+        (b'{"prompt": "a", "metadata": {"a": 1e400}}', "the number `1e400` is not finite"),
+        (b'{"prompt": "a", "metadata": -Infinity}', "the number `-Infinity` is not finite"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_slips_in_the_body_are_refused_by_name(client: TestClient, path: str, body: bytes, problem: str) -> None:
+    error = refusal(client, path, body)
+    assert problem in error["message"] and error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
     ("fields", "parameter"),
     [
         ({}, "messages"),
@@ -83,6 +98,16 @@ def test_a_body_that_is_no_json_object_is_refused(client: TestClient, path: str,
 )
 def test_messages_of_another_form_are_refused(client: TestClient, fields: dict[str, Any], parameter: str) -> None:
     assert refusal(client, CHAT, fields)["param"] == parameter
+
+
+@pytest.mark.parametrize(("message", "found"), [({"content": None}, "is null"), ({}, "is missing")])
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_a_message_without_a_text_is_told_that_it_must_have_one(
+    client: TestClient, role: str, message: dict[str, Any], found: str
+) -> None:
+    error = refusal(client, CHAT, {"messages": [{"role": role, **message}]})
+    assert error["param"] == "messages[0].content"
+    assert error["message"].startswith(f"`messages[0].content` {found} and must be a text")
 
 
 @pytest.mark.parametrize(

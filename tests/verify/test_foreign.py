@@ -119,6 +119,12 @@ def test_a_json_file_that_describes_no_ports_is_refused(
         check(graph, input_map=str(tmp_path / "mine.json"))
 
 
+def test_an_input_map_with_a_key_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"axes": "bhtd", "axes": "bthd"}')
+    with pytest.raises(MalformedInput, match="in `mine.json` the key `axes` is there twice"):
+        maps.find_port_maps(str(tmp_path / "mine.json"))
+
+
 def test_renamed_transposed_and_packed_weights_are_found_by_content(
     graph: Path, check: Callable[..., Report], tmp_path: Path
 ) -> None:

@@ -216,16 +216,20 @@ def test_what_an_adapter_cannot_hold_is_refused(
         "no number": ({"a.weight": zeros}, {"a.weight": ones / 0}, "the change of `a.weight` is not finite"),
     }
     for number, (below, above, reason) in enumerate(cases.values()):
-        base = save_tensors(f"base{number}", below, {"config.json": {}})
-        tuned = save_tensors(f"tuned{number}", above, {"config.json": {}})
+        base = save_tensors(f"base{number}", below, {"config.json": {"model_type": "made_up"}})
+        tuned = save_tensors(f"tuned{number}", above, {"config.json": {"model_type": "made_up"}})
         with pytest.raises(UnsupportedInput, match=reason):
             extract_delta(base, tuned, tmp_path / f"out{number}", rank=2)
         assert not (tmp_path / f"out{number}").exists()
 
 
 def test_no_rank_and_quantized_models_are_refused(save_tensors: Callable[..., Path], tmp_path: Path) -> None:
-    base = save_tensors("base", {"a.weight": torch.zeros(2, 2)}, {"config.json": {}})
-    packed = save_tensors("q", {"a.weight": torch.ones(2, 2)}, {"config.json": {"quantization_config": {"bits": 4}}})
+    base = save_tensors("base", {"a.weight": torch.zeros(2, 2)}, {"config.json": {"model_type": "made_up"}})
+    packed = save_tensors(
+        "q",
+        {"a.weight": torch.ones(2, 2)},
+        {"config.json": {"model_type": "made_up", "quantization_config": {"bits": 4}}},
+    )
     with pytest.raises(UsageProblem, match="`--rank 0`"):
         extract_delta(base, base, tmp_path / "out", rank=0)
     with pytest.raises(InputRefused, match="`q` is quantized"):
@@ -235,8 +239,12 @@ def test_no_rank_and_quantized_models_are_refused(save_tensors: Callable[..., Pa
 def test_what_else_changed_in_the_config_is_told(
     save_tensors: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = save_tensors("base", {"a.weight": torch.zeros(2, 2)}, {"config.json": {"rope_theta": 1e4}})
-    tuned = save_tensors("tuned", {"a.weight": torch.ones(2, 2)}, {"config.json": {"rope_theta": 1e6}})
+    base = save_tensors(
+        "base", {"a.weight": torch.zeros(2, 2)}, {"config.json": {"model_type": "made_up", "rope_theta": 1e4}}
+    )
+    tuned = save_tensors(
+        "tuned", {"a.weight": torch.ones(2, 2)}, {"config.json": {"model_type": "made_up", "rope_theta": 1e6}}
+    )
     extract_delta(base, tuned, tmp_path / "out", rank=1, dry_run=True)
     assert "what else changed in the config: `rope_theta`" in capsys.readouterr().err
 

@@ -30,8 +30,8 @@ def product_of(folder: Path) -> torch.Tensor:
 
 def extracted(change: torch.Tensor, rank: int, save_tensors: Saver, folder: Path) -> float:
     """The share that the adapter of a weight of zeros that became `change` holds; it lies in `folder`."""
-    base = save_tensors("base", {"a.weight": torch.zeros_like(change)}, {"config.json": {}})
-    tuned = save_tensors("tuned", {"a.weight": change}, {"config.json": {}})
+    base = save_tensors("base", {"a.weight": torch.zeros_like(change)}, {"config.json": {"model_type": "made_up"}})
+    tuned = save_tensors("tuned", {"a.weight": change}, {"config.json": {"model_type": "made_up"}})
     return extract_delta(base, tuned, folder, rank=rank).captured["a.weight"]
 
 
@@ -98,7 +98,7 @@ def test_the_adapter_of_a_merged_adapter_merges_to_the_same_within_one_rounding(
     shapes = {"A.weight": (8, 1000), "B.weight": (1200, 8)}
     factors = {f"base_model.model.a.lora_{k}": torch.randn(s, generator=generator) * 0.02 for k, s in shapes.items()}
     weight = (torch.randn(1200, 1000, generator=generator) * 0.02).to(dtype)
-    base = save_tensors("base", {"a.weight": weight}, {"config.json": {}})
+    base = save_tensors("base", {"a.weight": weight}, {"config.json": {"model_type": "made_up"}})
     lora = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["a"]}
     (adapter := tmp_path / "lora").mkdir()
     save_file(factors, adapter / "adapter_model.safetensors")
@@ -118,8 +118,10 @@ def test_a_matrix_of_many_blocks_is_factored_as_one(save_tensors: Callable[..., 
     torch.manual_seed(0)
     for number, shape in enumerate([(9000, 130), (130, 9000)]):
         change = torch.randn(shape[0], 2) @ torch.randn(2, shape[1])
-        base = save_tensors(f"base{number}", {"a.weight": torch.zeros(shape)}, {"config.json": {}})
-        tuned = save_tensors(f"tuned{number}", {"a.weight": change}, {"config.json": {}})
+        base = save_tensors(
+            f"base{number}", {"a.weight": torch.zeros(shape)}, {"config.json": {"model_type": "made_up"}}
+        )
+        tuned = save_tensors(f"tuned{number}", {"a.weight": change}, {"config.json": {"model_type": "made_up"}})
         extract_delta(base, tuned, tmp_path / f"out{number}", rank=2)
         stored = load_file(tmp_path / f"out{number}/adapter_model.safetensors")
         a, b = (stored[f"base_model.model.a.lora_{part}.weight"] for part in "AB")

@@ -65,7 +65,7 @@ def find_port_maps(name: str) -> list[PortMap]:
 
 def _from_json(path: Path) -> PortMap:
     """A row whose lists of names may be one name."""
-    given = {"name": path.stem, "title": path.name, **read_json(path)}
+    given = {"name": path.stem, "title": path.name, **read_json(path, by_hand=True)}
     several = {field.name for field in fields(PortMap) if not isinstance(field.default, str)} - {"name", "title"}
     row: dict[str, Any] = {
         key: (value,) if key in several and isinstance(value, str) else value for key, value in given.items()
