@@ -12,12 +12,8 @@ from llmconv.convert.configs import CODE_FIELDS, merged_configs
 from llmconv.convert.mapping import listing
 from llmconv.convert.state_dict import why_incomplete
 from llmconv.convert.tokenizers.source import read_tokenizer
-<<<<<<< HEAD
 from llmconv.errors import UnsupportedInput, UsageProblem
-=======
-from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.tasks import require_model_type
->>>>>>> small
 
 
 def open_again(
