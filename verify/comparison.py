@@ -58,6 +58,7 @@ class Comparison:
 
     def run(self, opened: Sequence[OrtGraph]) -> None:
         """Everything that takes the eager model; graphs of another signature are not run, copies once."""
+        self.eager.begin()
         if EMBEDDINGS in self.models:
             self.add([check_embeddings(self.folder / EMBEDDINGS, self.eager, self.settings)])
         shapes = self.eager.cache_shapes()
@@ -106,7 +107,6 @@ class Comparison:
             self._skip([change.scenario(row).name for change in CHANGES for row in rows], entries, reason)
             self.report.unseen += [change.bug for change in CHANGES]
             return
-        self.eager.forget_twins()
         for change in changes(self.eager):
             self._compare_twin(change, entries, layers)
         checks = unreached_checks(self.eager, [entry.name for entry in entries])

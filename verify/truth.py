@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, partial
@@ -15,7 +15,7 @@ from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.eager import EagerRunner
 from llmconv.runtime.factors import Factors
 from llmconv.runtime.graph_entry import PrefixEntry
-from llmconv.runtime.reach import Place, Reach
+from llmconv.runtime.reach import Place
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.calls import (
@@ -64,7 +64,9 @@ class Eager:
         self._kept: dict[str, Truths] | None = {} if keep else None
         self._twins: dict[str, Eager] = {}
         self._steps: dict[tuple[str, int, float], list[Step]] = {}
-        self._reaches: list[Reach] = []
+        self._run_twins: list[Eager] = []
+        self._reached: dict[str, dict[Place, float]] = {}
+        self._run: set[str] = set()
         self._rounded_model, self._rounded = self._open(dtype)
         self._model, self._exact = self._open("float64")
         self._floor = NoiseFloor(dtype)
@@ -188,14 +190,17 @@ class Eager:
         if twin is None:
             self.release()
             twin = self._twin(change)
-        self._reaches.append(twin._model.reach)
+        self._run_twins.append(twin)
         if self._kept is not None:
             self._twins = {**self._twins, change.name: twin}
         return twin
 
-    def forget_twins(self) -> None:
-        """What twins have reached is of no use to the next graph, which needs to be run on them again."""
-        self._reaches = []
+    def begin(self) -> None:
+        """Limits that were reached for other graphs count for nothing: the next graph has to be run on the same."""
+        self._run_twins.clear()
+        self._run.clear()
+        for twin in self._twins.values():
+            twin.begin()
 
     def release(self) -> None:
         """A large model leaves memory until it is used again."""
@@ -206,27 +211,29 @@ class Eager:
         return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.of)
 
     def own_shares(self) -> dict[Place, float]:
-        """By limit, the largest share of it that the model reached so far; see `Reach`."""
-        return dict(self._model.reach.shares)
+        """By limit, the largest share of it that the model reached in the scenarios since `begin`; see `Reach`."""
+        if self._kept is None:
+            return dict(self._model.reach.shares)
+        return _largest(self._reached[name] for name in self._run)
 
     def shares(self) -> dict[Place, float]:
         """The same of the model and its twins."""
-        found = self.own_shares()
-        for reach in self._reaches:
-            for place, share in reach.shares.items():
-                found[place] = max(share, found.get(place, 0.0))
-        return found
+        return _largest([self.own_shares(), *(twin.own_shares() for twin in self._run_twins)])
 
     def truths(self, scenario: Scenario, chains: list[Chain]) -> Truths:
         """Every output of every call."""
         if self._kept is None:
             return [self._truths(chain, {}, "") for chain in chains]
+        self._run.add(scenario.name)
         if scenario.name not in self._kept:
+            self._model.reach.shares = {}
             # In float64 the steps are the same for all dtypes but for the garbage in a cache.
             self._kept[scenario.name] = [
                 self._truths(chain, self._steps, (scenario.name, at, max(call.edit.garbage for call in chain)))
                 for at, chain in enumerate(chains)
             ]
+            known = self._reached.get(scenario.name, {})  # in float64, for graphs of another dtype or prefix
+            self._reached[scenario.name] = _largest([known, self._model.reach.shares])
         return self._kept[scenario.name]
 
     def _truths(self, chain: Chain, known: dict[Any, list[Step]], key: Any) -> list[dict[str, Truth]]:
@@ -273,6 +280,15 @@ class Eager:
         """The rows that are not padding; those of the prefix come first in the cache."""
         valid = valid_rows(call, output)
         return valid if output == "logits" else np.pad(valid, ((0, 0), (self._virtual, 0)), constant_values=True)
+
+
+def _largest(several: Iterable[Mapping[Place, float]]) -> dict[Place, float]:
+    """By limit, the largest share of several runs."""
+    found: dict[Place, float] = {}
+    for shares in several:
+        for place, share in shares.items():
+            found[place] = max(share, found.get(place, 0.0))
+    return found
 
 
 def original_context(config: Any) -> int | None:

@@ -66,10 +66,15 @@ class Lockstep(Generic[T]):
 
     Args:
         serve: given a station and the numbers and arrivals of all passes, sets every arrival's result.
+        leave: called with the station before each pass goes on from it.
     """
 
-    def __init__(self, serve: Callable[[str, Sequence[tuple[int, Arrival]]], None]) -> None:
-        self._serve = serve
+    def __init__(
+        self,
+        serve: Callable[[str, Sequence[tuple[int, Arrival]]], None],
+        leave: Callable[[str], None] = lambda station: None,
+    ) -> None:
+        self._serve, self._leave = serve, leave
         self._here = threading.local()
 
     def arrive(self, station: str, work: Callable[[], Any]) -> Any:
@@ -115,8 +120,10 @@ class Lockstep(Generic[T]):
                 f"not every call goes through `{min(stations)}` in its turn",
                 hint=HINT,
             )
-        self._serve(stations.pop(), arrivals)
+        station = stations.pop()
+        self._serve(station, arrivals)
         for _, this in waiting:
+            self._leave(station)
             _advance(this)
 
     def _start(self, number: int, this: Pass[T]) -> None:

@@ -71,7 +71,7 @@ class StreamedRunner(EagerRunner):
         self._keep_the_rest()
         for name, layer in self._layers.items():
             layer.forward = partial(self._forward_layer, name, layer.forward)
-        self._lockstep: Lockstep[Step] = Lockstep(self._serve)
+        self._lockstep: Lockstep[Step] = Lockstep(self._serve, self._leave)
         self._caches: dict[int, Any] = {}
         self._written: dict[int, list[int]] = {}
         self._parents: list[int | None] = []
@@ -220,7 +220,12 @@ class StreamedRunner(EagerRunner):
                     after = _contents(self._caches[number])
                     written[number] = [i for i, now in enumerate(after) if i >= len(before) or now is not before[i]]
                     self._note(station, number, written[number])
-                    self.reach.begin(f"after {station}")
+
+    def _leave(self, station: str) -> None:
+        """Limits are counted anew for each call; matrices by their order, which twins have in common."""
+        if station.startswith("matrix "):
+            station = f"matrix {[*self._matrices].index(int(station.removeprefix('matrix ')))}"
+        self.reach.begin(f"after {station}")
 
     def _take_over(self, number: int, written: dict[int, list[int]]) -> None:
         """Keys and values that the call before has of this layer by now."""

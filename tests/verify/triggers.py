@@ -135,7 +135,7 @@ TRIGGERS = (
     Trigger("a prompt of 24 to 47 tokens", lambda s: _none(s.past) & within(s.new, 24, 47), "prefill, 33 tokens"),
     Trigger("a past of 24 to 63 tokens", lambda s: within(s.past, 24, 63), PIECES),
     Trigger("24 to 63 tokens in all", lambda s: within(s.total, 24, 63), PIECES),
-    Trigger("4 sequences", lambda s: s.rows.equals(4), "positions with gaps"),
+    Trigger("4 sequences", lambda s: s.rows.equals(4), "one-token prompt"),
     Trigger("5 sequences", lambda s: s.rows.equals(5), "first and last token"),
     Trigger("more than 5 sequences", lambda s: s.rows > 5, BATCH),
     Trigger("a step of 6 sequences", lambda s: s.rows.equals(6) & s.new.equals(1), BATCH),

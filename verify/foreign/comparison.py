@@ -49,6 +49,7 @@ class ForeignComparison:
             files: of the graphs, or of copies.
             named: what the scenarios' names end with.
         """
+        eager.begin()
         if graphs := self.opened(files):
             self.compare(eager, graphs, named=named)
             self.compare_twins(eager, files, named)
