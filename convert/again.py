@@ -12,7 +12,7 @@ from llmconv.convert.configs import CODE_FIELDS, merged_configs
 from llmconv.convert.mapping import listing
 from llmconv.convert.state_dict import why_incomplete
 from llmconv.convert.tokenizers.source import read_tokenizer
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.tasks import require_model_type
 
 
@@ -31,7 +31,7 @@ def open_again(
     Raises:
         UsageProblem: one of `options` is given.
         UnsupportedInput: the weights are quantized.
-        MalformedInput: the folder is damaged.
+        MalformedInput: the folder is damaged, or its weights are not those of the given configuration.
     """
     refuse_options({key: value for key, value in options.items() if value}, (), "a Hugging Face folder")
     opened = open_checkpoint(folder)
@@ -50,6 +50,8 @@ def open_again(
         side_files = kept | read_tokenizer(tokenizer)
     result = replace(opened, config=settings, side_files=side_files)
     if why := why_incomplete(result.tensors, result.config, result.path.name):
+        if config:
+            raise MalformedInput(f"the weights are not those of the configuration: {why}", hint="see `--config`")
         warnings.append(f"the folder is not the causal language model that its config describes: {why}")
     return replace(result, warnings=tuple(warnings))
 

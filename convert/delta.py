@@ -172,7 +172,7 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
     else:
         low_rank = plan_low_rank(below, above, rank, dtype)
         plan = low_rank.plan
-    warn_all((*below.warnings, *above.warnings, *plan.warnings))
+    warn_all((*below.warnings, *above.warnings, *plan.warnings, *_unlike(below, above)))
     kind = "low-rank" if low_rank else "exact"
     check_output(plan, Path(output), overwrite, [below.path, above.path], resume=resume)
     if dry_run:
@@ -186,6 +186,14 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
     if low_rank is None or manifest.found:
         return Extracted(plan, kind, size, whole=low_rank.whole if low_rank else ())
     return Extracted(plan, kind, size, low_rank.captured(), low_rank.captured_overall(), low_rank.whole)
+
+
+def _unlike(base: Checkpoint, tuned: Checkpoint) -> list[str]:
+    """A warning where the tuned model cannot come from this base."""
+    if any(name in base and base[name].shape == tensor.shape for name, tensor in tuned.items()):
+        return []
+    kinds = f"{base.config.get('model_type')} and {tuned.config.get('model_type')}"
+    return [f"no tensor of the tuned model has the name and shape of one of the base ({kinds}): is it its base?"]
 
 
 def _check_options(dtype: str, max_shard_size: str | int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
@@ -96,8 +96,6 @@ def merge_lora(
         UnsupportedInput: a kind of adapter or base that this formula does not fit.
         OutputFailed: writing failed.
     """
-    if unknown := options.keys() - DEFAULTS.keys():
-        raise TypeError(f"merge_lora() has no option {', '.join(sorted(unknown))}")
     options = DEFAULTS | options
     _require_possible(options, check=check, dry_run=dry_run)
     paths = [adapters] if isinstance(adapters, str | Path) else adapters
@@ -105,11 +103,12 @@ def merge_lora(
     opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])
     recipe = recipe_of(options, opened)
     merge = plan_merge(checkpoint, opened, recipe)
-    warn_all((*warn_of_origin(checkpoint, opened, str(base)), *merge.warnings))
+    used = [_identity(adapter) for adapter in opened]
+    warn_all((*warn_of_origin(checkpoint, opened, str(base)), *_again(checkpoint, used, recipe), *merge.warnings))
     inputs = [checkpoint.path, *map(Path, paths), *(file for item in opened for file in item.weights)]
     check_output(merge.plan, Path(output), overwrite, inputs, resume=resume)
     if not dry_run:
-        steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, recipe, options["alpha"])]
+        steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, used, recipe, options["alpha"])]
         sources, plan = _sources(checkpoint, opened), merge.plan
         done = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
         merge = replace(merge, plan=replace(merge.plan, found=done.found))
@@ -151,9 +150,27 @@ def _checked(merge: Merge, output: Path, recipe: Recipe) -> Merge:
     return replace(merge, check=check_written(merge.plan.checkpoint, merge.edits, output, summed=summed))
 
 
-def _step(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe, alpha: float | None) -> dict[str, object]:
+def _again(base: Checkpoint, used: Sequence[Mapping[str, str]], recipe: Recipe) -> Iterator[str]:
+    """Warnings of adapters that are given twice, are in the base already, or are merged with a weight of 0."""
+    steps = [done.get("options", {}).get("adapters", ()) for done in steps_of_weights(base.path)]
+    merged = [one.get("sha256") for adapters in steps for one in adapters if isinstance(one, Mapping)]
+    for at, adapter in enumerate(used):
+        if any(adapter["sha256"] == other["sha256"] for other in used[:at]):
+            yield f"the adapter `{adapter['name']}` is given twice, and is added twice"
+        if adapter["sha256"] in merged:
+            yield f"the adapter `{adapter['name']}` is in `{base.path.name}` already, and is added once more"
+        if recipe.weights[at] == 0:
+            yield f"the adapter `{adapter['name']}` has the weight 0, and changes nothing"
+
+
+def _step(
+    base: Checkpoint,
+    adapters: Sequence[Adapter],
+    used: Sequence[Mapping[str, str]],
+    recipe: Recipe,
+    alpha: float | None,
+) -> dict[str, object]:
     """For the manifest."""
-    used = [_identity(adapter) for adapter in adapters]
     initial = [_identity(adapter.initial) if adapter.initial else None for adapter in adapters]
     told = recipe.provenance() | ({"initial_adapters": initial} if any(initial) else {})
     return step("merge-lora", base.path.absolute(), adapters=used, alpha=alpha, **told)

@@ -10,6 +10,7 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache, wraps
 from numbers import Real
 from pathlib import Path
@@ -36,8 +37,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
         hints = _hints(function)
+        _refuse_unknown(function.__name__, kwargs, _known(signature, hints))
+        bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
                 bound.arguments[name] = fitted(value, hints.get(name, Any), name)
@@ -47,6 +49,30 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         return function(*bound.args, **bound.kwargs)
 
     return call
+
+
+def _known(signature: inspect.Signature, hints: Mapping[str, Any]) -> set[str] | None:
+    """The names of all parameters and options; None where any name is taken."""
+    known: set[str] = set()
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            known.add(name)
+        elif get_origin(hints.get(name)) is Unpack:
+            known |= get_type_hints(get_args(hints[name])[0]).keys()
+        else:
+            return None
+    return known
+
+
+def _refuse_unknown(function: str, given: Mapping[str, Any], known: set[str] | None) -> None:
+    """Raises UsageProblem where a name is that of no parameter."""
+    unknown = sorted(given.keys() - known) if known is not None else []
+    if unknown:
+        near = get_close_matches(unknown[0], sorted(known or ()), n=1, cutoff=0.5)
+        raise UsageProblem(
+            f"`{function}` has no parameter `{unknown[0]}`",
+            hint=f"is `{near[0]}` meant?" if near else f"it has {', '.join(sorted(known or ()))}",
+        )
 
 
 @cache

@@ -242,3 +242,21 @@ def test_words_and_numbers_that_mean_nothing_are_refused(call: Callable[[Path], 
     with pytest.raises(UsageProblem):
         call(tmp_path / "out")
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("call", "problem", "hint"),
+    [
+        (lambda: llmconv.verify.verify(".", scenario="left padding"), "`verify` has no parameter `scenario`", "it has"),
+        (
+            lambda: llmconv.convert.merge_lora(".", ".", "x", weight=2),
+            "`merge_lora` has no parameter `weight`",
+            "weights",
+        ),
+    ],
+    ids=["verify", "merge_lora"],
+)
+def test_an_unknown_parameter_is_named_with_the_near_one(call: Callable[[], object], problem: str, hint: str) -> None:
+    with pytest.raises(UsageProblem, match=problem) as caught:
+        call()
+    assert hint in caught.value.hint

@@ -85,7 +85,20 @@ def install_torch(python: Path, torch: str) -> int:
 def install_package(python: Path, torch: str) -> int:
     """Installs llmconv, editable, with what it and its development need."""
     print(f"3/3 llmconv and the packages of {CONSTRAINTS}: about 200 MB to download", flush=True)
-    return install(python, "setuptools") or install(python, "--no-build-isolation", "-e", ".[dev]")
+    code = install(python, "setuptools") or install(python, "--no-build-isolation", "-e", ".[dev]")
+    return code or find_first(python)
+
+
+def find_first(python: Path) -> int:
+    """Puts the finder of the editable package before that of folders.
+
+    In the parent of a clone called `llmconv`, `import llmconv` would otherwise find that folder.
+    """
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    home = Path(subprocess.run([str(python), "-c", code], stdout=subprocess.PIPE, check=True).stdout.decode().strip())
+    order = "import sys; sys.meta_path.sort(key=lambda finder: getattr(finder, '__name__', '') != '_EditableFinder')"
+    (home / "llmconv_first.pth").write_text(f"{order}\n", encoding="utf-8")
+    return 0
 
 
 def installed_torch(python: Path) -> str:

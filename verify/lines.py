@@ -12,6 +12,7 @@ class ScenarioLines:
 
     def __init__(self) -> None:
         self._checks: list[Check] = []
+        self._graphs: set[str] = set()
 
     def see(self, checks: Sequence[Check]) -> list[str]:
         """The lines of scenarios that are over, now that these checks have come."""
@@ -20,25 +21,31 @@ class ScenarioLines:
             if self._checks and self._checks[0].name != check.name:
                 lines += self.close()
             self._checks.append(check)
+            self._graphs |= {check.graph} - {""}
         return lines
 
     def close(self) -> list[str]:
         """The lines of the last scenario."""
-        lines, self._checks = lines_of_scenario(self._checks), []
+        lines, self._checks = lines_of_scenario(self._checks, some=len(self._graphs) > 1), []
         return lines
 
 
-def lines_of_scenario(checks: Sequence[Check]) -> list[str]:
-    """One line; where something differs or is left out, that too, per graph and kind of output."""
+def lines_of_scenario(checks: Sequence[Check], *, some: bool = False) -> list[str]:
+    """One line; where something differs or is left out, that too, per graph and kind of output.
+
+    Args:
+        checks: of one scenario.
+        some: there are several graphs; one that was compared alone is named.
+    """
     if not checks:
         return []
     failed, skipped = ([check for check in checks if check.verdict == verdict] for verdict in ("fail", "skip"))
     compared = [check for check in checks if check.verdict != "skip"]
-    lines = [_line(compared, len(failed))] if compared else []
+    lines = [_line(compared, len(failed), some=some)] if compared else []
     return lines + lines_of(failed) + _of_skipped(skipped)
 
 
-def _line(checks: Sequence[Check], failed: int) -> str:
+def _line(checks: Sequence[Check], failed: int, *, some: bool) -> str:
     """`PASSED | left padding | 18 outputs | sigma 1.02 | worst row 1.38 | max abs 7.6e-07`."""
     outputs = [check for check in checks if check.output]
     if not outputs:
@@ -48,6 +55,8 @@ def _line(checks: Sequence[Check], failed: int) -> str:
     parts = [
         f"{failed} of {len(outputs)} outputs differ" if failed else f"{len(outputs)} output{'s' * (len(outputs) > 1)}"
     ]
+    graphs = {check.graph for check in outputs}
+    parts = [*sorted(graphs), *parts] if some and len(graphs) == 1 else parts
     sigma, row, most = (max(getattr(check, name) for check in outputs) for name in ("sigma", "row_sigma", "max_abs"))
     parts += [f"sigma {sigma:.2f}", f"worst row {row:.2f}", f"max abs {most:.1e}"] if sigma or most else []
     return _joined("fail" if failed else "pass", checks[0].name, parts)

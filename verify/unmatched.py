@@ -49,7 +49,8 @@ def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) ->
                 told = _listed(report, name, replay) if replay else NOT_TAPPED
         except Exception as error:  # the verdict stands, whatever a graph of unknown making does to the search
             told = f"nodes without a counterpart in the model are not listed: {first_line(error)}"
-        report.notes.append(f"`{name}`: {told}")
+        after = ", those after a fault among them" if report.where and name in report.where.graph else ""
+        report.notes.append(f"`{name}`: {told}{after}")
 
 
 def _listed(report: Report, name: str, replay: Replay) -> str:

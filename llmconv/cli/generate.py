@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -168,9 +169,9 @@ def _require_fitting(
     if overwrite and not output:
         raise UsageProblem("`--overwrite` is for `--output-file`, which is not given", hint="leave it out")
     for text in texts:
-        if is_file(text):
+        if is_file(text) or PROMPT_FILE.fullmatch(text):
             raise UsageProblem(
-                f"the prompt `{text}` is the name of a file",
+                f"the prompt `{text}` is the name of a file{'' if is_file(text) else ', which does not exist'}",
                 hint=f"`--prompt-file {text}` reads its prompts; `--prompt {text}` continues the name itself",
             )
     if is_file(prompt_prefix):
@@ -178,6 +179,10 @@ def _require_fitting(
             f"`--prompt-prefix` is a text, and `{prompt_prefix}` is the name of a file",
             hint="a tuned prefix is part of the graphs: `llmconv export MODEL --prefix PATH`; a text is given itself",
         )
+
+
+PROMPT_FILE = re.compile(r"\S+\.(?:txt|jsonl?|csv)", re.IGNORECASE)
+"""A text that nobody would have continued."""
 
 
 def is_file(text: str) -> bool:

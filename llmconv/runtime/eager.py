@@ -12,7 +12,7 @@ import gc
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from llmconv.checkpoint import INDEX, SINGLE, read_json
-from llmconv.errors import InputRefused, LlmconvError, first_line
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
 from llmconv.memory import require_memory
 from llmconv.refusals import refused_model
 from llmconv.runtime.eager_cache import EagerCache, fresh_cache, restore, to_numpy
@@ -174,14 +174,17 @@ class EagerRunner:
             load = getattr(torch, str(dtype).removeprefix("torch."))
             return self._built(folder, fields, dtype, stored_tensors(folder, load, self._factors))
         source = own_classes(self._code, fields)[1] if self._code else _class_of(folder)
-        return source.from_pretrained(
+        model, report = source.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=self.attention,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
         )
+        _require_all(report["missing_keys"], folder)
+        return model
 
     def _built(self, folder: Path, fields: dict[str, Any], dtype: torch.dtype | str, tensors: Mapping[str, Any]) -> Any:
         """The model of a folder's config and of tensors by the names of its files."""
@@ -288,6 +291,19 @@ class EagerRunner:
 def _begin(reach: Reach, name: str, *_: Any) -> None:
     """Before a layer runs."""
     reach.begin(name)
+
+
+def _require_all(missing: Iterable[str], folder: Path) -> None:
+    """Refuses a folder that lacks weights: transformers would initialize them at random, anew in every run.
+
+    Raises:
+        MalformedInput: names the first.
+    """
+    if names := sorted(missing):
+        raise MalformedInput(
+            f"missing keys: the weights in `{folder}` lack {len(names)} of the model, first `{names[0]}`",
+            hint="is this the config.json of these weights?",
+        )
 
 
 def _class_of(folder: Path) -> Any:

@@ -74,6 +74,11 @@ class _Watch:
 _WATCH = _Watch()
 
 
+FOLDED = "optimization.constant_folding_max_output_size_in_bytes"
+FOLDED_BYTES, FOLDED_PER_BYTE = 256 << 20, 8
+"""Of a constant that onnxruntime computes when it opens a graph: a table, or weights in another type."""
+
+
 class TimeLimit:
     """The time that the sessions of one graph may take; what was stopped once is not begun again.
 
@@ -89,6 +94,13 @@ class TimeLimit:
         self.weight_bytes = weight_bytes
         self._least = SECONDS if seconds is None else seconds
         self._stopped = ""
+
+    def bound_constants(self, options: ort.SessionOptions) -> None:
+        """Limits the constants that onnxruntime computes; the stages of a graph share their options."""
+        try:
+            options.get_session_config_entry(FOLDED)
+        except RuntimeError:  # onnxruntime warns of a key that it has
+            options.add_session_config_entry(FOLDED, str(FOLDED_BYTES + FOLDED_PER_BYTE * self.weight_bytes))
 
     @contextmanager
     def loading(self, options: ort.SessionOptions) -> Iterator[None]:
@@ -133,10 +145,6 @@ class TimeLimit:
             raise TimeoutError(self._stopped) from error
 
 
-FOLDED = "optimization.constant_folding_max_output_size_in_bytes"
-FOLDED_BYTES, FOLDED_PER_BYTE = 256 << 20, 8
-"""Of a constant that onnxruntime computes when it opens a graph: a table, or weights in another type."""
-
 FEEDS = 3
 """Of what a graph is fed, tokens, mask and positions come first."""
 
@@ -158,7 +166,7 @@ class LimitedSession:
         self, graph: Path | bytes, options: ort.SessionOptions, providers: Sequence[Any], limit: TimeLimit
     ) -> None:
         self._limit = limit
-        options.add_session_config_entry(FOLDED, str(FOLDED_BYTES + FOLDED_PER_BYTE * limit.weight_bytes))
+        limit.bound_constants(options)
         with limit.loading(options):
             self._session = ort.InferenceSession(graph, options, list(providers))
         self.get_inputs, self.get_outputs = self._session.get_inputs, self._session.get_outputs

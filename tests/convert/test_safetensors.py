@@ -330,3 +330,9 @@ def test_code_of_the_folder_is_not_taken_along(tmp_path: Path, folder: Path) -> 
     plan = to_hf(folder, tmp_path / "hf", dtype="float16")
     assert "auto_map" not in plan.checkpoint.config and not (tmp_path / "hf" / "x.py").exists()
     assert any("auto_map" in warning for warning in plan.checkpoint.warnings)
+
+
+def test_a_configuration_that_is_not_of_these_weights_is_refused(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(MalformedInput, match="the weights are not those of the configuration"):
+        to_hf(tiny("llama"), tmp_path / "out", dtype="float16", config=[tiny("gpt2") / "config.json"])
+    assert not (tmp_path / "out").exists()

@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
+import transformers
 from click.testing import CliRunner, Result
 from onnx import numpy_helper
 
 from benchmarks.exporters import GENAI, MOBIUS, OPTIMUM
 from llmconv.cli import main
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.export import export
 from llmconv.verify import PortMap, Report, register_port_map, verify_graphs
 from llmconv.verify.foreign import maps
 from llmconv.verify.truth import Eager
+from tests.conftest import CONFIGS
 from tests.verify.foreign import changed, export_by_transformers, renamed, transposed_cache
 from tests.verify.mutants import MUTANTS, Mutant
 from tools.other_exporters import FOLDER
@@ -268,3 +272,13 @@ def test_a_llama_by_other_exporters_passes(exporter: str) -> None:
     if not graphs:
         pytest.skip(problem)
     assert verify_graphs(graphs, reference=FOLDER / "llama").verdict == "pass"
+
+
+def test_tensors_of_one_content_are_each_found(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("qwen3", **CONFIGS["qwen3"])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # its norms are all ones
+    export(tmp_path, unified=True)
+    report = verify_graphs([tmp_path / "model.onnx"], reference=tmp_path, only=["prefill, 7 tokens"])
+    assert report.verdict == "pass", report.lines()
+    assert not any("are in no graph" in note for note in report.notes)

@@ -47,3 +47,12 @@ def test_a_scenario_is_printed_when_the_next_one_begins_and_the_last_one_at_the_
     assert first.startswith("PASSED | left padding | 2 outputs")
     assert lines.close() == ["PASSED | right padding | 1 output | sigma 1.00 | worst row 0.00 | max abs 0.0e+00"]
     assert lines.close() == []
+
+
+def test_a_scenario_of_one_of_several_graphs_names_it() -> None:
+    lines = ScenarioLines()
+    lines.see([Check("structure", name, "") for name in ("prefill.onnx", "decode.onnx")])
+    lines.see([KEY, LOGITS])
+    assert lines.close() == [
+        "PASSED | left padding | prefill.onnx | 2 outputs | sigma 1.20 | worst row 1.70 | max abs 3.0e-07"
+    ]

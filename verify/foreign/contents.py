@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.tensors import Array, LazyTensor
+from llmconv.verify.weights import reference_name
 
 FLOATS = {"float16", "float32", "float64", "bfloat16"}
 BEGINNING = 8
@@ -41,6 +42,7 @@ class Content:
         whole: the tensor that it is; empty when it is none.
         form: what was done to that tensor, such as `transposed`.
         parts: tensors of the model that lie in it, or that it was cut from.
+        others: further tensors of the same content as `whole`, such as norms that are all ones.
     """
 
     shape: tuple[int, ...]
@@ -49,11 +51,20 @@ class Content:
     whole: str = ""
     form: str = ""
     parts: list[Part] = field(default_factory=list)
+    others: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> set[str]:
-        """Of the tensors in it."""
-        return {self.whole} if self.whole else {part.name for part in self.parts}
+        """Of the tensors in it, and of those of the same content."""
+        return {self.whole, *self.others} if self.whole else {part.name for part in self.parts}
+
+    def take(self, name: str, form: str, *, is_own: bool) -> None:
+        """Notes a tensor of the same content; the one that the initializer is called after comes first."""
+        if not self.whole or is_own:
+            self.others |= {self.whole} - {"", name}
+            self.whole, self.form = name, form
+        elif name != self.whole:
+            self.others.add(name)
 
     @property
     def matched(self) -> bool:
@@ -86,16 +97,16 @@ def _forms_in(values: Array, dtype: np.dtype[Any]) -> Iterator[tuple[str, Array]
 
 def find_contents(contents: Mapping[str, Content], reference: Mapping[str, LazyTensor]) -> None:
     """Looks every tensor of the model up among the initializers, and notes it there."""
-    by_digest: dict[tuple[str, tuple[int, ...]], list[Content]] = defaultdict(list)
-    for content in contents.values():
-        by_digest[digest(content.read()), content.shape].append(content)
+    by_digest: dict[tuple[str, tuple[int, ...]], list[tuple[str, Content]]] = defaultdict(list)
+    for initializer, content in contents.items():
+        by_digest[digest(content.read()), content.shape].append((reference_name(initializer, reference), content))
     dtypes = {content.dtype for content in contents.values()}
     for name, tensor in _floats(reference):
         values = tensor.read()
         for form, made in (pair for dtype in dtypes for pair in _forms_in(values, dtype)):
-            for content in by_digest.get((digest(made), made.shape), []):
-                if not content.whole and content.dtype == made.dtype:
-                    content.whole, content.form = name, form
+            for own, content in by_digest.get((digest(made), made.shape), []):
+                if content.dtype == made.dtype:
+                    content.take(name, form, is_own=name == own)
     rest = [content for content in contents.values() if not content.whole and len(content.shape) <= 2]
     if rest:
         _find_parts(rest, _each(reference, dtypes))

@@ -75,6 +75,12 @@ class Combination:
                 f"there is no way {self.method!r} with majority sign {self.majority_sign!r} to combine adapters",
                 hint=f"`--combine` is one of {', '.join(METHODS)}, `--majority-sign` one of {', '.join(SIGNS)}",
             )
+        if self.seed and METHODS[self.method].kept is not _drawn:
+            raise UsageProblem(f"`--seed` means nothing to `--combine {self.method}`", hint="it is for `dare_*`")
+        if self.majority_sign != "total" and not METHODS[self.method].elects:
+            raise UsageProblem(
+                f"`--majority-sign` means nothing to `--combine {self.method}`", hint="it is for `ties` and `dare_ties`"
+            )
         self._check_densities(adapters)
         if self.rank is not None and (self.rank < 1 or not METHODS[self.method].truncates):
             raise UsageProblem(

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from llmconv.checkpoint import open_checkpoint
+from llmconv.cli import main
 from llmconv.convert import apply_delta, extract_delta, inspect, to_hf
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem
 from tests.convert.deltas.models import frames, reindex, retell, save, save_pair, weights, write_index
@@ -181,3 +183,10 @@ def test_inspect_knows_a_delta(pair: tuple[Path, Path], tmp_path: Path) -> None:
 def test_an_impossible_dtype_is_a_usage_error(function: Any, pair: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(UsageProblem):
         function(*pair, tmp_path / "out", dtype="int8")
+
+
+def test_two_models_that_share_nothing_get_a_warning(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    arguments = ["delta", "extract", str(tiny("llama")), str(tiny("gpt2")), "-o", str(tmp_path / "delta")]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0
+    assert "(llama and gpt2): is it its base?" in done.stderr

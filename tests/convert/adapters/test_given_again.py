@@ -1,0 +1,58 @@
+"""An adapter that is given twice, that the base has already, or whose weight is 0 merges with a warning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from llmconv.cli import main
+from tests.convert.adapters.lora_models import causal_lm, train
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama in `base` and an adapter that PEFT saved in `adapter`."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(causal_lm("llama"), folder, merge=False, target_modules=["q_proj"])
+    return folder
+
+
+def warnings_of(out: Path, *arguments: Any) -> str:
+    """What a merge that is made says on stderr."""
+    done = CliRunner().invoke(main, ["merge-lora", *map(str, arguments), "-o", str(out)])
+    assert done.exit_code == 0, done.stderr
+    return done.stderr
+
+
+def test_the_same_adapter_twice_is_named(trained: Path, tmp_path: Path) -> None:
+    told = warnings_of(tmp_path / "out", trained / "base", trained / "adapter", trained / "adapter")
+    assert "the adapter `adapter` is given twice" in told
+
+
+def test_an_adapter_that_the_base_has_already_is_named(trained: Path, tmp_path: Path) -> None:
+    assert "already" not in warnings_of(tmp_path / "once", trained / "base", trained / "adapter")
+    told = warnings_of(tmp_path / "twice", tmp_path / "once", trained / "adapter")
+    assert "the adapter `adapter` is in `once` already" in told
+
+
+def test_a_weight_of_0_is_named(trained: Path, tmp_path: Path) -> None:
+    told = warnings_of(tmp_path / "out", trained / "base", trained / "adapter", "--weight", 0)
+    assert "has the weight 0, and changes nothing" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--seed", "5"], "`--seed` means nothing to `--combine linear`"),
+        (["--combine", "svd", "--majority-sign", "frequency"], "`--majority-sign` means nothing to `--combine svd`"),
+    ],
+)
+def test_an_option_without_effect_is_refused(trained: Path, tmp_path: Path, options: list[str], problem: str) -> None:
+    arguments = [str(trained / "base"), str(trained / "adapter"), "-o", str(tmp_path / "out"), *options]
+    done = CliRunner().invoke(main, ["merge-lora", *arguments])
+    assert done.exit_code == 2
+    assert problem in done.stderr
+    assert not (tmp_path / "out").exists()
