@@ -72,7 +72,7 @@ class Inconclusive(LlmconvError):
     exit_code = 5
 
 
-def first_line(error: Exception, length: int = 300) -> str:
+def first_line(error: BaseException, length: int = 300) -> str:
     """What another library's exception says first, cut to `length`; its class where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0][:length] if lines else type(error).__name__

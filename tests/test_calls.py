@@ -244,12 +244,16 @@ def test_words_and_numbers_that_mean_nothing_are_refused(call: Callable[[Path], 
     assert not [*tmp_path.iterdir()]
 
 
+VERIFY: Callable[..., object] = llmconv.verify.verify
+MERGE_LORA: Callable[..., object] = llmconv.convert.merge_lora
+
+
 @pytest.mark.parametrize(
     ("call", "problem", "hint"),
     [
-        (lambda: llmconv.verify.verify(".", scenario="left padding"), "`verify` has no parameter `scenario`", "it has"),
+        (lambda: VERIFY(".", scenario="left padding"), "`verify` has no parameter `scenario`", "it has"),
         (
-            lambda: llmconv.convert.merge_lora(".", ".", "x", weight=2),
+            lambda: MERGE_LORA(".", ".", "x", weight=2),
             "`merge_lora` has no parameter `weight`",
             "weights",
         ),

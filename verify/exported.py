@@ -17,6 +17,8 @@ from llmconv.verify.report import Check
 NAME = "graph file"
 """What the check is called in reports."""
 
+UNLISTED = "lies in the folder, is not one of its graphs, and was not verified"
+
 WAY_OUT = "export again, or pass `--allow-changed` to judge it as it is"
 
 
@@ -32,13 +34,17 @@ def audit_graph_files(
         allow_changed: another content is a note and no failure.
 
     Returns:
-        A check for every graph whose files have a sha256 in the manifest, and notes: graphs that were changed, where
+        A check for every graph whose files have a sha256 in the manifest, a skipped one for every other graph in the
+        folder, and notes: graphs that were changed, where
         that is allowed, and files that the manifest cannot vouch for.
     """
     table = {EMBEDDINGS: [folder / EMBEDDINGS]} if EMBEDDINGS in models else {}
     files = {**{entry.name: entry.paths(folder) for entry in entries}, **table}
+    listed = {path.name for paths in files.values() for path in paths}
+    unlisted = sorted(path.name for path in folder.glob("*.onnx") if path.name not in listed)
+    skipped = [Check(NAME, name, "", verdict="skip", detail=UNLISTED) for name in unlisted]
     if not (folder / MANIFEST).is_file():
-        return [], [f"no `{MANIFEST}`: whether the graphs are those that were exported is unknown"]
+        return skipped, [f"no `{MANIFEST}`: whether the graphs are those that were exported is unknown"]
     recorded = read_manifest(folder).files
     checks: list[Check] = []
     notes: list[str] = []
@@ -52,7 +58,7 @@ def audit_graph_files(
             checks.append(Check(NAME, graph, "", verdict="fail", detail=f"graph changed: {_told(changed)}; {WAY_OUT}"))
         elif not unknown:
             checks.append(Check(NAME, graph, "", detail="sha256 as in the manifest"))
-    return checks, notes
+    return [*checks, *skipped], notes
 
 
 def _is_changed(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -182,6 +182,15 @@ def _greedy(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return [pieces(ids, mask, default_positions(mask, ids.shape[1]), [8, *[1] * (ids.shape[1] - 8)])]
 
 
+def _repeated(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+    """Two equal rows of a few tokens, each several times in a row, then one token again and again."""
+    runs, steps = (3, 1, 2, 4), 3
+    row = np.repeat(rng.integers(0, facts.vocab_size, len(runs)), runs)
+    ids = np.tile([*row, *[row[-1]] * steps], (2, 1))
+    mask = full_mask(*ids.shape)
+    return [pieces(ids, mask, default_positions(mask, ids.shape[1]), [sum(runs), *[1] * steps])]
+
+
 SCENARIOS = (
     *(
         Scenario(
@@ -256,6 +265,9 @@ SCENARIOS = (
         "beyond the original context",
         "optimum-intel #913: the switch to other rotary frequencies frozen",
         _original_context,
+    ),
+    Scenario(
+        "equal rows of repeated tokens", "beams and samples of one prompt begin alike; texts repeat words", _repeated
     ),
     Scenario("first and last token", "genai #2306: head and embedding mixed up", _edge_tokens),
     Scenario("a row of padding only", "pytorch #159973: NaN where a row sees nothing", _no_token),

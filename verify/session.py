@@ -78,7 +78,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         repeat: how often every call is run; all runs have to give the same bits.
         settings: of onnxruntime.
         on_checks: called with the checks as they come.
-        eager: the reference, opened before; what it computed is used again.
+        eager: the reference, opened before, of this model; what it computed is used again.
         trust_remote_code: run the reference's own code, which `auto_map` of its `config.json` names.
         bisect: after a failure, look for the first node that differs.
         minimize: a new folder for the smallest piece that fails; looks for the node, too.
@@ -170,7 +170,7 @@ def _compare(
     dtype, code = graphs[0].dtype.name, reference if trusted else None
     if low_memory:
         eager = StreamedEager(reference, dtype, code=code, suite=report.suite, only=tuple(report.settings["seeds"]))
-    eager = eager or Eager(reference, dtype, code=code)
+    eager = eager.in_dtype(dtype) if eager else Eager(reference, dtype, code=code)
     Comparison(eager, verified.path, verified.models, verified.settings, report, add).run(graphs)
     return eager
 
@@ -238,6 +238,7 @@ def _audit(verified: Folder, reference: Path, report: Report, add: OnChecks, *, 
     found = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
     add(found[0])
     report.notes += found[1]
+    report.unseen += ["graphs that are not the folder's own"] if any(c.verdict == "skip" for c in found[0]) else []
     prefixes = [entry.prefix.file for entry in verified.entries if entry.prefix]
     source = Source.of(verified.path, reference, prefixes)
     add(audit_files(verified.path))

@@ -8,7 +8,7 @@ is another folder.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import onnx
 from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
 from llmconv.manifest import read_manifest
-from llmconv.runtime.guard import external_fields
+from llmconv.runtime.guard import external_fields, inner_tensors, is_external
 from llmconv.safetensors_io import FileTensor, read_exactly, read_header
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.report import Check
@@ -100,9 +100,25 @@ def audit_weights(graph: str, model: onnx.ModelProto, source: Source) -> tuple[C
         name, problem = _audit(tensor, source)
         used |= {name} if name else set()
         problems += [problem] if problem else []
+    problems += hidden_weights(model)
     verdict = "fail" if problems else "pass" if used else "skip"
     detail = _told(problems, len(used)) or "no initializer has the name of a tensor"
     return Check("weights", graph, "", verdict=verdict, detail=detail), used
+
+
+def hidden_weights(model: onnx.ModelProto) -> list[str]:
+    """Weights where none belong: in attributes of nodes, in subgraphs, in a sparse form, or as inputs of the graph."""
+    found = [
+        f"`{tensor.name}` lies in another file, and is not an initializer of the graph" for tensor in _outside(model)
+    ]
+    found += [f"`{sparse.values.name}` is a sparse initializer" for sparse in model.graph.sparse_initializer]
+    names = {tensor.name for tensor in model.graph.initializer}
+    found += [f"`{port.name}` is both an initializer and an input" for port in model.graph.input if port.name in names]
+    return found
+
+
+def _outside(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    return (tensor for tensor in inner_tensors(model) if is_external(tensor))
 
 
 def _told(problems: Sequence[str], used: int) -> str:

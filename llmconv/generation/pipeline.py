@@ -15,6 +15,7 @@ from llmconv.generation.settings import GenerationSettings
 from llmconv.generation.templates import TOKENIZER
 from llmconv.paths import kind_of
 from llmconv.runtime.session_settings import SessionSettings
+from llmconv.runtime.tokenizer import token_ids
 
 TASK = "text-generation"
 DEFAULTS: dict[str, Any] = {"max_new_tokens": 256, "do_sample": True, "temperature": 0.7}
@@ -123,8 +124,7 @@ class TextGeneration:
             return self.model.encode_chat(content, shape.get("template", TOKENIZER))
         text = (shape.get("prefix") or "") + content
         if shape.get("add_special_tokens") is False and text:
-            ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            return ids
+            return token_ids(self.tokenizer, text, add_special_tokens=False)
         return self.model.encode(text)
 
     def _continued(

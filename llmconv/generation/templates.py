@@ -20,7 +20,7 @@ from jinja2 import TemplateSyntaxError
 from llmconv.errors import InputRefused, UsageProblem, first_line
 from llmconv.generation.bounded import Unbounded, bounded_text
 from llmconv.generation.messages import require_contents
-from llmconv.runtime.tokenizer import require_text
+from llmconv.runtime.tokenizer import require_text, token_ids
 
 TOKENIZER = "tokenizer"
 """The name of the tokenizer's own template."""
@@ -186,7 +186,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
     text = render_chat(tokenizer, messages, template)
     require_text(text)
     starts = template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-    ids: list[int] = tokenizer(text, add_special_tokens=not starts)["input_ids"]
+    ids = token_ids(tokenizer, text, add_special_tokens=not starts)
     if not ids:
         raise InputRefused("the chat has no tokens", hint="give a message that is not empty")
     return ids

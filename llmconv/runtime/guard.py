@@ -39,6 +39,8 @@ def load_guarded(path: Path) -> onnx.ModelProto:
         raise MalformedInput(f"`{path.name}` is no ONNX file", hint="export the graph again") from error
     _require_text(path, model)
     own = {function.domain for function in model.functions}
+    if shadowing := [function for function in model.functions if function.domain in DOMAINS]:
+        _refuse(path, f"defines `{shadowing[0].name}` in the domain of the operators themselves")
     for node in nodes(model):
         if node.op_type in FORBIDDEN_OPS or node.domain not in DOMAINS | own:
             _refuse(path, f"uses the operator `{node.domain}::{node.op_type}`")
@@ -48,7 +50,21 @@ def load_guarded(path: Path) -> onnx.ModelProto:
     sizes: dict[str, int] = {}
     for tensor in external_tensors(model):
         _check_range(path, tensor, sizes)
+    _require_order(path, model)
     return model
+
+
+def _require_order(path: Path, model: onnx.ModelProto) -> None:
+    """Every value is made once, and before it is used, as the ONNX IR demands."""
+    known = {"", *(port.name for port in model.graph.input), *(tensor.name for tensor in model.graph.initializer)}
+    known |= {tensor.values.name for tensor in model.graph.sparse_initializer}
+    for node in model.graph.node:
+        if missing := next((name for name in node.input if name not in known), None):
+            _refuse(path, f"uses `{missing[:80]}` before a node makes it")
+        made = [name for name in node.output if name]
+        if twice := next((name for name in made if name in known), None):
+            _refuse(path, f"makes `{twice[:80]}` twice")
+        known.update(made)
 
 
 def _require_text(path: Path, model: onnx.ModelProto) -> None:
@@ -73,18 +89,25 @@ def weight_bytes(model: onnx.ModelProto) -> int:
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Every tensor of the model that lies in another file."""
-    tensors = [
-        *model.graph.initializer,
-        *(t for sparse in model.graph.sparse_initializer for t in (sparse.values, sparse.indices)),
-    ]
+    for tensor in (*model.graph.initializer, *inner_tensors(model)):
+        if is_external(tensor):
+            yield tensor
+
+
+def inner_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Tensors that are not initializers of the graph itself: sparse ones, attributes of nodes, those of subgraphs."""
+    for sparse in model.graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
     for node in nodes(model):
         for attribute in node.attribute:
-            tensors.extend([attribute.t] if attribute.HasField("t") else attribute.tensors)
+            yield from [attribute.t] if attribute.HasField("t") else attribute.tensors
             for graph in _subgraphs(attribute):
-                tensors.extend(graph.initializer)
-    for tensor in tensors:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
-            yield tensor
+                yield from graph.initializer
+
+
+def is_external(tensor: onnx.TensorProto) -> bool:
+    """Whether a tensor lies in another file."""
+    return bool(tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data)
 
 
 def external_fields(tensor: onnx.TensorProto) -> dict[str, str]:

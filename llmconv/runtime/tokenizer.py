@@ -84,13 +84,30 @@ def encode_prompt(tokenizer: Any, prompt: str, start: int | None = None) -> list
         InputRefused: no token at all, or no text.
     """
     require_text(prompt)
-    ids: list[int] = tokenizer(prompt)["input_ids"]
+    ids = token_ids(tokenizer, prompt)
     if ids:
         return ids
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else start
     if first is None:
         raise InputRefused("the prompt has no tokens", hint="give a prompt that is not empty")
     return [int(first)]
+
+
+def token_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """What a tokenizer makes of a text.
+
+    Raises:
+        InputRefused: it fails.
+    """
+    try:
+        ids: list[int] = tokenizer(text, **options)["input_ids"]
+    except BaseException as error:  # a panic of a library in Rust is not an Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InputRefused(
+            f"the tokenizer fails on this text: {first_line(error)}", hint="is a pattern in tokenizer.json too costly?"
+        ) from error
+    return ids
 
 
 def require_text(text: str) -> None:

@@ -107,3 +107,39 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"\xff" * 64)
     with pytest.raises(MalformedInput, match="no ONNX file"):
         load_guarded(tmp_path / "model.onnx")
+
+
+def chain_of(*nodes: onnx.NodeProto) -> onnx.ModelProto:
+    """A model of these nodes, from `x` to `y`."""
+    taken, given = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in ("x", "y"))
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("own", 1)]
+    return helper.make_model(helper.make_graph(nodes, "g", [taken], [given]), opset_imports=opsets, ir_version=10)
+
+
+FIRST, SECOND = helper.make_node("Neg", ["x"], ["z"]), helper.make_node("Neg", ["z"], ["y"])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "problem"),
+    [
+        ((SECOND, FIRST), "uses `z` before a node makes it"),
+        ((FIRST, FIRST, SECOND), "makes `z` twice"),
+        ((FIRST, helper.make_node("Neg", ["z"], ["x"]), SECOND), "makes `x` twice"),
+    ],
+)
+def test_nodes_that_are_not_sorted_are_refused(nodes: tuple[onnx.NodeProto, ...], problem: str, tmp_path: Path) -> None:
+    onnx.save(chain_of(FIRST, SECOND), tmp_path / "right.onnx")
+    load_guarded(tmp_path / "right.onnx")
+    onnx.save(chain_of(*nodes), tmp_path / "wrong.onnx")
+    with pytest.raises(MalformedInput, match=problem):
+        load_guarded(tmp_path / "wrong.onnx")
+
+
+@pytest.mark.parametrize("domain", ["", "com.microsoft"])
+def test_a_function_in_the_domain_of_the_operators_is_refused(domain: str, tmp_path: Path) -> None:
+    model = chain_of(FIRST, SECOND)
+    body = [helper.make_node("Abs", ["a"], ["b"])]
+    model.functions.append(helper.make_function(domain, "Neg", ["a"], ["b"], body, [helper.make_opsetid("", 20)]))
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(MalformedInput, match="defines `Neg` in the domain of the operators"):
+        load_guarded(tmp_path / "model.onnx")

@@ -208,3 +208,48 @@ _SMALL_EXPERTS = {
     "num_experts_per_tok": 2,
     "max_position_embeddings": 128,
 }
+
+
+def test_a_reference_of_another_dtype_takes_that_of_the_graphs(exported: Tiny, tmp_path: Path) -> None:
+    folder = faulty(exported("llama"), tmp_path / "faulty", scale_of_attention_a_thousandth_more)
+    report = verify(folder, only=["prefill, 7 tokens"], eager=Eager(exported("llama"), "bfloat16"))
+    assert report.verdict == "fail"
+
+
+def scale_of_attention_a_thousandth_more(model: onnx.ModelProto, folder: Path) -> bool:
+    """Far inside of bfloat16's noise, far outside of float32's."""
+    scaled = [one for node in model.graph.node for one in node.attribute if one.name == "scale"]
+    for attribute in scaled:
+        attribute.f *= 1.001
+    return bool(scaled)
+
+
+def neighbors_alike(graph: Nodes, axis: int) -> str:
+    """Tokens that equal their neighbor along an axis, as int64."""
+    ends, axes = np.array([1 << 62]), np.array([axis])
+    ahead = graph.make("Slice", "input_ids", np.array([1]), ends, axes)
+    before = graph.make("Slice", "input_ids", np.array([0]), np.array([-1]), axes)
+    return graph.make("Cast", graph.make("Equal", ahead, before), to=onnx.TensorProto.INT64)
+
+
+def a_token_twice_in_a_row(graph: Nodes) -> None:
+    count = graph.make("ReduceSum", neighbors_alike(graph, 1), keepdims=0)
+    graph.scale_hidden(graph.loud(graph.make("Greater", count, 0)))
+
+
+def rows_all_alike(graph: Nodes) -> None:
+    least = graph.make("ReduceMin", neighbors_alike(graph, 0), keepdims=0)
+    graph.scale_hidden(graph.loud(graph.make("Greater", least, 0)))
+
+
+@pytest.mark.parametrize("make", [a_token_twice_in_a_row, rows_all_alike])
+def test_text_that_repeats_itself_and_beams_of_one_prompt_are_run(
+    make: Make, exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path
+) -> None:
+    def change(model: onnx.ModelProto, folder: Path) -> bool:
+        make(Nodes(model))
+        return True
+
+    folder = faulty(exported("llama"), tmp_path / "faulty", change)
+    report = verify(folder, only=["equal rows of repeated tokens"], eager=eager("llama"))
+    assert {check.output for check in report.checks if check.verdict == "fail"} >= {"logits", "present.0.key"}

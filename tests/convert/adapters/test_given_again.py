@@ -11,12 +11,15 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from tests.convert.adapters.lora_models import causal_lm, train
 
+SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama in `base` and an adapter that PEFT saved in `adapter`."""
     folder = tmp_path_factory.mktemp("trained")
-    train(causal_lm("llama"), folder, merge=False, target_modules=["q_proj"])
+    model = causal_lm("llama", num_hidden_layers=1, num_key_value_heads=1, **SMALL)
+    train(model, folder, merge=False, target_modules=["q_proj"])
     return folder
 
 
