@@ -292,7 +292,7 @@ def index(count: int, shards: int) -> Case:
         for shard in range(shards):
             own = [name for name, home in homes.items() if home == f"s{shard}.safetensors"]
             header = "{" + ",".join(empty(name) for name in own) + "}"
-            (folder / f"s{number}.safetensors").write_bytes(safetensors(header.encode()))
+            (folder / f"s{shard}.safetensors").write_bytes(safetensors(header.encode()))
         return folder
 
     return Case(build, EASY, {"to": "meta"}, "from-hf")
