@@ -50,7 +50,7 @@ def open_again(
         side_files = kept | read_tokenizer(tokenizer)
     result = replace(opened, config=settings, side_files=side_files)
     if why := why_incomplete(result.tensors, result.config, result.path.name):
-        if config:
+        if config and not why_incomplete(opened.tensors, opened.config, opened.path.name):
             raise MalformedInput(f"the weights are not those of the configuration: {why}", hint="see `--config`")
         warnings.append(f"the folder is not the causal language model that its config describes: {why}")
     return replace(result, warnings=tuple(warnings))

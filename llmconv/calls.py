@@ -58,7 +58,7 @@ def _known(signature: inspect.Signature, hints: Mapping[str, Any]) -> set[str] |
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
             known.add(name)
         elif get_origin(hints.get(name)) is Unpack:
-            known |= get_type_hints(get_args(hints[name])[0]).keys()
+            known |= get_args(hints[name])[0].__annotations__.keys()
         else:
             return None
     return known

@@ -267,7 +267,9 @@ SCENARIOS = (
         _original_context,
     ),
     Scenario(
-        "equal rows of repeated tokens", "beams and samples of one prompt begin alike; texts repeat words", _repeated
+        "equal rows of repeated tokens",
+        "onnxruntime #5672: equal rows got other results than different ones",
+        _repeated,
     ),
     Scenario("first and last token", "genai #2306: head and embedding mixed up", _edge_tokens),
     Scenario("a row of padding only", "pytorch #159973: NaN where a row sees nothing", _no_token),

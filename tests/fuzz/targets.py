@@ -182,8 +182,9 @@ def graphs() -> list[bytes]:
         helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner),
     ]
     ports = [helper.make_tensor_value_info(name, kind, [2]) for name in "xy"]
+    ports.insert(1, helper.make_tensor_value_info("c", onnx.TensorProto.BOOL, []))
     sizes = numpy_helper.from_array(np.array([2, 3]), "n")
-    graph = helper.make_graph(nodes, "g", ports[:1], ports[1:], [weight, sizes])
+    graph = helper.make_graph(nodes, "g", ports[:2], ports[2:], [weight, sizes])
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
     return [helper.make_model(graph, opset_imports=opsets, functions=[function]).SerializeToString()]
 

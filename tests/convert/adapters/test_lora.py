@@ -16,6 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from llmconv.convert import merge_lora
+from llmconv.errors import UsageProblem
 
 State = dict[str, torch.Tensor]
 Judged = Callable[..., tuple[Path, Path, State]]
@@ -265,8 +266,8 @@ def test_the_manifest_continues_the_bases(trained: Judged, tmp_path: Path) -> No
     assert steps[1]["options"]["adapters"][0]["name"] == "adapter"
 
 
-def test_an_option_that_is_none_is_a_type_error(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="no option density, weight"):
+def test_an_option_that_does_not_exist_is_named(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="no parameter `density`"):
         merge_lora(tiny("llama"), [tmp_path], tmp_path / "out", weight=[0.1], density=[0.3])  # type: ignore[call-arg]
 
 
