@@ -102,14 +102,25 @@ def decisions_of(
     """What a graph decides on, and by which numbers; `tables` looks into constants that are looked up, too."""
     if model.functions:
         model = inline_local_functions(model)
-    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    inferred = onnx.shape_inference.infer_shapes(_undeclared(model), data_prop=True)
     ports = [*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output]
+    symbols = frozenset(dim.dim_param for port in model.graph.input for dim in port.type.tensor_type.shape.dim)
     axes = {port.name: _axes(port) for port in ports if port.type.tensor_type.HasField("shape")}
     axes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     types = {port.name: port.type.tensor_type.elem_type for port in ports}
-    walk = Walk(Numbers.of(config, _lengths(model)), State(axes, types, inputs, tables))
+    walk = Walk(Numbers.of(config, _lengths(model)), State(axes, types, inputs, symbols - {""}, tables))
     walk.run(model.graph)
     return walk.judge.found
+
+
+def _undeclared(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without the shapes that it says its own values have."""
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    del bare.graph.value_info[:]
+    for port in bare.graph.output:
+        port.type.tensor_type.ClearField("shape")
+    return bare
 
 
 def _layers(model: onnx.ModelProto) -> set[int]:

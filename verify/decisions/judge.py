@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import onnx
 
 from llmconv.tensors import Array
-from llmconv.verify.decisions.forms import LENGTH, WITHIN, Form, atom, made_of
+from llmconv.verify.decisions.forms import LENGTH, Form, Nature, atom, made_of
 from llmconv.verify.decisions.numbers import Numbers
 from llmconv.verify.decisions.values import Finding, Found
 
@@ -29,13 +29,27 @@ class Judge:
 
     def decision(self, node: onnx.NodeProto, form: Form, *, rounded: bool = False) -> None:
         """A node that decides by where a form is zero; or, `rounded`, by where it becomes the next whole number."""
-        if not form.terms or form.sources == {WITHIN}:
+        if not form.terms:
+            return
+        if form.nature > Nature.COUNT:
+            self.flag(node, f"decides on {said(form)} by what is not followed", certain=False)
             return
         self.found.decisions += 1
         self.found.numbers |= {form.offset}
         if not (self.numbers.explain_rounding(form) if rounded else self.numbers.explain(form)):
             point = node.op_type == "Equal" and form.offset > FEW and not self.numbers.bounds_data(form.offset)
             self.flag(node, f"decides on {said(form)} by {_numbers_told(form, rounded)}", point=point)
+
+    def offset(self, node: onnx.NodeProto, form: Form) -> None:
+        """A node in whose result the number of a form would be lost."""
+        if form.terms and not self.numbers.knows(form.offset, form):
+            self.flag(node, f"decides on {said(form)} by {form.offset:g}")
+
+    def is_of_the_call(self, size: Form) -> bool:
+        """Whether an axis is one of the call's as it is, or has a size that the model or the graph is made for."""
+        if not size.terms:
+            return self.numbers.knows(size.number, OF_LENGTH)
+        return size.nature is Nature.COUNT and len(size.terms) == 1 and not size.number and size.factors == [1]
 
     def decisions(self, node: onnx.NodeProto, forms: Sequence[Form], *, rounded: bool = False) -> None:
         """The same of several; numbers among them are where the others are cut."""

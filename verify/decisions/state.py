@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from llmconv.verify.decisions.forms import BATCH, LENGTH, Form, atom
+from llmconv.verify.decisions.forms import BATCH, LENGTH, Form, Nature, atom
 from llmconv.verify.decisions.values import Call, Data, Known, Value, as_parts
 
 Axes = list[int | str | None]
@@ -21,21 +21,25 @@ class State:
     Attributes:
         axes, types: of values, as shape inference has them.
         ports: what of a call the graph's inputs are.
+        symbols: names of axes that the graph's inputs have.
         tables: whether constants are looked into.
         values: by name.
         weights: names of weights, and of what nodes make of weights and constants alone.
         changed: those of them that nodes make.
         named: the forms of axes by the names that they have in `axes`.
+        readers: the nodes that read a value.
     """
 
     axes: dict[str, Axes]
     types: Mapping[str, int]
     ports: Mapping[str, str]
+    symbols: frozenset[str] = frozenset()
     tables: bool = True
     values: dict[str, Value] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)
     named: dict[str, Form] = field(default_factory=dict)
+    readers: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
 
     def inputs(self, node: onnx.NodeProto) -> list[Value | None]:
         """What a node reads; None for what is left out."""
@@ -63,7 +67,9 @@ class State:
         ]
 
     def _length(self, name: str) -> Form:
-        return self.named.get(name) or atom(name, BATCH if name == "batch_size" else LENGTH)
+        """Of an axis that is no number; of one that is neither an input's nor followed, nothing is known."""
+        nature = Nature.COUNT if name in self.symbols else Nature.OPAQUE
+        return self.named.get(name) or atom(name, BATCH if name == "batch_size" else LENGTH, nature=nature)
 
     def is_of_weights(self, node: onnx.NodeProto) -> bool:
         """Whether a node reads weights and constants alone."""
