@@ -104,11 +104,13 @@ def decisions_of(
         model = inline_local_functions(model)
     inferred = onnx.shape_inference.infer_shapes(_undeclared(model), data_prop=True)
     ports = [*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output]
+    shown = [*model.graph.value_info, *model.graph.output]
+    declared = {port.name: _axes(port) for port in shown if port.type.tensor_type.HasField("shape")}
     symbols = frozenset(dim.dim_param for port in model.graph.input for dim in port.type.tensor_type.shape.dim)
     axes = {port.name: _axes(port) for port in ports if port.type.tensor_type.HasField("shape")}
     axes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     types = {port.name: port.type.tensor_type.elem_type for port in ports}
-    walk = Walk(Numbers.of(config, _lengths(model)), State(axes, types, inputs, symbols - {""}, tables))
+    walk = Walk(Numbers.of(config, _lengths(model)), State(axes, types, inputs, declared, symbols - {""}, tables))
     walk.run(model.graph)
     return walk.judge.found
 

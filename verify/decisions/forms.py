@@ -18,6 +18,15 @@ LENGTH, BATCH, POSITION, TOKEN, MASK = "length", "batch size", "position", "toke
 PLACE = "place in the sequence"
 """Source of an index that counts from the first token, or the first new one."""
 
+WITHIN = "place within a block"
+"""Source of an index along a block of tokens, see `BLOCKS`."""
+
+BLOCKS = frozenset({16.0, 64.0})
+"""Tokens of the blocks by which llmconv's scans of recurrent layers go (export/caches/delta_rule.py, state_space.py)."""
+
+BLOCK = "tokens of a block"
+"""What a length that is limited by one of them is called in forms."""
+
 NAME_LENGTH = 500
 """Characters of a name; what is longer ends in its hash, so that different results keep different names."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import onnx
 
 from llmconv.tensors import Array
-from llmconv.verify.decisions.forms import LENGTH, Form, Nature, atom, made_of
+from llmconv.verify.decisions.forms import BLOCKS, LENGTH, WITHIN, Form, Nature, atom, made_of
 from llmconv.verify.decisions.numbers import Numbers
 from llmconv.verify.decisions.values import Finding, Found
 
@@ -29,7 +29,7 @@ class Judge:
 
     def decision(self, node: onnx.NodeProto, form: Form, *, rounded: bool = False) -> None:
         """A node that decides by where a form is zero; or, `rounded`, by where it becomes the next whole number."""
-        if not form.terms:
+        if not form.terms or self._is_within_a_block(form):
             return
         if form.nature > Nature.COUNT:
             self.flag(node, f"decides on {said(form)} by what is not followed", certain=False)
@@ -50,6 +50,12 @@ class Judge:
         if not size.terms:
             return self.numbers.knows(size.number, OF_LENGTH)
         return size.nature is Nature.COUNT and len(size.terms) == 1 and not size.number and size.factors == [1]
+
+    def _is_within_a_block(self, form: Form) -> bool:
+        """Whether a form halves blocks of tokens again and again, as the inverse of a triangular matrix is made."""
+        numbers = [int(number) for number in (form.offset, *form.factors) if float(number).is_integer()]
+        halves = len(numbers) == 1 + len(form.terms) and all(not number & (number - 1) for number in numbers)
+        return form.sources == {WITHIN} and form.nature <= Nature.COUNT and halves and max(numbers) <= max(BLOCKS)
 
     def decisions(self, node: onnx.NodeProto, forms: Sequence[Form], *, rounded: bool = False) -> None:
         """The same of several; numbers among them are where the others are cut."""

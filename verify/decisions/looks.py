@@ -36,7 +36,8 @@ class Looks:
             value = inputs[at] if at < len(inputs) else None
             if isinstance(value, Call):
                 for form in value.forms:
-                    self.judge.decision(node, form)
+                    if node.op_type != "TopK" or not self._is_all(node, form):
+                        self.judge.decision(node, form)
                 if node.op_type == "Slice":
                     self._at_table(node, inputs[0], said(value.form), _cut_axes(inputs))
             elif isinstance(value, Data):
@@ -47,10 +48,16 @@ class Looks:
             elif isinstance(value, Known) and node.op_type == "Trilu" and not self.judge.knows_lengths(value.array):
                 self.judge.flag(node, f"cuts a triangle at {value.array.ravel()[0]}")
 
+    def _is_all(self, node: onnx.NodeProto, count: Form) -> bool:
+        """Whether a TopK sorts all there is."""
+        sizes = self.state.lengths(node.input[0])
+        axis = attribute(node, "axis", -1)
+        return sizes is not None and -len(sizes) <= axis < len(sizes) and sizes[axis].key() == count.key()
+
     def _at_cut(self, node: onnx.NodeProto, bounds: Known, inputs: list[Value | None]) -> None:
         """A cut at a number is the model's on an axis of a fixed size only."""
         first, which = inputs[0], inputs[3] if len(inputs) > 3 else None
-        axes = self.state.axes.get(node.input[0])
+        axes = self.state.known_axes(node.input[0])
         if isinstance(first, Known):
             axes = list(first.array.shape)
         at = which.array.ravel().tolist() if isinstance(which, Known) else list(range(bounds.array.size))
@@ -74,9 +81,17 @@ class Looks:
         elif isinstance(index, Call | Data):
             text = said(index.form) if isinstance(index, Call) else "what the model computes"
             for table in inputs[1:3] if node.op_type == "RotaryEmbedding" else inputs[:1]:
-                self._at_table(node, table, text, _looked_up(node))
+                self._at_table(node, table, text, self._looked_up(node))
             if isinstance(index, Call):
                 self._at_changed(node, index)
+
+    def _looked_up(self, node: onnx.NodeProto) -> list[int]:
+        """Axes of a table along which a node looks up; all of eight where they are not known."""
+        if node.op_type != "GatherND":
+            return [attribute(node, "axis", 0)]
+        axes = self.state.axes.get(node.input[1])
+        depth = axes[-1] if axes else None
+        return list(range(depth if isinstance(depth, int) else 8))
 
     def _at_changed(self, node: onnx.NodeProto, index: Call) -> None:
         """Places of what is no table: the model's weights may be looked up, what nodes make of them may not."""
@@ -140,13 +155,6 @@ def _cut_axes(inputs: list[Value | None]) -> list[int]:
     """Axes that a Slice cuts; all of eight where they are not known."""
     axes = inputs[3] if len(inputs) > 3 else None
     return [int(axis) for axis in axes.array.ravel()] if isinstance(axes, Known) else list(range(8))
-
-
-def _looked_up(node: onnx.NodeProto) -> list[int]:
-    """Axes of a table along which a node looks up."""
-    if node.op_type == "GatherND":
-        return list(range(8))
-    return [attribute(node, "axis", 0)]
 
 
 def _is_run(places: Array) -> bool:

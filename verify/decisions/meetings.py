@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from llmconv.verify.decisions.forms import PLACE, POSITION, TOKEN, Form, Nature, is_of
+from llmconv.verify.decisions.forms import Form, Nature, is_of
 from llmconv.verify.decisions.judge import Judge, said
 from llmconv.verify.decisions.operators import BOUNDS, COMPARISONS, INDEXED, INTEGERS, LAYOUTS, LIMITS
 from llmconv.verify.decisions.state import State
@@ -22,7 +22,13 @@ LOUD = 10.0
 WHOLE = INTEGERS | {onnx.TensorProto.BOOL, onnx.TensorProto.UINT32, onnx.TensorProto.UINT64}
 """Types of what is chosen or counted: experts, tokens."""
 
-ON_THE_WAY = {"Add", "Cast", "Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Where"}
+MASKED = 3
+"""The input of Attention that is added to its scores."""
+
+FAR = 12
+"""Steps between a meeting and the scores."""
+
+ON_THE_WAY = {"Add", "Cast", "Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Expand", "Where", "Mul"}
 """Operators between scores and their softmax."""
 
 
@@ -62,7 +68,7 @@ class Meetings:
 
     def _becomes_whole(self, node: onnx.NodeProto) -> bool:
         to = next((one.i for one in node.attribute if one.name == "to"), 0)
-        return to in WHOLE and self.state.types.get(node.input[0]) not in WHOLE
+        return to in WHOLE and node.input[0] not in self.state.truths and self.state.types.get(node.input[0]) not in WHOLE
 
     def _meets(self, node: onnx.NodeProto, at: int, form: Form) -> None:
         op, nature = node.op_type, form.nature
@@ -71,11 +77,11 @@ class Meetings:
                 self._sounds(node, number)
         if nature is Nature.TRUTH or (nature is Nature.CURVE and op in ("Add", "Mul")):
             return
-        if op == "Attention" and at == 3:
+        if op == "Attention" and at == MASKED:
             return
-        if op == "Add" and not form.number and self._is_softened(node):
+        if op == "Add" and not form.number and self._ends_in(node, {"Softmax"}):
             return
-        if op == "Mul" and not form.number and _is_bent(form):
+        if op == "Mul" and _is_bent(form) and self._ends_in(node, {"Softmax", "MatMul", "Attention"}):
             return
         self.judge.flag(node, f"puts {said(form)} into what the model computes", certain=False)
 
@@ -84,21 +90,21 @@ class Meetings:
         if LOUD < abs(number) < LARGEST and not self.judge.numbers.bounds_data(number):
             self.judge.flag(node, f"adds {number:g} to what the model computes", certain=False)
 
-    def _is_softened(self, node: onnx.NodeProto) -> bool:
-        """Whether all that becomes of a sum goes into a softmax, of which it moves no threshold."""
-        open_nodes, seen = [node], 0
-        while open_nodes and seen < len(ON_THE_WAY):
-            seen += 1
-            read = [reader for one in open_nodes for reader in self.state.readers.get(one.output[0], [])]
-            if not read or any(reader.op_type not in {*ON_THE_WAY, "Softmax"} for reader in read):
+    def _ends_in(self, node: onnx.NodeProto, ends: set[str]) -> bool:
+        """Whether all that becomes of a result goes into scores or their softmax, of which it moves no threshold."""
+        made, steps = [node], 0
+        while made and steps < FAR:
+            steps += 1
+            read = [reader for one in made for reader in self.state.readers.get(one.output[0], [])]
+            if not read or any(reader.op_type not in {*ON_THE_WAY, *ends} for reader in read):
                 return False
-            open_nodes = [reader for reader in read if reader.op_type != "Softmax"]
-        return not open_nodes
+            made = [reader for reader in read if reader.op_type not in ends]
+        return not made
 
 
 def _is_bent(form: Form) -> bool:
-    """Whether a form is the power of a logarithm of lengths, by which scores are scaled."""
-    return is_of("Exp", form) and not form.sources & {TOKEN, POSITION, PLACE}
+    """Whether a form follows the logarithm of a length or a position, by which scores are scaled."""
+    return (is_of("Exp", form) or is_of("Log", form)) and form.number in (0, 1)
 
 
 def _extremes(value: Known) -> list[float]:

@@ -9,7 +9,7 @@ import onnx
 from onnx import numpy_helper
 
 from llmconv.verify.decisions.folding import fold
-from llmconv.verify.decisions.forms import LENGTH, PLACE, POSITION, TOKEN, Form, Nature, atom, is_of, made_of
+from llmconv.verify.decisions.forms import BLOCK, BLOCKS, LENGTH, PLACE, POSITION, TOKEN, WITHIN, Form, Nature, atom, is_of, made_of
 from llmconv.verify.decisions.frequencies import FREQUENCIES, is_flat_power, is_frequency
 from llmconv.verify.decisions.judge import Judge, said
 from llmconv.verify.decisions.operators import (
@@ -76,7 +76,8 @@ class Results:
         if not (start.terms or stop.terms or step.terms):
             return self.folded(node, [value for value in inputs if value is not None])
         nature = Nature.OPAQUE if step.terms else Nature.COUNT
-        index = atom(f"index to {stop.key()} by {step.key()}", PLACE, nature=nature)
+        source = WITHIN if is_of(BLOCK, stop) else PLACE
+        index = atom(f"index to {stop.key()} by {step.key()}", source, nature=nature)
         return Call(start + (index if step.terms else index.times(step.number)))
 
     def folded(self, node: onnx.NodeProto, given: list[Value]) -> Value:
@@ -193,6 +194,8 @@ class Results:
     def _decided(self, node: onnx.NodeProto, given: list[Value]) -> Value:
         """Everything else decides, for which it needs numbers of the model."""
         op, forms = node.op_type, forms_of(given, parts=True)
+        if op == "Min" and self._is_a_block(forms):
+            return Call(made_of(BLOCK, forms))
         if op == "Pow" and is_flat_power(given):
             self.judge.offset(node, forms[0])
             return Call(made_of(op, forms, Nature.OPAQUE))
@@ -208,11 +211,18 @@ class Results:
             self._product(node, forms)
         elif op == "Exp":
             self._power(node, forms[0])
-        elif op in CURVES or op in BENDS:
+        elif op in CURVES or (op in BENDS and not (op in ("Log", "Sqrt") and _is_positive(forms[0]))):
             self.judge.offset(node, forms[0])
         else:
             self.judge.decisions(node, _cut(op, given, forms), rounded=op in ROUNDINGS)
         return Call(made_of(op, forms, self._nature(node, forms)))
+
+    def _is_a_block(self, forms: list[Form]) -> bool:
+        """Whether the new tokens are limited by a block's, and nothing else."""
+        numbers = {form.number for form in forms if not form.terms}
+        names = {one.name for form in forms for one in form.terms}
+        plain = [form for form in forms if form.terms and form.sources == {LENGTH} and self.judge.is_of_the_call(form)]
+        return len(forms) == 2 and bool(plain) and len(numbers) == 1 and numbers <= BLOCKS and names <= self.state.symbols
 
     def _product(self, node: onnx.NodeProto, forms: list[Form]) -> None:
         """Masks and sizes are multiplied; powers of a position are a step when they are high enough."""
@@ -258,6 +268,11 @@ def _cut(op: str, given: list[Value], forms: list[Form]) -> list[Form]:
             pairs = zip(left * max(1, len(right) // len(left)), right * max(1, len(left) // len(right)), strict=True)
             return [one + other.times(-1) for one, other in pairs]
     return forms
+
+
+def _is_positive(form: Form) -> bool:
+    """Whether a sum of what is never below zero has no zero itself: there is no place where it bends."""
+    return form.number > 0 and all(factor > 0 for factor in form.terms.values()) and form.nature <= Nature.COUNT
 
 
 def _together(forms: list[Form], numbers: list[float]) -> Nature:

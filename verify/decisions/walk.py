@@ -64,6 +64,7 @@ class Walk:
         value = self._value(node, self.state.inputs(node))
         self.state.values |= dict.fromkeys(node.output, value)
         self.state.complete_axes(node)
+        self.state.note_truth(node)
         if isinstance(value, Data) and self.state.is_of_weights(node):
             self.state.weights |= set(node.output)
             if not _is_widened(node) or node.input[0] in self.state.changed:
