@@ -74,7 +74,8 @@ class Results:
             self.judge.flag(node, "counts by what is not followed", certain=False)
             return Data()
         if not (start.terms or stop.terms or step.terms):
-            return self.folded(node, [value for value in inputs if value is not None])
+            whole = np.float32 if self.state.types.get(node.output[0]) not in INTEGERS else np.int64
+            return self.folded(node, [Known(np.array(form.number, whole)) for form in (start, stop, step)])
         nature = Nature.OPAQUE if step.terms else Nature.COUNT
         source = WITHIN if is_of(BLOCK, stop) else PLACE
         index = atom(f"index to {stop.key()} by {step.key()}", source, nature=nature)
@@ -211,8 +212,9 @@ class Results:
             self._product(node, forms)
         elif op == "Exp":
             self._power(node, forms[0])
-        elif op in CURVES or (op in BENDS and not (op in ("Log", "Sqrt") and _is_positive(forms[0]))):
-            self.judge.offset(node, forms[0])
+        elif op in CURVES or op in BENDS:
+            if op not in ("Log", "Sqrt") or not _is_positive(forms[0]):
+                self.judge.offset(node, forms[0])
         else:
             self.judge.decisions(node, _cut(op, given, forms), rounded=op in ROUNDINGS)
         return Call(made_of(op, forms, self._nature(node, forms)))

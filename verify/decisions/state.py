@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import onnx
 
@@ -107,49 +106,6 @@ class State:
             return declared if axes is None else axes
         return [axis if isinstance(axis, int) else other for axis, other in zip(axes, declared, strict=True)]
 
-    def complete_axes(self, node: onnx.NodeProto) -> None:
-        """Axes that shape inference does not follow: of other layouts, and of what a key is put together by."""
-        known = self.axes.get(node.input[0]) if node.input else None
-        if node.op_type == "Reshape":
-            reshaped(self, node)
-        if known is None or self.axes.get(node.output[0]) is not None:
-            return
-        if node.op_type == "Transpose":
-            named = (list(one.ints) for one in node.attribute if one.name == "perm")
-            order = next(named, list(range(len(known)))[::-1])
-            self.axes[node.output[0]] = [known[at] for at in order]
-        elif node.op_type in ("ScatterND", "ScatterElements"):
-            self.axes[node.output[0]] = known
-
-
-def reshaped(state: State, node: onnx.NodeProto) -> None:
-    """Names the axes of a Reshape whose shape is a list of lengths; -1 is what the others leave of its input."""
-    shape = state.values.get(node.input[1])
-    parts = state.parts(node.input[1], shape) if shape is not None else None
-    before = state.lengths(node.input[0])
-    if parts is None or before is None or any(not part.terms and part.number == 0 for part in parts):
-        return
-    open_axes = [at for at, part in enumerate(parts) if not part.terms and part.number < 0]
-    if len(open_axes) > 1:
-        return
-    made = list(parts)
-    for at in open_axes:
-        rest = _left(before, [part for one, part in enumerate(parts) if one != at])
-        if rest is None:
-            return
-        made[at] = rest
-    state.name_axes(node.output[0], tuple(made))
-
-
-def _left(whole: list[Form], taken: list[Form]) -> Form | None:
-    """A product of axes divided by others; None where the axes of the call do not cancel out to one at most."""
-    left = [form for form in whole if form.terms]
-    for form in (form for form in taken if form.terms):
-        if form.key() not in [one.key() for one in left]:
-            return None
-        left.remove(next(one for one in left if one.key() == form.key()))
-    number = prod(form.number for form in whole if not form.terms)
-    by = prod(form.number for form in taken if not form.terms)
-    if len(left) > 1 or not by:
-        return None
-    return left[0].times(number / by) if left else Form(number=number // by)
+    def is_followed(self, axis: int | str | None) -> bool:
+        """Whether an axis is a number, an input's, or made of these."""
+        return isinstance(axis, int) or axis in self.symbols or axis in self.named

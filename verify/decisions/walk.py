@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from llmconv.verify.decisions.axes import follow_axes
 from llmconv.verify.decisions.forms import MASK, Form, Nature, atom
 from llmconv.verify.decisions.judge import Judge
 from llmconv.verify.decisions.looks import Looks
@@ -63,7 +64,7 @@ class Walk:
     def _see(self, node: onnx.NodeProto) -> None:
         value = self._value(node, self.state.inputs(node))
         self.state.values |= dict.fromkeys(node.output, value)
-        self.state.complete_axes(node)
+        follow_axes(self.state, node)
         self.state.note_truth(node)
         if isinstance(value, Data) and self.state.is_of_weights(node):
             self.state.weights |= set(node.output)
