@@ -32,6 +32,8 @@ class Judge:
         if not form.terms or self._is_within_a_block(form):
             return
         if form.nature > Nature.COUNT:
+            if node.op_type == "Div":
+                return  # sizes of heads, of which nothing can be decided later either
             self.flag(node, f"decides on {said(form)} by what is not followed", certain=False)
             return
         self.found.decisions += 1

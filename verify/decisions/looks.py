@@ -57,7 +57,7 @@ class Looks:
     def _at_cut(self, node: onnx.NodeProto, bounds: Known, inputs: list[Value | None]) -> None:
         """A cut at a number is the model's on an axis of a fixed size only."""
         first, which = inputs[0], inputs[3] if len(inputs) > 3 else None
-        axes = self.state.known_axes(node.input[0])
+        axes = self.state.axes.get(node.input[0])
         if isinstance(first, Known):
             axes = list(first.array.shape)
         at = which.array.ravel().tolist() if isinstance(which, Known) else list(range(bounds.array.size))

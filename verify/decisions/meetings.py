@@ -11,7 +11,7 @@ import onnx
 
 from llmconv.verify.decisions.forms import Form, Nature, is_of
 from llmconv.verify.decisions.judge import Judge, said
-from llmconv.verify.decisions.operators import BOUNDS, COMPARISONS, INDEXED, INTEGERS, LAYOUTS, LIMITS
+from llmconv.verify.decisions.operators import BOUNDS, COMPARISONS, INDEXED, INTEGERS, LAYOUTS, LENGTHS_OF_CACHE, LIMITS
 from llmconv.verify.decisions.state import State
 from llmconv.verify.decisions.tables import LARGEST
 from llmconv.verify.decisions.values import Call, Data, Known, Value
@@ -21,6 +21,9 @@ LOUD = 10.0
 
 WHOLE = INTEGERS | {onnx.TensorProto.BOOL, onnx.TensorProto.UINT32, onnx.TensorProto.UINT64}
 """Types of what is chosen or counted: experts, tokens."""
+
+TURNS = {"Add", "Mul", "RotaryEmbedding"}
+"""Operators that cosines and sines may go into."""
 
 MASKED = 3
 """The input of Attention that is added to its scores."""
@@ -72,10 +75,13 @@ class Meetings:
 
     def _meets(self, node: onnx.NodeProto, at: int, form: Form) -> None:
         op, nature = node.op_type, form.nature
+        if at in LENGTHS_OF_CACHE.get(op, ()):
+            self.judge.decision(node, form)
+            return
         for number in (form.number, *form.terms.values()):
             if nature < Nature.OPAQUE:
                 self._sounds(node, number)
-        if nature is Nature.TRUTH or (nature is Nature.CURVE and op in ("Add", "Mul")):
+        if nature is Nature.TRUTH or (nature is Nature.CURVE and op in TURNS):
             return
         if op == "Attention" and at == MASKED:
             return

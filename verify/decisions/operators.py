@@ -33,6 +33,9 @@ LAYOUTS = {"Reshape": (1,), "Expand": (1,), "Tile": (1,), "Split": (1,), "Unsque
 INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1, "RotaryEmbedding": 3}
 """The input that says where to look."""
 
+LENGTHS_OF_CACHE = {"GroupQueryAttention": (5, 6), "Attention": (6,)}
+"""Inputs that say how much of a cache is filled."""
+
 LIMITS = {"Clip": (1, 2), "Min": None, "Max": None}
 """Inputs that are limits of the others; None for all."""
 

@@ -21,7 +21,6 @@ class State:
 
     Attributes:
         axes, types: of values, as shape inference has them.
-        declared: axes of values as the graph itself has them, of which nobody knows whether they are true.
         ports: what of a call the graph's inputs are.
         symbols: names of axes that the graph's inputs have.
         tables: whether constants are looked into.
@@ -36,7 +35,6 @@ class State:
     axes: dict[str, Axes]
     types: Mapping[str, int]
     ports: Mapping[str, str]
-    declared: Mapping[str, Axes]
     symbols: frozenset[str]
     tables: bool = True
     values: dict[str, Value] = field(default_factory=dict)
@@ -83,7 +81,7 @@ class State:
 
     def writes_along_a_head(self, node: onnx.NodeProto, index: Known) -> bool:
         """Whether a Scatter writes into what nodes made, at places of axes of a fixed size: no length, no position."""
-        axes = self.known_axes(node.input[0])
+        axes = self.axes.get(node.input[0])
         if axes is None or node.input[0] in self.weights:
             return False
         at = next((one.i for one in node.attribute if one.name == "axis"), 0)
@@ -98,13 +96,6 @@ class State:
                 self.truths.add(node.output[0])
         elif node.op_type in SAME and node.input[0] in self.truths:
             self.truths.add(node.output[0])
-
-    def known_axes(self, name: str) -> Axes | None:
-        """A value's axes, with the numbers that the graph says where they are not followed."""
-        axes, declared = self.axes.get(name), self.declared.get(name)
-        if axes is None or declared is None or len(axes) != len(declared):
-            return declared if axes is None else axes
-        return [axis if isinstance(axis, int) else other for axis, other in zip(axes, declared, strict=True)]
 
     def is_followed(self, axis: int | str | None) -> bool:
         """Whether an axis is a number, an input's, or made of these."""
