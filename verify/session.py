@@ -253,7 +253,12 @@ def _audit(verified: Folder, reference: Path, report: Report, add: OnChecks, *, 
         check, names = audit_weights(name, model, source)
         used |= names
         add([check])
-    add([audit_decisions(name, model, config, prefix=_prefix(verified, name)) for name, model in verified.models.items()])
+    add(
+        [
+            audit_decisions(name, model, config, prefix=_prefix(verified, name))
+            for name, model in verified.models.items()
+        ]
+    )
     unused = sorted(set(source.reference) - used)
     if used and unused:
         report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")

@@ -99,7 +99,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def decisions_of(
-    model: onnx.ModelProto, config: Mapping[str, Any], inputs: Mapping[str, str], *, tables: bool = True, prefix: int = 0
+    model: onnx.ModelProto,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    *,
+    tables: bool = True,
+    prefix: int = 0,
 ) -> Found:
     """What a graph decides on, and by which numbers.
 

@@ -69,7 +69,7 @@ def _broadcast(state: State, node: onnx.NodeProto) -> None:
     for at in range(-rank, 0):
         sizes = {(axes or [])[at] for axes in given if len(axes or []) >= -at} - {1}
         numbers = [size for size in sizes if isinstance(size, int)]
-        made.append(next(iter(sizes), 1) if len(sizes) < 2 else numbers[0] if numbers else None)  # noqa: PLR2004
+        made.append(next(iter(sizes), 1) if len(sizes) < 2 else numbers[0] if numbers else None)
     state.axes[node.output[0]] = made
 
 

@@ -17,14 +17,75 @@ DIMENSIONS = 8
 """Axes of a constant that is computed with."""
 
 ELEMENTWISE = frozenset(
-    "Abs Add And Cast Ceil Cos Div Equal Erf Exp Floor Greater GreaterOrEqual Identity IsInf IsNaN Less LessOrEqual Log "
-    "Max Min Mod Mul Neg Not Or Pow Reciprocal Relu Round Sigmoid Sign Sin Softplus Sqrt Sub Sum Tanh Where Xor".split()
+    [
+        "Abs",
+        "Add",
+        "And",
+        "Cast",
+        "Ceil",
+        "Cos",
+        "Div",
+        "Equal",
+        "Erf",
+        "Exp",
+        "Floor",
+        "Greater",
+        "GreaterOrEqual",
+        "Identity",
+        "IsInf",
+        "IsNaN",
+        "Less",
+        "LessOrEqual",
+        "Log",
+        "Max",
+        "Min",
+        "Mod",
+        "Mul",
+        "Neg",
+        "Not",
+        "Or",
+        "Pow",
+        "Reciprocal",
+        "Relu",
+        "Round",
+        "Sigmoid",
+        "Sign",
+        "Sin",
+        "Softplus",
+        "Sqrt",
+        "Sub",
+        "Sum",
+        "Tanh",
+        "Where",
+        "Xor",
+    ]
 )
 """Operators whose result has the shape that their inputs are broadcast to."""
 
 SHRINKING = frozenset(
-    "ArgMax ArgMin CumSum Flatten Range ReduceMax ReduceMean ReduceMin ReduceSum Reshape Shape Size Slice Split Squeeze "
-    "Transpose Trilu Unsqueeze ScatterElements ScatterND Concat".split()
+    [
+        "ArgMax",
+        "ArgMin",
+        "CumSum",
+        "Flatten",
+        "Range",
+        "ReduceMax",
+        "ReduceMean",
+        "ReduceMin",
+        "ReduceSum",
+        "Reshape",
+        "Shape",
+        "Size",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Transpose",
+        "Trilu",
+        "Unsqueeze",
+        "ScatterElements",
+        "ScatterND",
+        "Concat",
+    ]
 )
 """Operators whose result is no larger than their inputs together; Range is told apart."""
 

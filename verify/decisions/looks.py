@@ -19,6 +19,7 @@ from llmconv.verify.decisions.values import Call, Data, Known, Value
 EVERYTHING = 1 << 31
 """A bound so large is none."""
 
+
 class Looks:
     """Looks at nodes one by one.
 

@@ -71,7 +71,9 @@ class Meetings:
 
     def _becomes_whole(self, node: onnx.NodeProto) -> bool:
         to = next((one.i for one in node.attribute if one.name == "to"), 0)
-        return to in WHOLE and node.input[0] not in self.state.truths and self.state.types.get(node.input[0]) not in WHOLE
+        return (
+            to in WHOLE and node.input[0] not in self.state.truths and self.state.types.get(node.input[0]) not in WHOLE
+        )
 
     def _meets(self, node: onnx.NodeProto, at: int, form: Form) -> None:
         op, nature = node.op_type, form.nature

@@ -24,10 +24,26 @@ BENDS = {"Log", "Sqrt", "Exp", "Pow", "Reciprocal", "Sigmoid", "Tanh"}
 PICKS = {"Gather", "Slice", "GatherElements", "GatherND"}
 """They give elements of their first input."""
 
-BOUNDS = {"Slice": (1, 2), "Pad": (1,), "Range": (0, 1, 2), "TensorScatter": (2,), "Trilu": (1,), "Loop": (0,), "TopK": (1,)}
+BOUNDS = {
+    "Slice": (1, 2),
+    "Pad": (1,),
+    "Range": (0, 1, 2),
+    "TensorScatter": (2,),
+    "Trilu": (1,),
+    "Loop": (0,),
+    "TopK": (1,),
+}
 """Inputs that say from where to where."""
 
-LAYOUTS = {"Reshape": (1,), "Expand": (1,), "Tile": (1,), "Split": (1,), "Unsqueeze": (1,), "Squeeze": (1,), "CumSum": (1,)}
+LAYOUTS = {
+    "Reshape": (1,),
+    "Expand": (1,),
+    "Tile": (1,),
+    "Split": (1,),
+    "Unsqueeze": (1,),
+    "Squeeze": (1,),
+    "CumSum": (1,),
+}
 """Inputs that say in which layout, and give no element of the result."""
 
 INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1, "RotaryEmbedding": 3}

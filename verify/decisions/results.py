@@ -9,7 +9,20 @@ import onnx
 from onnx import numpy_helper
 
 from llmconv.verify.decisions.folding import fold
-from llmconv.verify.decisions.forms import BLOCK, BLOCKS, LENGTH, PLACE, POSITION, TOKEN, WITHIN, Form, Nature, atom, is_of, made_of
+from llmconv.verify.decisions.forms import (
+    BLOCK,
+    BLOCKS,
+    LENGTH,
+    PLACE,
+    POSITION,
+    TOKEN,
+    WITHIN,
+    Form,
+    Nature,
+    atom,
+    is_of,
+    made_of,
+)
 from llmconv.verify.decisions.frequencies import FREQUENCIES, is_flat_power, is_frequency
 from llmconv.verify.decisions.judge import Judge, said
 from llmconv.verify.decisions.operators import (
@@ -126,7 +139,9 @@ class Results:
             array = value.array if isinstance(value, Known) and as_form(value) is None else np.zeros(0)
             for axis in (axis for axis, size in enumerate(array.shape) if size >= TABLE_ROWS and array.size):
                 if (row := odd_row(np.moveaxis(array, axis, 0))) is not None:
-                    self.judge.flag(node, f"uses a table whose row {row} does not follow from the others", certain=False)
+                    self.judge.flag(
+                        node, f"uses a table whose row {row} does not follow from the others", certain=False
+                    )
 
     def _cast(self, node: onnx.NodeProto, first: Value) -> Value:
         form, to = as_form(first), attribute(node, "to", onnx.TensorProto.FLOAT)
@@ -224,7 +239,9 @@ class Results:
         numbers = {form.number for form in forms if not form.terms}
         names = {one.name for form in forms for one in form.terms}
         plain = [form for form in forms if form.terms and form.sources == {LENGTH} and self.judge.is_of_the_call(form)]
-        return len(forms) == 2 and bool(plain) and len(numbers) == 1 and numbers <= BLOCKS and names <= self.state.symbols
+        return (
+            len(forms) == 2 and bool(plain) and len(numbers) == 1 and numbers <= BLOCKS and names <= self.state.symbols
+        )
 
     def _product(self, node: onnx.NodeProto, forms: list[Form]) -> None:
         """Masks and sizes are multiplied; powers of a position are a step when they are high enough."""
@@ -282,7 +299,9 @@ def _together(forms: list[Form], numbers: list[float]) -> Nature:
     numbers = [*numbers, *(form.number for form in forms if not form.terms)]
     nature = max((form.nature for form in forms if form.terms), default=Nature.TRUTH)
     odd = any(number not in (0, 1) and abs(number) < LARGEST for number in numbers)
-    odd |= any(form.terms and (form.number not in (0, 1) or set(map(abs, form.terms.values())) != {1}) for form in forms)
+    odd |= any(
+        form.terms and (form.number not in (0, 1) or set(map(abs, form.terms.values())) != {1}) for form in forms
+    )
     return Nature.COUNT if odd and nature is Nature.TRUTH else nature
 
 

@@ -43,7 +43,9 @@ def nature_of(table: Array) -> Nature:
     rows = table.astype(np.float64)
     if ((rows == 0) | (rows == 1) | ~(np.abs(rows) < LARGEST)).all() and not np.isnan(rows).any():
         return Nature.TRUTH
-    return Nature.CURVE if np.abs(rows).max(initial=0.0) <= 1 + TOLERANCE and rows.min(initial=0.0) < 0 else Nature.OPAQUE
+    return (
+        Nature.CURVE if np.abs(rows).max(initial=0.0) <= 1 + TOLERANCE and rows.min(initial=0.0) < 0 else Nature.OPAQUE
+    )
 
 
 def _odd_in(column: Array, tolerance: float) -> int | None:

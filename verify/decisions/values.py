@@ -10,7 +10,6 @@ import numpy as np
 from llmconv.tensors import Array
 from llmconv.verify.decisions.forms import PLACE, Form, atom, made_of
 
-
 LISTED = 64
 """Elements of a list that are followed one by one."""
 
@@ -118,7 +117,12 @@ def as_parts(value: Value) -> tuple[Form, ...] | None:
     """The forms of a list's elements, one by one; None where they are not known so."""
     if isinstance(value, Call):
         return value.parts
-    if isinstance(value, Known) and value.array.ndim <= 1 and value.array.size <= LISTED and value.array.dtype.kind in "iu":
+    if (
+        isinstance(value, Known)
+        and value.array.ndim <= 1
+        and value.array.size <= LISTED
+        and value.array.dtype.kind in "iu"
+    ):
         return tuple(Form(number=float(number)) for number in value.array.ravel())
     return None
 
