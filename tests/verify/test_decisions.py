@@ -316,9 +316,9 @@ def test_the_config_of_a_folder_s_own_code_is_taken_as_it_is(tmp_path: Path) -> 
 
 def test_a_prefix_that_the_manifest_lacks_is_not_the_model_s(optioned: Callable[..., Path]) -> None:
     folder = optioned("llama", prefix="PrefixTuning")
-    model, config = load_guarded(folder / "decode.onnx"), read_config(folder)
-    assert audit_decisions("decode.onnx", model, config, prefix=LENGTH).verdict == "pass"
-    assert f"puts {LENGTH} beside" in audit_decisions("decode.onnx", model, config).detail
+    model, config = load_guarded(folder / "prefill.onnx"), read_config(folder)
+    assert audit_decisions("prefill.onnx", model, config, prefix=LENGTH).verdict == "pass"
+    assert f"puts {LENGTH} beside" in audit_decisions("prefill.onnx", model, config).detail
 
 
 def test_axes_that_a_graph_declares_itself_are_not_believed(exported: Tiny, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def fold(node: onnx.NodeProto, arrays: list[Array]) -> Array | None:
         return None
 
 
-def _size(node: onnx.NodeProto, arrays: list[Array]) -> int | None:
+def _size(node: onnx.NodeProto, arrays: list[Array]) -> int | None:  # noqa: C901 - a row for each operator
     """Elements of the result at most; None of an operator that is not computed."""
     op = node.op_type
     if any(array.dtype.kind not in "fiub" for array in arrays):

@@ -22,7 +22,7 @@ WITHIN = "place within a block"
 """Source of an index along a block of tokens, see `BLOCKS`."""
 
 BLOCKS = frozenset({16.0, 64.0})
-"""Tokens of the blocks by which llmconv's scans of recurrent layers go (export/caches/delta_rule.py, state_space.py)."""
+"""Tokens of the blocks by which llmconv's recurrent layers go (export/caches/delta_rule.py, state_space.py)."""
 
 BLOCK = "tokens of a block"
 """What a length that is limited by one of them is called in forms."""

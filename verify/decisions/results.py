@@ -207,7 +207,7 @@ class Results:
             return Call(first.form)
         return Call.of_parts(tuple(parts[int(at)] for at in np.atleast_1d(chosen)))
 
-    def _decided(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+    def _decided(self, node: onnx.NodeProto, given: list[Value]) -> Value:  # noqa: C901 - a row for each kind
         """Everything else decides, for which it needs numbers of the model."""
         op, forms = node.op_type, forms_of(given, parts=True)
         if op == "Min" and self._is_a_block(forms):

@@ -39,7 +39,7 @@ def odd_row(table: Array) -> int | None:
 
 
 def nature_of(table: Array) -> Nature:
-    """What the numbers can be that a regular table gives: whom a query sees, a sinusoid, or a line, that is anything."""
+    """What the numbers can be that a regular table gives: whom a query sees, a sinusoid, or a line (anything)."""
     rows = table.astype(np.float64)
     if ((rows == 0) | (rows == 1) | ~(np.abs(rows) < LARGEST)).all() and not np.isnan(rows).any():
         return Nature.TRUTH
