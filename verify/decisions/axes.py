@@ -9,7 +9,7 @@ from math import prod
 
 import onnx
 
-from llmconv.verify.decisions.forms import Form
+from llmconv.verify.decisions.forms import Form, made_of
 from llmconv.verify.decisions.operators import attribute
 from llmconv.verify.decisions.state import Axes, State
 from llmconv.verify.decisions.values import Known
@@ -101,6 +101,8 @@ def _left(whole: list[Form], taken: list[Form]) -> Form | None:
         left.remove(next(one for one in left if one.key() == form.key()))
     number = prod(form.number for form in whole if not form.terms)
     by = prod(form.number for form in taken if not form.terms)
-    if len(left) > 1 or not by:
+    if not by or (len(left) > 1 and number != by):
         return None
+    if len(left) > 1:
+        return made_of("Size", left)
     return left[0].times(number / by) if left else Form(number=number // by)

@@ -130,7 +130,7 @@ def _size(node: onnx.NodeProto, arrays: list[Array]) -> int | None:  # noqa: C90
         return arrays[0].size * _product(arrays[1])
     if op == "Gather":
         axis = attribute(node, "axis", 0)
-        return arrays[1].size * (arrays[0].size // max(1, arrays[0].shape[axis]))
+        return int(arrays[1].size * (arrays[0].size // max(1, arrays[0].shape[axis])))
     if op == "GatherElements":
         return arrays[1].size
     if op == "GatherND" and not attribute(node, "batch_dims", 0):

@@ -70,7 +70,8 @@ class Judge:
         """What is chosen from or put side by side: the numbers that would be lost with it have to be the model's."""
         call = [form for form in forms if form.terms]
         for form in call:
-            self.decision(node, form)
+            if form.nature is not Nature.CURVE or node.op_type != "Concat":
+                self.decision(node, form)
         whole = made_of("", call) if call else OF_LENGTH
         for number in (*numbers, *(form.number for form in forms if not form.terms)):
             if call and not self.numbers.knows(abs(number), whole):

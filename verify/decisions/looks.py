@@ -11,7 +11,7 @@ from llmconv.tensors import Array
 from llmconv.verify.decisions.forms import POSITION, TOKEN, Form, Nature
 from llmconv.verify.decisions.judge import OF_LENGTH, Judge, said
 from llmconv.verify.decisions.meetings import Meetings
-from llmconv.verify.decisions.operators import BOUNDS, COMPARISONS, INDEXED, LIMITS, THRESHOLDS, attribute
+from llmconv.verify.decisions.operators import BOUNDS, COMPARISONS, INDEXED, LIMITS, TABLES, THRESHOLDS, attribute
 from llmconv.verify.decisions.state import State
 from llmconv.verify.decisions.tables import TABLE_ROWS, odd_row
 from llmconv.verify.decisions.values import Call, Data, Known, Value
@@ -81,7 +81,7 @@ class Looks:
             self._at_places(node, index)
         elif isinstance(index, Call | Data):
             text = said(index.form) if isinstance(index, Call) else "what the model computes"
-            for table in inputs[1:3] if node.op_type == "RotaryEmbedding" else inputs[:1]:
+            for table in (inputs[at] for at in TABLES.get(node.op_type, (0,)) if at < len(inputs)):
                 self._at_table(node, table, text, self._looked_up(node))
             if isinstance(index, Call):
                 self._at_changed(node, index)
@@ -99,6 +99,8 @@ class Looks:
         name, form = node.input[0], index.form
         if form.nature > Nature.COUNT:
             self.judge.flag(node, f"looks up {said(form)} by what is not followed", certain=False)
+        elif node.op_type in TABLES:
+            return
         elif form.sources & {TOKEN, POSITION} and isinstance(self.state.values.get(name, Data()), Data):
             if name in self.state.changed:
                 self.judge.flag(node, f"looks up {said(form)} in weights that nodes have changed")

@@ -22,7 +22,7 @@ LOUD = 10.0
 WHOLE = INTEGERS | {onnx.TensorProto.BOOL, onnx.TensorProto.UINT32, onnx.TensorProto.UINT64}
 """Types of what is chosen or counted: experts, tokens."""
 
-TURNS = {"Add", "Mul", "RotaryEmbedding"}
+TURNS = {"Add", "Mul", "RotaryEmbedding", "GroupQueryAttention"}
 """Operators that cosines and sines may go into."""
 
 MASKED = 3

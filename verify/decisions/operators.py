@@ -46,8 +46,19 @@ LAYOUTS = {
 }
 """Inputs that say in which layout, and give no element of the result."""
 
-INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1, "RotaryEmbedding": 3}
+INDEXED = {
+    "Gather": 1,
+    "GatherElements": 1,
+    "GatherND": 1,
+    "ScatterElements": 1,
+    "ScatterND": 1,
+    "RotaryEmbedding": 3,
+    "GroupQueryAttention": 9,
+}
 """The input that says where to look."""
+
+TABLES = {"RotaryEmbedding": (1, 2), "GroupQueryAttention": (7, 8)}
+"""The inputs in which these look."""
 
 LENGTHS_OF_CACHE = {"GroupQueryAttention": (5, 6), "Attention": (6,)}
 """Inputs that say how much of a cache is filled."""
