@@ -25,8 +25,8 @@ WHOLE = INTEGERS | {onnx.TensorProto.BOOL, onnx.TensorProto.UINT32, onnx.TensorP
 TURNS = {"Add", "Mul", "RotaryEmbedding", "GroupQueryAttention"}
 """Operators that cosines and sines may go into."""
 
-MASKED = 3
-"""The input of Attention that is added to its scores."""
+MASKED = {"Attention": 3, "GroupQueryAttention": 10}
+"""The input that is added to scores."""
 
 FAR = 12
 """Steps between a meeting and the scores."""
@@ -85,7 +85,7 @@ class Meetings:
                 self._sounds(node, number)
         if nature is Nature.TRUTH or (nature is Nature.CURVE and op in TURNS):
             return
-        if op == "Attention" and at == MASKED:
+        if at == MASKED.get(op):
             return
         if op == "Add" and not form.number and self._ends_in(node, {"Softmax"}):
             return
