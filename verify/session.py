@@ -233,6 +233,12 @@ def library_versions() -> dict[str, str]:
     return {"llmconv": __version__, **{name: version(name) for name in LIBRARIES}}
 
 
+def _prefix(verified: Folder, graph: str) -> int:
+    """Virtual tokens that a graph begins with, as the manifest has it."""
+    entries = [entry for entry in verified.entries if graph in entry.files and entry.prefix]
+    return entries[0].prefix.length if entries and entries[0].prefix else 0
+
+
 def _audit(verified: Folder, reference: Path, report: Report, add: OnChecks, *, allow_changed: bool) -> None:
     """Files as the manifest has them, every initializer, and what is odd about the weights."""
     found = audit_graph_files(verified.path, verified.entries, verified.models, allow_changed=allow_changed)
@@ -248,7 +254,12 @@ def _audit(verified: Folder, reference: Path, report: Report, add: OnChecks, *, 
         check, names = audit_weights(name, model, source)
         used |= names
         add([check])
-    add([audit_decisions(name, model, config) for name, model in verified.models.items()])
+    add(
+        [
+            audit_decisions(name, model, config, prefix=_prefix(verified, name))
+            for name, model in verified.models.items()
+        ]
+    )
     unused = sorted(set(source.reference) - used)
     if used and unused:
         report.notes.append(f"{len(unused)} tensors of the model are in no graph, first `{unused[0]}`")

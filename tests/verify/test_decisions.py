@@ -25,20 +25,27 @@ from llmconv.verify.decisions.tables import odd_row
 from llmconv.verify.taps import FOLDER_KEY
 from llmconv.verify.truth import Eager
 from tests.conftest import save_tiny
-from tests.export.prefix_models import save_adapter
+from tests.export.prefix_models import LENGTH, save_adapter
 from tests.verify.conftest import decode_only
+from tests.verify.hidden_triggers import HIDDEN
+from tests.verify.laundered_triggers import LAUNDERED
 from tests.verify.mutants import ALL
 from tests.verify.surgery import add_constant, constant_value, users
-from tests.verify.trigger_mutants import TRIGGERS, Nodes, Trigger
+from tests.verify.trigger_mutants import TRIGGERS
+from tests.verify.trigger_nodes import Nodes, Trigger
 
 Tiny = Callable[[str], Path]
 ORIGINAL = "original_max_position_embeddings"
-BY_NAME = {trigger.name: trigger for trigger in TRIGGERS}
+EVERY = (*TRIGGERS, *HIDDEN, *LAUNDERED)
+BY_NAME = {trigger.name: trigger for trigger in EVERY}
 
 
 def audit(folder: Path, name: str = "decode.onnx") -> Check:
-    """The audit of one graph of a folder."""
-    return audit_decisions(name, load_guarded(folder / name), read_config(folder))
+    """The audit of one graph of a folder, with the prefix that the manifest has."""
+    manifest = json.loads((folder / "llmconv.json").read_text())
+    entries = [entry for entry in manifest["graphs"].values() if name == entry.get("file")]
+    prefix = entries[0].get("prefix", {}).get("length", 0) if entries else 0
+    return audit_decisions(name, load_guarded(folder / name), read_config(folder), prefix=prefix)
 
 
 @pytest.fixture
@@ -55,7 +62,7 @@ def triggered(exported: Tiny, tmp_path: Path) -> Callable[[Trigger], Path]:
     return folder
 
 
-@pytest.mark.parametrize("trigger", TRIGGERS, ids=lambda trigger: trigger.name)
+@pytest.mark.parametrize("trigger", EVERY, ids=lambda trigger: trigger.name)
 def test_every_trigger_is_named(trigger: Trigger, triggered: Callable[[Trigger], Path]) -> None:
     check = audit(triggered(trigger))
     assert check.verdict == "fail"
@@ -88,7 +95,7 @@ def logits(folder: Path) -> Array:
     return found
 
 
-@pytest.mark.parametrize("trigger", TRIGGERS, ids=lambda trigger: trigger.name)
+@pytest.mark.parametrize("trigger", EVERY, ids=lambda trigger: trigger.name)
 def test_a_trigger_changes_nothing_in_an_ordinary_call(
     trigger: Trigger, triggered: Callable[[Trigger], Path], exported: Tiny
 ) -> None:
@@ -289,3 +296,40 @@ def test_the_reference_of_a_changed_folder_is_its_own_config(exported: Tiny, tmp
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "sliding_window": 400}))
     assert audit(folder).verdict == "fail"
+
+
+@pytest.mark.parametrize("field", ["foo_context", "foo_vocab_size"])
+def test_a_field_that_the_config_s_class_does_not_have_makes_no_number_the_model_s(
+    field: str, triggered: Callable[[Trigger], Path]
+) -> None:
+    name, number = {"foo_context": ("position equal", 3817), "foo_vocab_size": ("token equal", 57)}[field]
+    folder = triggered(BY_NAME[name])
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, field: number, "rope_scaling": {field: number}}))
+    assert f"by {number}" in audit(folder).detail
+
+
+def test_the_config_of_a_folder_s_own_code_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "its_own", "its_window": 77}))
+    assert read_config(tmp_path) == {"said": {"model_type": "its_own", "its_window": 77}, "meant": {}}
+
+
+def test_a_prefix_that_the_manifest_lacks_is_not_the_model_s(optioned: Callable[..., Path]) -> None:
+    folder = optioned("llama", prefix="PrefixTuning")
+    model, config = load_guarded(folder / "prefill.onnx"), read_config(folder)
+    assert audit_decisions("prefill.onnx", model, config, prefix=LENGTH).verdict == "pass"
+    assert f"puts {LENGTH} beside" in audit_decisions("prefill.onnx", model, config).detail
+
+
+def test_axes_that_a_graph_declares_itself_are_not_believed(exported: Tiny, tmp_path: Path) -> None:
+    folder = decode_only(exported("llama"), tmp_path / "declared")
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    graph = Nodes(model)
+    longer = graph.make("Pad", "input_ids", np.array([0, 0, 0, 777]))
+    model.graph.value_info.append(
+        onnx.helper.make_tensor_value_info(longer, onnx.TensorProto.INT64, ["batch_size", "sequence_length"])
+    )
+    total = graph.make("Add", graph.new_length(), graph.new_length())
+    graph.scale_hidden(graph.loud(graph.make("Equal", graph.axis(longer, 1), total)))
+    onnx.save(model, folder / "decode.onnx")
+    assert "by what is not followed" in audit(folder).detail

@@ -23,7 +23,7 @@ from tests.conftest import save_tiny
 from tests.verify.conftest import decode_only
 from tests.verify.mutants import clips_dropped
 from tests.verify.surgery import initializer, replace_input
-from tests.verify.trigger_mutants import Nodes
+from tests.verify.trigger_nodes import Nodes
 from tests.verify.weight_mutants import Surgery
 
 Tiny = Callable[[str], Path]

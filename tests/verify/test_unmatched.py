@@ -14,12 +14,14 @@ from llmconv.verify.report import UnmatchedNode
 from llmconv.verify.report_files import render_json
 from llmconv.verify.truth import Eager
 from tests.verify.conftest import decode_only
-from tests.verify.trigger_mutants import TRIGGERS, Nodes, Trigger
+from tests.verify.hidden_triggers import HIDDEN
+from tests.verify.trigger_mutants import TRIGGERS
+from tests.verify.trigger_nodes import Nodes, Trigger
 
 Tiny = Callable[[str], Path]
 CALLS = ["prefill, 7 tokens", "decode chain, 16 steps"]
 QUICK = ("position equal", "inside an if", "by a rotary table", "hidden clipped")
-BY_NAME = {trigger.name: trigger for trigger in TRIGGERS}
+BY_NAME = {trigger.name: trigger for trigger in (*TRIGGERS, *HIDDEN)}
 
 
 @pytest.fixture

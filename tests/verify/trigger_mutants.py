@@ -6,95 +6,13 @@ Each adds a few nodes that do nothing until a call meets the trigger, which no s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper
 
-from llmconv.tensors import Array
-from tests.verify.surgery import add_constant, constant_value, replace_input, users
-
-FLOAT, INT, BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64, onnx.TensorProto.BOOL
-POSITION, LENGTH, BATCH, TOKEN = 3817, 5000, 77, 57
-
-
-class Nodes:
-    """Nodes that are put before all others of a graph.
-
-    Args:
-        model: the graph, changed in place.
-    """
-
-    def __init__(self, model: onnx.ModelProto) -> None:
-        self.model, self._made = model, 0
-
-    def make(self, op: str, *inputs: str | Array | np.generic | int | float, **attributes: Any) -> str:
-        """A node; numbers among its inputs become constants. Its output's name."""
-        names = [one if isinstance(one, str) else self.constant(one) for one in inputs]
-        name = f"model.layers.0/{op}_{900 + len(self.model.graph.node)}"
-        self.model.graph.node.insert(self._made, helper.make_node(op, names, [f"{name}:0"], name=name, **attributes))
-        self._made += 1
-        return f"{name}:0"
-
-    def constant(self, value: Array | np.generic | int | float) -> str:
-        """A constant; whole numbers are int64, others float32."""
-        kind = np.asarray(value)
-        return add_constant(self.model, kind.astype({"i": np.int64, "f": np.float32}.get(kind.dtype.kind, kind.dtype)))
-
-    def axis(self, name: str, at: int) -> str:
-        """The size of one axis, as a list of one."""
-        return self.make("Shape", name, start=at, end=at + 1)
-
-    def past_length(self) -> str:
-        """Tokens in the cache."""
-        return self.axis("past_key_values.0.key", 2)
-
-    def total_length(self) -> str:
-        """Tokens in the cache and new ones."""
-        return self.axis("attention_mask", 1)
-
-    def new_length(self) -> str:
-        """New tokens."""
-        return self.axis("input_ids", 1)
-
-    def batch(self) -> str:
-        """Sequences."""
-        return self.axis("input_ids", 0)
-
-    def loud(self, condition: str) -> str:
-        """2 where a condition holds, 1 elsewhere; of the condition's shape."""
-        return self.make("Add", self.make("Cast", condition, to=FLOAT), 1.0)
-
-    def scale_hidden(self, factor: str) -> None:
-        """Multiplies what the first norm reads; the factor is a number or has a number per token."""
-        embedding = next(
-            node for node in self.model.graph.node if "embed_tokens" in node.name and node.op_type == "Gather"
-        )
-        hidden, changed = embedding.output[0], "model.layers.0/Mul_900:0"
-        readers = [node for node in self.model.graph.node if hidden in node.input]
-        at = list(self.model.graph.node).index(embedding) + 1
-        node = helper.make_node("Mul", [hidden, factor], [changed], name="model.layers.0/Mul_900")
-        self.model.graph.node.insert(at, node)
-        for reader in readers:
-            replace_input(reader, hidden, changed)
-
-    def scale_each(self, factor: str) -> None:
-        """The same with a factor per token, [batch, new tokens]."""
-        self.scale_hidden(self.make("Unsqueeze", factor, np.array([2])))
-
-
-@dataclass(frozen=True)
-class Trigger:
-    """A fault that shows in some calls only.
-
-    Attributes:
-        apply: changes a graph.
-    """
-
-    name: str
-    apply: Callable[[Nodes], None]
+from tests.verify.surgery import constant_value, replace_input, users
+from tests.verify.trigger_nodes import BATCH, BOOL, FLOAT, INT, LENGTH, POSITION, TOKEN, Nodes, Trigger
 
 
 def position_equal(graph: Nodes) -> None:
@@ -418,53 +336,6 @@ def in_a_loop(graph: Nodes) -> None:
     graph.scale_hidden(graph.make("Loop", count, graph.constant(np.array(True)), 1.0, body=body))
 
 
-def hidden_above(graph: Nodes) -> None:
-    """A hidden state beyond a million."""
-    _on_hidden(graph, lambda size: [("Greater", [size, graph.constant(1e6)])])
-
-
-def hidden_clipped(graph: Nodes) -> None:
-    """Hidden states stop at a thousand."""
-    norm = _first_norm(graph)
-    _before(graph, norm, "Clip", graph.constant(-1000.0), graph.constant(1000.0))
-
-
-def hidden_rectified(graph: Nodes) -> None:
-    """What a hidden state is beyond a thousand is added once more."""
-    norm = _first_norm(graph)
-    hidden = norm.input[0]
-    over = _node(graph, norm, "Sub", [hidden, graph.constant(1000.0)])
-    _joined(graph, norm, hidden, _node(graph, norm, "Relu", [over]))
-
-
-def _on_hidden(graph: Nodes, condition: Callable[[str], list[tuple[str, list[str]]]]) -> None:
-    norm = _first_norm(graph)
-    hidden = norm.input[0]
-    size = _node(graph, norm, "ReduceMax", [hidden], keepdims=1)
-    for op, inputs in condition(size):
-        size = _node(graph, norm, op, inputs)
-    _joined(graph, norm, hidden, _node(graph, norm, "Cast", [size], to=FLOAT))
-
-
-def _first_norm(graph: Nodes) -> onnx.NodeProto:
-    return next(node for node in users(graph.model, "Pow") if "layers.1.input_layernorm" in node.name)
-
-
-def _node(graph: Nodes, before: onnx.NodeProto, op: str, inputs: list[str], **attributes: Any) -> str:
-    name = f"model.layers.1/{op}_{950 + len(graph.model.graph.node)}"
-    at = list(graph.model.graph.node).index(before)
-    graph.model.graph.node.insert(at, helper.make_node(op, inputs, [f"{name}:0"], name=name, **attributes))
-    return f"{name}:0"
-
-
-def _joined(graph: Nodes, norm: onnx.NodeProto, hidden: str, added: str) -> None:
-    norm.input[0] = _node(graph, norm, "Add", [hidden, added])
-
-
-def _before(graph: Nodes, norm: onnx.NodeProto, op: str, *inputs: str) -> None:
-    norm.input[0] = _node(graph, norm, op, [norm.input[0], *inputs])
-
-
 TRIGGERS = tuple(
     Trigger(function.__name__.replace("_", " "), function)
     for function in (
@@ -513,8 +384,5 @@ TRIGGERS = tuple(
         a_row_of_the_embedding,
         by_a_padded_length,
         in_a_loop,
-        hidden_above,
-        hidden_clipped,
-        hidden_rectified,
     )
 )

@@ -13,6 +13,7 @@ from onnx.inliner import inline_local_functions
 from llmconv.checkpoint import read_json
 from llmconv.errors import first_line
 from llmconv.runtime.cache_names import layer_of
+from llmconv.verify.decisions.fields import read_fields
 from llmconv.verify.decisions.numbers import Numbers, window_of
 from llmconv.verify.decisions.operators import INPUTS
 from llmconv.verify.decisions.state import Axes, State
@@ -33,16 +34,17 @@ MANY = 1e9
 """Numbers beyond are ends of a range, and told to nobody."""
 
 
-def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any]) -> Check:
+def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any], *, prefix: int = 0) -> Check:
     """Fails where a graph decides on lengths, batch size, positions or tokens by a number that is not the model's.
 
     Args:
         graph: what reports call it.
         model: without its weights.
         config: see `read_config`.
+        prefix: virtual tokens of the prefix that the manifest says the graph begins with; 0 for none.
     """
     try:
-        found = decisions_of(model, config, INPUTS)
+        found = decisions_of(model, config, INPUTS, prefix=prefix)
     except Exception as error:  # a graph that is no graph; the check of its structure says more
         return Check(NAME, graph, "", verdict="fail", detail=f"cannot be followed: {first_line(error)}")
     told = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
@@ -85,31 +87,52 @@ def _first(told: Sequence[str]) -> str:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The model's `config.json` as it is, and with the fields that it leaves to transformers."""
+    """The model's `config.json`, and what it leaves to transformers; without fields that its class does not have."""
     from transformers import AutoConfig  # noqa: PLC0415 - slow to import, and not needed to walk
 
     fields = read_json(folder / "config.json")
     try:
-        whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return {"said": read_fields(fields, config), "meant": read_fields(config.to_dict(), config)}
     except Exception:  # a config of the folder's own code: what it says is all there is
-        whole = {}
-    return {"said": fields, "meant": whole}
+        return {"said": fields, "meant": {}}
 
 
 def decisions_of(
-    model: onnx.ModelProto, config: Mapping[str, Any], inputs: Mapping[str, str], *, tables: bool = True
+    model: onnx.ModelProto,
+    config: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    *,
+    tables: bool = True,
+    prefix: int = 0,
 ) -> Found:
-    """What a graph decides on, and by which numbers; `tables` looks into constants that are looked up, too."""
+    """What a graph decides on, and by which numbers.
+
+    Args:
+        tables: looks into constants that are looked up, too.
+        prefix: see `audit_decisions`.
+    """
     if model.functions:
         model = inline_local_functions(model)
-    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    inferred = onnx.shape_inference.infer_shapes(_undeclared(model), data_prop=True)
     ports = [*inferred.graph.input, *inferred.graph.value_info, *inferred.graph.output]
+    symbols = frozenset(dim.dim_param for port in model.graph.input for dim in port.type.tensor_type.shape.dim)
     axes = {port.name: _axes(port) for port in ports if port.type.tensor_type.HasField("shape")}
     axes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     types = {port.name: port.type.tensor_type.elem_type for port in ports}
-    walk = Walk(Numbers.of(config, _lengths(model)), State(axes, types, inputs, tables))
+    walk = Walk(Numbers.of(config, _lengths(model, prefix)), State(axes, types, inputs, symbols - {""}, tables))
     walk.run(model.graph)
     return walk.judge.found
+
+
+def _undeclared(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without the shapes that it says its own values have."""
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    del bare.graph.value_info[:]
+    for port in bare.graph.output:
+        port.type.tensor_type.ClearField("shape")
+    return bare
 
 
 def _layers(model: onnx.ModelProto) -> set[int]:
@@ -122,14 +145,17 @@ def _axes(port: onnx.ValueInfoProto) -> Axes:
     return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
 
 
-def _lengths(model: onnx.ModelProto) -> list[int]:
+def _lengths(model: onnx.ModelProto, prefix: int) -> list[int]:
     """Lengths that the graph is made for: axes of its inputs that are numbers, but not of a state or a head.
 
-    A prefix that the graph begins with has its length in the axis of stored keys and values, too.
+    A prefix of the manifest's length is one where the graph cuts stored keys of that length to put them first.
     """
     found = []
     for port in model.graph.input:
         axes = _axes(port)
         found += [axis for axis in (axes[:2] if len(axes) < 4 else axes[2:3]) if isinstance(axis, int)]
-    stored = (tensor for tensor in model.graph.initializer if STORED_PREFIX.fullmatch(tensor.name))
-    return [*found, *{tensor.dims[2] for tensor in stored if len(tensor.dims) == 4 and tensor.external_data}]
+    cut = {node.input[0] for node in model.graph.node if node.op_type == "Slice"}
+    stored = [tensor for tensor in model.graph.initializer if STORED_PREFIX.fullmatch(tensor.name)]
+    lengths = {tensor.dims[2] if len(tensor.dims) == 4 and tensor.external_data else 0 for tensor in stored}
+    is_used = bool(stored) and lengths == {prefix} and {tensor.name for tensor in stored} <= cut
+    return [*found, prefix] if prefix and is_used else found

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
+from hashlib import sha256
 
 LENGTH, BATCH, POSITION, TOKEN, MASK = "length", "batch size", "position", "token id", "mask"
 """What of a call an atom follows from."""
@@ -17,7 +19,29 @@ PLACE = "place in the sequence"
 """Source of an index that counts from the first token, or the first new one."""
 
 WITHIN = "place within a block"
-"""Source of what is never larger than a block of a few tokens."""
+"""Source of an index along a block of tokens, see `BLOCKS`."""
+
+BLOCKS = frozenset({16.0, 64.0})
+"""Tokens of the blocks by which llmconv's recurrent layers go (export/caches/delta_rule.py, state_space.py)."""
+
+BLOCK = "tokens of a block"
+"""What a length that is limited by one of them is called in forms."""
+
+NAME_LENGTH = 500
+"""Characters of a name; what is longer ends in its hash, so that different results keep different names."""
+
+
+class Nature(IntEnum):
+    """What the numbers of an atom can be; that of several is the largest."""
+
+    TRUTH = 0
+    """0, 1, or what masks add."""
+    COUNT = 1
+    """Lengths, indices, positions and ids, with no number that is not in the form."""
+    CURVE = 2
+    """Cosines and sines."""
+    OPAQUE = 3
+    """Anything: a number of which nothing is known may be in it."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +51,12 @@ class Atom:
     Attributes:
         name: equal for equal values.
         sources: what of a call it follows from.
+        nature: what its numbers can be.
     """
 
     name: str
     sources: frozenset[str]
+    nature: Nature = Nature.COUNT
 
 
 @dataclass(frozen=True)
@@ -49,6 +75,12 @@ class Form:
     def sources(self) -> frozenset[str]:
         """What of a call it follows from."""
         return frozenset().union(*(atom.sources for atom in self.terms))
+
+    @property
+    def nature(self) -> Nature:
+        """What its numbers can be; one truth and its opposite are no more than that, sums of several are counts."""
+        found = max((atom.nature for atom in self.terms), default=Nature.TRUTH)
+        return Nature.COUNT if found is Nature.TRUTH and len(self.terms) > 1 else found
 
     @property
     def factors(self) -> list[float]:
@@ -74,26 +106,30 @@ class Form:
             return Form()
         return Form({atom: factor * old for atom, old in self.terms.items()}, factor * self.number)
 
-    def within_a_block(self) -> Form:
-        """The same, known to be no larger than a block of a few tokens."""
-        return Form({Atom(atom.name, frozenset({WITHIN})): factor for atom, factor in self.terms.items()}, self.number)
-
     def key(self) -> str:
         """Equal for equal forms."""
         terms = sorted((atom.name, factor) for atom, factor in self.terms.items())
-        return " + ".join([*(f"{factor:g}*{name}" for name, factor in terms), f"{self.number:g}"])
+        return " + ".join([*(f"{factor!r}*{name}" for name, factor in terms), repr(self.number)])
 
 
-def atom(name: str, *sources: str) -> Form:
+def atom(name: str, *sources: str, nature: Nature = Nature.COUNT) -> Form:
     """The form of one atom."""
-    return Form({Atom(name, frozenset(sources)): 1.0})
+    return Form({Atom(name, frozenset(sources), nature): 1.0})
 
 
-def made_of(name: str, forms: Iterable[Form]) -> Form:
-    """The form of a result that is no sum: an atom of its own, by what it is made of."""
+def made_of(name: str, forms: Iterable[Form], nature: Nature | None = None) -> Form:
+    """The form of a result that is no sum: an atom of its own, by what it is made of.
+
+    Args:
+        nature: of the result; None for that of what it is made of.
+    """
     forms = list(forms)
-    sources = frozenset().union(*(form.sources for form in forms))
-    return Form({Atom(f"{name}({', '.join(form.key() for form in forms)})"[:2000], sources): 1.0})
+    sources = frozenset().union(*(form.sources for form in forms)) or frozenset({LENGTH})
+    whole = f"{name}({', '.join(form.key() for form in forms)})"
+    if len(whole) > NAME_LENGTH:
+        whole = f"{whole[:NAME_LENGTH]}… {sha256(whole.encode()).hexdigest()}"
+    inherited = max((form.nature for form in forms), default=Nature.COUNT)
+    return Form({Atom(whole, sources, inherited if nature is None else nature): 1.0})
 
 
 def is_of(name: str, form: Form) -> bool:

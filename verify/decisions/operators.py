@@ -15,25 +15,62 @@ SAME = {"Identity", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose", "T
 SUMS = {"Add", "Sub", "Neg", "Mul", "Div", "Sum"}
 COMPARISONS = {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
 LOGIC = {"And", "Or", "Xor", "Not"}
-CURVES = {"Cos", "Sin", "Log", "Sqrt"}
+CURVES = {"Cos", "Sin"}
 """Alike everywhere: where they are wrong at one position, they are at all."""
+
+BENDS = {"Log", "Sqrt", "Exp", "Pow", "Reciprocal", "Sigmoid", "Tanh"}
+"""What comes of them is no whole number; nothing may be decided by it."""
 
 PICKS = {"Gather", "Slice", "GatherElements", "GatherND"}
 """They give elements of their first input."""
 
-BOUNDS = {"Slice": (1, 2), "Pad": (1,), "Range": (0, 1, 2), "TensorScatter": (2,), "Trilu": (1,), "Loop": (0,)}
+BOUNDS = {
+    "Slice": (1, 2),
+    "Pad": (1,),
+    "Range": (0, 1, 2),
+    "TensorScatter": (2,),
+    "Trilu": (1,),
+    "Loop": (0,),
+    "TopK": (1,),
+}
 """Inputs that say from where to where."""
 
-INDEXED = {"Gather": 1, "GatherElements": 1, "GatherND": 1, "ScatterElements": 1, "ScatterND": 1, "RotaryEmbedding": 3}
+LAYOUTS = {
+    "Reshape": (1,),
+    "Expand": (1,),
+    "Tile": (1,),
+    "Split": (1,),
+    "Unsqueeze": (1,),
+    "Squeeze": (1,),
+    "CumSum": (1,),
+}
+"""Inputs that say in which layout, and give no element of the result."""
+
+INDEXED = {
+    "Gather": 1,
+    "GatherElements": 1,
+    "GatherND": 1,
+    "ScatterElements": 1,
+    "ScatterND": 1,
+    "RotaryEmbedding": 3,
+    "GroupQueryAttention": 9,
+}
 """The input that says where to look."""
+
+TABLES = {"RotaryEmbedding": (1, 2), "GroupQueryAttention": (7, 8)}
+"""The inputs in which these look."""
+
+LENGTHS_OF_CACHE = {"GroupQueryAttention": (5, 6), "Attention": (6,)}
+"""Inputs that say how much of a cache is filled."""
 
 LIMITS = {"Clip": (1, 2), "Min": None, "Max": None}
 """Inputs that are limits of the others; None for all."""
 
 ROUNDINGS = {"Floor", "Ceil", "Round"}
 REDUCTIONS = {"ReduceSum", "ReduceMax", "ReduceMin", "ArgMax", "CumSum"}
-STEPS = {"Mod", "Div", "Relu", "Abs", "Sign", "Sigmoid", "Tanh", "Pad", "Add", "Sub", "ScatterND", "ScatterElements"}
-PLAIN = {*COMPARISONS, *LOGIC, *CURVES, *LIMITS, *ROUNDINGS, *REDUCTIONS, *STEPS, "Mul", "Exp", "Reciprocal"}
+SUMMED = {"ReduceSum", "CumSum"}
+STEPS = {"Mod", "Div", "Relu", "Abs", "Sign", "Pad", "Add", "Sub", "ScatterND", "ScatterElements"}
+PLAIN = {*COMPARISONS, *LOGIC, *CURVES, *BENDS, *LIMITS, *ROUNDINGS, *REDUCTIONS, *STEPS, "Mul"}
 """Operators of which their inputs' numbers say all."""
 
 THRESHOLDS = {"ThresholdedRelu", "Shrink", "IsInf", "IsNaN", "Sign", "Hardmax", *ROUNDINGS}

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from llmconv.tensors import Array
-from llmconv.verify.decisions.forms import LENGTH, PLACE, POSITION, TOKEN, WITHIN, Form, atom, is_of, made_of
+from llmconv.verify.decisions.folding import fold
+from llmconv.verify.decisions.forms import (
+    BLOCK,
+    BLOCKS,
+    LENGTH,
+    PLACE,
+    POSITION,
+    TOKEN,
+    WITHIN,
+    Form,
+    Nature,
+    atom,
+    is_of,
+    made_of,
+)
 from llmconv.verify.decisions.frequencies import FREQUENCIES, is_flat_power, is_frequency
 from llmconv.verify.decisions.judge import Judge, said
 from llmconv.verify.decisions.operators import (
+    BENDS,
     COMPARISONS,
     CURVES,
     EXACT_BITS,
@@ -20,17 +36,16 @@ from llmconv.verify.decisions.operators import (
     PLAIN,
     ROUNDINGS,
     SAME,
+    SUMMED,
     SUMS,
     attribute,
 )
 from llmconv.verify.decisions.state import State
+from llmconv.verify.decisions.tables import LARGEST, TABLE_ROWS, nature_of, odd_row
 from llmconv.verify.decisions.values import Call, Data, Known, Value, as_form, as_parts, forms_of
 
-BLOCK = 64
-"""Scans go by blocks of so many tokens; a full suite's prompts fill one, so what is decided within one is seen."""
-
-FOLDED = 1 << 22
-"""Elements of constants that are computed with."""
+FOLDED_TOGETHER = 1 << 25
+"""Elements that all constants made of constants have together."""
 
 
 class Results:
@@ -43,37 +58,48 @@ class Results:
 
     def __init__(self, state: State, judge: Judge) -> None:
         self.state, self.judge = state, judge
+        self._room = FOLDED_TOGETHER
 
     def lengths(self, node: onnx.NodeProto) -> Value:
         """Of Shape and Size."""
         forms = self.state.lengths(node.input[0])
         if forms is None:
-            return Call(atom(f"shape of {node.input[0]}", LENGTH))
+            return Call(atom(f"shape of {node.input[0]}", LENGTH, nature=Nature.OPAQUE))
         if node.op_type == "Size":
-            return Call(made_of("Size", forms))
+            return self._size(forms)
         parts = tuple(forms[attribute(node, "start", 0) : attribute(node, "end", len(forms))])
         if all(not form.terms for form in parts):
             return Known(np.array([int(form.number) for form in parts], np.int64))
         return Call.of_parts(parts)
 
-    def counted(self, inputs: list[Value | None]) -> Value:
+    def _size(self, forms: list[Form]) -> Value:
+        """A product of axes: known where one of them at most is no number."""
+        number = float(prod(int(form.number) for form in forms if not form.terms))
+        call = [form for form in forms if form.terms]
+        if len(call) > 1:
+            return Call(made_of("Size", forms, None if number == 1 else Nature.OPAQUE))
+        return Call(call[0].times(number)) if call else Known(np.array(int(number), np.int64))
+
+    def counted(self, node: onnx.NodeProto, inputs: list[Value | None]) -> Value:
         """Of Range."""
         start, stop, step = (as_form(value) if value else None for value in inputs)
         if start is None or stop is None or step is None:
+            self.judge.flag(node, "counts by what is not followed", certain=False)
             return Data()
         if not (start.terms or stop.terms or step.terms):
-            return Known(np.arange(start.number, stop.number, step.number or 1.0))
-        source = WITHIN if stop.sources == {WITHIN} else PLACE
-        return Call(start + atom(f"index to {stop.key()}", source))
+            whole = np.float32 if self.state.types.get(node.output[0]) not in INTEGERS else np.int64
+            return self.folded(node, [Known(np.array(form.number, whole)) for form in (start, stop, step)])
+        nature = Nature.OPAQUE if step.terms else Nature.COUNT
+        source = WITHIN if is_of(BLOCK, stop) else PLACE
+        index = atom(f"index to {stop.key()} by {step.key()}", source, nature=nature)
+        return Call(start + (index if step.terms else index.times(step.number)))
 
     def folded(self, node: onnx.NodeProto, given: list[Value]) -> Value:
         """A constant made of constants; what is not computed is known to be changed."""
-        arrays = [value.array for value in given if isinstance(value, Known)]
-        if sum(array.size for array in arrays) <= FOLDED:
-            try:
-                return Known(evaluated(node, arrays))
-            except Exception:
-                pass
+        made = fold(node, [value.array for value in given if isinstance(value, Known)]) if self._room > 0 else None
+        if made is not None:
+            self._room -= made.size
+            return Known(made)
         self.state.changed |= set(node.output)
         return Data()
 
@@ -94,10 +120,28 @@ class Results:
             self.state.name_axes(node.output[0], self.state.parts(node.input[0], first) or ())
             return Call(Form(number=_fill(node)))
         if op == "Where":
-            frequencies = all(is_frequency(value) for value in given[1:])
-            self.judge.choices(node, forms_of(given), [] if frequencies else _numbers(given))
-            return Call(made_of(FREQUENCIES if frequencies else "Where", forms_of(given)))
+            return self._chosen(node, given)
         return self._decided(node, given)
+
+    def _chosen(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+        """Of Where: one of two, by a condition."""
+        if all(is_frequency(value) for value in given[1:]):
+            self.judge.choices(node, forms_of(given[:1]))
+            return Call(made_of(FREQUENCIES, forms_of(given), Nature.OPAQUE))
+        numbers = _numbers(given)
+        self.judge.choices(node, forms_of(given), numbers)
+        self._tables(node, given)
+        return Call(made_of("Where", forms_of(given), _together(forms_of(given), numbers)))
+
+    def _tables(self, node: onnx.NodeProto, given: list[Value]) -> None:
+        """Tables that are put together with what follows from the call, place by place."""
+        for value in given:
+            array = value.array if isinstance(value, Known) and as_form(value) is None else np.zeros(0)
+            for axis in (axis for axis, size in enumerate(array.shape) if size >= TABLE_ROWS and array.size):
+                if (row := odd_row(np.moveaxis(array, axis, 0))) is not None:
+                    self.judge.flag(
+                        node, f"uses a table whose row {row} does not follow from the others", certain=False
+                    )
 
     def _cast(self, node: onnx.NodeProto, first: Value) -> Value:
         form, to = as_form(first), attribute(node, "to", onnx.TensorProto.FLOAT)
@@ -108,14 +152,14 @@ class Results:
         is_whole = all(float(factor).is_integer() for factor in (*form.terms.values(), form.number))
         if to == onnx.TensorProto.BOOL or (to in INTEGERS and not is_whole):
             self.judge.decision(node, form, rounded=to != onnx.TensorProto.BOOL)
-            return Call(made_of("Cast", [form]))
+            return Call(made_of("Cast", [form], Nature.TRUTH if to == onnx.TensorProto.BOOL else None))
         return first
 
     def _sum(self, node: onnx.NodeProto, given: list[Value]) -> Value | None:
         """Sums and multiples; None of what is neither."""
         op, forms = node.op_type, forms_of(given)
         if len(forms) < len(given):  # frequencies, slopes; a bias is none of the model's
-            return Call(made_of(f"{op} {node.input[0]} {node.input[1]}", forms)) if op in ("Mul", "Div") else None
+            return self._scaled(node, forms) if op in ("Mul", "Div") else None
         if op == "Neg":
             return Call(forms[0].times(-1))
         if op in ("Add", "Sum"):
@@ -130,6 +174,12 @@ class Results:
             return Call(forms[0].times(1 / forms[1].number))
         return None
 
+    def _scaled(self, node: onnx.NodeProto, forms: list[Form]) -> Value:
+        """A product with a table, or a quotient: a number in it would be lost, and has to be the model's."""
+        for form in forms:
+            self.judge.offset(node, form)
+        return Call(made_of(f"{node.op_type} {node.input[0]} {node.input[1]}", forms, Nature.OPAQUE))
+
     def _concat(self, node: onnx.NodeProto, given: list[Value]) -> Value:
         parts = [self.state.parts(name, value) for name, value in zip(node.input, given, strict=True)]
         if all(part is not None for part in parts):
@@ -137,33 +187,39 @@ class Results:
         forms = forms_of(given)
         if len(forms) == len(given) and len({form.key() for form in forms}) == 1:
             return Call(forms[0])
-        self.judge.choices(node, forms, _numbers(given))
-        return Call(made_of("Concat", forms))
+        numbers = _numbers(given)
+        self.judge.choices(node, forms, numbers)
+        self._tables(node, given)
+        return Call(made_of("Concat", forms, _together(forms, numbers)))
 
     def _picked(self, node: onnx.NodeProto, given: list[Value]) -> Value:
         """Elements of a list by their number; of anything else, elements of the same form."""
         first, parts = given[0], as_parts(given[0])
-        if not isinstance(first, Call):  # a table
-            return Call(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:])))
+        if isinstance(first, Known):  # a table
+            nature = nature_of(first.array) if first.array.dtype.kind in "fiub" else Nature.OPAQUE
+            return Call(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), nature))
+        if not isinstance(first, Call):
+            return Call(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), Nature.OPAQUE))
         if parts is None or not all(isinstance(value, Known) for value in given[1:]):
             return Call(first.form)
-        try:
-            chosen = evaluated(node, [np.arange(len(parts)), *(v.array for v in given[1:] if isinstance(v, Known))])
-        except Exception:  # an index beyond the list
+        chosen = fold(node, [np.arange(len(parts)), *(v.array for v in given[1:] if isinstance(v, Known))])
+        if chosen is None:  # an index beyond the list
             return Call(first.form)
         return Call.of_parts(tuple(parts[int(at)] for at in np.atleast_1d(chosen)))
 
-    def _decided(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+    def _decided(self, node: onnx.NodeProto, given: list[Value]) -> Value:  # noqa: C901 - a row for each kind
         """Everything else decides, for which it needs numbers of the model."""
         op, forms = node.op_type, forms_of(given, parts=True)
-        if op in ("Min", "Mod") and any(not form.terms and 0 < form.number <= BLOCK for form in forms):
-            return Call(made_of(op, [form for form in forms if form.terms]).within_a_block())
+        if op == "Min" and self._is_a_block(forms):
+            return Call(made_of(BLOCK, forms))
         if op == "Pow" and is_flat_power(given):
-            self.judge.decision(node, forms[0])
-            return Call(made_of(op, forms))
+            self.judge.offset(node, forms[0])
+            return Call(made_of(op, forms, Nature.OPAQUE))
         if op.startswith("Scatter") and isinstance(given[1], Known) and self.state.writes_along_a_head(node, given[1]):
             return Call(made_of(op, forms_of([given[0], given[2]], parts=True)))
-        if op not in LOGIC and any(as_form(value) is None for value in given):
+        if op in LOGIC:
+            self._tables(node, given)
+        elif any(as_form(value) is None for value in given):
             self.judge.flag(node, f"{op} of {said(made_of('', forms))} with a table of numbers", certain=False)
         if op not in PLAIN:
             self.judge.flag(node, f"{op} of {said(made_of('', forms))}, of which nothing can be said", certain=False)
@@ -171,15 +227,51 @@ class Results:
             self._product(node, forms)
         elif op == "Exp":
             self._power(node, forms[0])
-        elif op not in LOGIC and op not in CURVES:
+        elif op in CURVES or op in BENDS:
+            if op not in ("Log", "Sqrt") or not _is_positive(forms[0]):
+                self.judge.offset(node, forms[0])
+        else:
             self.judge.decisions(node, _cut(op, given, forms), rounded=op in ROUNDINGS)
-        return Call(made_of(op, forms))
+        return Call(made_of(op, forms, self._nature(node, forms)))
+
+    def _is_a_block(self, forms: list[Form]) -> bool:
+        """Whether the new tokens are limited by a block's, and nothing else."""
+        numbers = {form.number for form in forms if not form.terms}
+        names = {one.name for form in forms for one in form.terms}
+        plain = [form for form in forms if form.terms and form.sources == {LENGTH} and self.judge.is_of_the_call(form)]
+        return (
+            len(forms) == 2 and bool(plain) and len(numbers) == 1 and numbers <= BLOCKS and names <= self.state.symbols
+        )
 
     def _product(self, node: onnx.NodeProto, forms: list[Form]) -> None:
         """Masks and sizes are multiplied; powers of a position are a step when they are high enough."""
-        self.judge.decisions(node, forms)
+        for form in forms:
+            self.judge.offset(node, form)
         if sum(bool(form.sources & {PLACE, POSITION, TOKEN}) and not is_of(FREQUENCIES, form) for form in forms) > 1:
             self.judge.flag(node, f"multiplies {said(forms[0])} by {said(forms[1])}")
+
+    def _nature(self, node: onnx.NodeProto, forms: list[Form]) -> Nature:
+        """What the numbers of the result can be."""
+        op = node.op_type
+        if op in COMPARISONS or op in LOGIC:
+            return Nature.TRUTH
+        if op in CURVES:
+            return Nature.CURVE
+        if op in BENDS or op not in PLAIN or not any(form.terms for form in forms):
+            return Nature.OPAQUE
+        if op in SUMMED:
+            return Nature.COUNT if self._sums_the_call(node) else Nature.OPAQUE
+        return _together(forms, [])
+
+    def _sums_the_call(self, node: onnx.NodeProto) -> bool:
+        """Whether what is summed up is as long as the call, or as the model has it: else the length is a factor."""
+        sizes = self.state.lengths(node.input[0])
+        axes = self.state.values.get(node.input[1]) if len(node.input) > 1 and node.input[1] else None
+        if sizes is None or (axes is not None and not isinstance(axes, Known)):
+            return False
+        chosen = axes.array.ravel().tolist() if isinstance(axes, Known) else range(len(sizes))
+        summed = [sizes[int(axis)] for axis in chosen if -len(sizes) <= axis < len(sizes)]
+        return all(self.judge.is_of_the_call(size) for size in summed)
 
     def _power(self, node: onnx.NodeProto, form: Form) -> None:
         """A power of a logarithm is one of the position; any other grows from nothing to everything."""
@@ -189,14 +281,28 @@ class Results:
 
 def _cut(op: str, given: list[Value], forms: list[Form]) -> list[Form]:
     """What a node compares, as one form for each comparison."""
-    if op == "Div" and len(forms) == 2 and not forms[1].terms and 0 < forms[1].number <= BLOCK:
-        return forms[:1]
     if op in COMPARISONS and len(given) == 2:
         left, right = (as_parts(value) or forms_of([value]) for value in given)
         if left and right and (len(left) == len(right) or 1 in (len(left), len(right))):
             pairs = zip(left * max(1, len(right) // len(left)), right * max(1, len(left) // len(right)), strict=True)
             return [one + other.times(-1) for one, other in pairs]
     return forms
+
+
+def _is_positive(form: Form) -> bool:
+    """Whether a sum of what is never below zero has no zero itself: there is no place where it bends."""
+    return form.number > 0 and all(factor > 0 for factor in form.terms.values()) and form.nature <= Nature.COUNT
+
+
+def _together(forms: list[Form], numbers: list[float]) -> Nature:
+    """What several can be that are put together: no truth where another number is among them."""
+    numbers = [*numbers, *(form.number for form in forms if not form.terms)]
+    nature = max((form.nature for form in forms if form.terms), default=Nature.TRUTH)
+    odd = any(number not in (0, 1) and abs(number) < LARGEST for number in numbers)
+    odd |= any(
+        form.terms and (form.number not in (0, 1) or set(map(abs, form.terms.values())) != {1}) for form in forms
+    )
+    return Nature.COUNT if odd and nature is Nature.TRUTH else nature
 
 
 def _numbers(values: list[Value]) -> list[float]:
@@ -214,18 +320,3 @@ def _relaid(op: str, first: Value) -> Value:
 
 def _fill(node: onnx.NodeProto) -> float:
     return next((float(numpy_helper.to_array(a.t).ravel()[0]) for a in node.attribute if a.name == "value"), 0.0)
-
-
-def evaluated(node: onnx.NodeProto, arrays: list[Array]) -> Array:
-    """The node's first result on constants, by the reference implementation of ONNX."""
-    from onnx.reference import ReferenceEvaluator  # noqa: PLC0415 - not needed by most graphs
-
-    feeds = dict(zip([name for name in node.input if name], arrays, strict=True))
-    ports = [
-        onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
-        for name, array in feeds.items()
-    ]
-    graph = onnx.helper.make_graph([node], "constant", ports, [onnx.ValueInfoProto(name=node.output[0])])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)])
-    found = ReferenceEvaluator(model).run([node.output[0]], feeds)
-    return np.asarray(list(found)[0])

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from llmconv.verify.decisions.forms import BATCH, LENGTH, Form, atom
-from llmconv.verify.decisions.values import Call, Data, Known, Value, as_parts
+from llmconv.verify.decisions.forms import BATCH, LENGTH, Form, Nature, atom
+from llmconv.verify.decisions.operators import SAME
+from llmconv.verify.decisions.values import Call, Data, Known, Value, as_form, as_parts
 
 Axes = list[int | str | None]
 """Sizes, names, or None for what is unknown."""
@@ -21,21 +22,27 @@ class State:
     Attributes:
         axes, types: of values, as shape inference has them.
         ports: what of a call the graph's inputs are.
+        symbols: names of axes that the graph's inputs have.
         tables: whether constants are looked into.
         values: by name.
         weights: names of weights, and of what nodes make of weights and constants alone.
         changed: those of them that nodes make.
         named: the forms of axes by the names that they have in `axes`.
+        readers: the nodes that read a value.
+        truths: values of the model that are 0 or 1: which expert is chosen.
     """
 
     axes: dict[str, Axes]
     types: Mapping[str, int]
     ports: Mapping[str, str]
+    symbols: frozenset[str]
     tables: bool = True
     values: dict[str, Value] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)
     named: dict[str, Form] = field(default_factory=dict)
+    readers: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
+    truths: set[str] = field(default_factory=set)
 
     def inputs(self, node: onnx.NodeProto) -> list[Value | None]:
         """What a node reads; None for what is left out."""
@@ -63,7 +70,9 @@ class State:
         ]
 
     def _length(self, name: str) -> Form:
-        return self.named.get(name) or atom(name, BATCH if name == "batch_size" else LENGTH)
+        """Of an axis that is no number; of one that is neither an input's nor followed, nothing is known."""
+        nature = Nature.COUNT if name in self.symbols else Nature.OPAQUE
+        return self.named.get(name) or atom(name, BATCH if name == "batch_size" else LENGTH, nature=nature)
 
     def is_of_weights(self, node: onnx.NodeProto) -> bool:
         """Whether a node reads weights and constants alone."""
@@ -79,14 +88,15 @@ class State:
         which = axes[: index.array.shape[-1]] if node.op_type == "ScatterND" else axes[at:][:1]
         return bool(which) and all(isinstance(size, int) for size in which)
 
-    def complete_axes(self, node: onnx.NodeProto) -> None:
-        """Axes that shape inference does not follow, through what a key is put together by."""
-        known = self.axes.get(node.input[0]) if node.input else None
-        if known is None or self.axes.get(node.output[0]) is not None:
-            return
-        if node.op_type == "Transpose":
-            named = (list(one.ints) for one in node.attribute if one.name == "perm")
-            order = next(named, list(range(len(known)))[::-1])
-            self.axes[node.output[0]] = [known[at] for at in order]
-        elif node.op_type in ("ScatterND", "ScatterElements"):
-            self.axes[node.output[0]] = known
+    def note_truth(self, node: onnx.NodeProto) -> None:
+        """Notes what is 0 or 1: ones that are scattered over zeros, in whatever layout."""
+        given = [as_form(self.values.get(name, Data())) for name in node.input]
+        if node.op_type in ("ScatterElements", "ScatterND") and given[0] and given[2]:
+            if all(not form.terms and form.number in (0, 1) for form in (given[0], given[2])):
+                self.truths.add(node.output[0])
+        elif node.op_type in SAME and node.input[0] in self.truths:
+            self.truths.add(node.output[0])
+
+    def is_followed(self, axis: int | str | None) -> bool:
+        """Whether an axis is a number, an input's, or made of these."""
+        return isinstance(axis, int) or axis in self.symbols or axis in self.named

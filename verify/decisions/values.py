@@ -10,6 +10,9 @@ import numpy as np
 from llmconv.tensors import Array
 from llmconv.verify.decisions.forms import PLACE, Form, atom, made_of
 
+LISTED = 64
+"""Elements of a list that are followed one by one."""
+
 
 @dataclass(frozen=True)
 class Known:
@@ -49,8 +52,8 @@ class Call:
 
     @classmethod
     def of_parts(cls, parts: tuple[Form, ...]) -> Call:
-        """A list of lengths."""
-        return cls(parts[0] if len(parts) == 1 else made_of("list", parts), parts)
+        """A list of lengths; one that is longer than any tensor has axes is not told apart."""
+        return cls(parts[0] if len(parts) == 1 else made_of("list", parts), parts if len(parts) <= LISTED else None)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,12 @@ def as_parts(value: Value) -> tuple[Form, ...] | None:
     """The forms of a list's elements, one by one; None where they are not known so."""
     if isinstance(value, Call):
         return value.parts
-    if isinstance(value, Known) and value.array.ndim <= 1 and value.array.size <= 64 and value.array.dtype.kind in "iu":
+    if (
+        isinstance(value, Known)
+        and value.array.ndim <= 1
+        and value.array.size <= LISTED
+        and value.array.dtype.kind in "iu"
+    ):
         return tuple(Form(number=float(number)) for number in value.array.ravel())
     return None
 

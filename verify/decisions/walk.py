@@ -13,11 +13,12 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from llmconv.verify.decisions.forms import atom, made_of
+from llmconv.verify.decisions.axes import follow_axes
+from llmconv.verify.decisions.forms import MASK, Form, Nature, atom
 from llmconv.verify.decisions.judge import Judge
 from llmconv.verify.decisions.looks import Looks
 from llmconv.verify.decisions.numbers import Numbers
-from llmconv.verify.decisions.operators import RANDOM, attribute
+from llmconv.verify.decisions.operators import HALVES, RANDOM, attribute
 from llmconv.verify.decisions.results import Results
 from llmconv.verify.decisions.state import State
 from llmconv.verify.decisions.values import Call, Data, Known, Value, forms_of
@@ -43,8 +44,11 @@ class Walk:
         values = self.state.values
         for port in graph.input:
             source = self.state.ports.get(port.name)
-            values[port.name] = Call(atom(port.name, source)) if source else Data()
+            values[port.name] = Call(_given(port.name, source)) if source else Data()
         values |= given or {}
+        for node in graph.node:
+            for name in node.input:
+                self.state.readers.setdefault(name, []).append(node)
         for tensor in graph.initializer:
             values[tensor.name] = self._held(tensor)
             self.state.weights |= {tensor.name} if tensor.external_data else set()
@@ -60,7 +64,8 @@ class Walk:
     def _see(self, node: onnx.NodeProto) -> None:
         value = self._value(node, self.state.inputs(node))
         self.state.values |= dict.fromkeys(node.output, value)
-        self.state.complete_axes(node)
+        follow_axes(self.state, node)
+        self.state.note_truth(node)
         if isinstance(value, Data) and self.state.is_of_weights(node):
             self.state.weights |= set(node.output)
             if not _is_widened(node) or node.input[0] in self.state.changed:
@@ -81,7 +86,7 @@ class Walk:
         if any(one.HasField("g") for one in node.attribute):
             return self._inner(node, given)
         if node.op_type == "Range":
-            return self._results.counted(inputs)
+            return self._results.counted(node, inputs)
         if any(isinstance(value, Data) for value in given):
             self._looks.at_data(node, inputs)
             return Data()
@@ -90,22 +95,39 @@ class Walk:
         return self._results.of_call(node, given)
 
     def _inner(self, node: onnx.NodeProto, given: list[Value]) -> Value:
-        """If, Loop, Scan: their graphs see the values around them."""
-        is_data, forms = any(isinstance(value, Data) for value in given), forms_of(given)
-        outer: Value = Data() if is_data else Call(made_of(node.op_type, forms))
-        if node.op_type == "If" and not is_data:
-            self.judge.decisions(node, forms)
-        results = []
-        for one in node.attribute:
-            if one.HasField("g"):
-                self.run(one.g, {port.name: outer for port in one.g.input})
-                results += [self.state.values.get(port.name, Data()) for port in one.g.output]
-        return Data() if any(isinstance(value, Data) for value in results) else outer
+        """If, Loop, Scan: their graphs see the values around them.
+
+        A model's scans go over what it computes alone. What a branch or a loop makes of the call is not followed.
+        """
+        graphs = [one.g for one in node.attribute if one.HasField("g")]
+        text = f"{node.op_type} of what is not followed"
+        if node.op_type != "Scan" or not all(isinstance(value, Data) for value in given) or _counts(graphs):
+            self.judge.flag(node, text, certain=False)
+        if node.op_type == "If" and not any(isinstance(value, Data) for value in given):
+            self.judge.decisions(node, forms_of(given))
+        before, axes = dict(self.state.values), dict(self.state.axes)
+        for graph in graphs:
+            self.run(graph, dict.fromkeys((port.name for port in graph.input), Data()))
+            if any(isinstance(self.state.values.get(name), Call) for one in graph.node for name in one.input):
+                self.judge.flag(node, text, certain=False)
+        self.state.values, self.state.axes = before, axes
+        return Data()
+
+
+def _counts(graphs: list[onnx.GraphProto]) -> bool:
+    """Whether something else than floating-point numbers goes from one step of a scan to the next."""
+    floats = {*HALVES, onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE}
+    return any(port.type.tensor_type.elem_type not in floats for graph in graphs for port in graph.input)
 
 
 def _is_widened(node: onnx.NodeProto) -> bool:
     """Whether a node only makes float32 of its input, as graphs do of weights in half precision."""
     return node.op_type == "Cast" and attribute(node, "to", 0) == onnx.TensorProto.FLOAT
+
+
+def _given(name: str, source: str) -> Form:
+    """An input of the call; a mask is 0 or 1."""
+    return atom(name, source, nature=Nature.TRUTH if source == MASK else Nature.COUNT)
 
 
 def _constant(node: onnx.NodeProto) -> Value:
