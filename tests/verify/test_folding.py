@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import pytest
@@ -13,7 +15,7 @@ from llmconv.verify.decisions.folding import FOLDED, fold
 ONES = np.ones(1 << 16, np.float32)
 
 
-def node(op: str, inputs: int, **attributes: object) -> onnx.NodeProto:
+def node(op: str, inputs: int, **attributes: Any) -> onnx.NodeProto:
     """One with as many inputs."""
     return helper.make_node(op, [f"input_{at}" for at in range(inputs)], ["output"], **attributes)
 
