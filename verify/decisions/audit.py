@@ -12,7 +12,7 @@ from onnx.inliner import inline_local_functions
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import first_line
-from llmconv.runtime.cache_names import layer_of
+from llmconv.runtime.cache_names import is_present, layer_of, past_of
 from llmconv.verify.decisions.fields import read_fields
 from llmconv.verify.decisions.numbers import Numbers, window_of
 from llmconv.verify.decisions.operators import INPUTS
@@ -119,10 +119,25 @@ def decisions_of(
     symbols = frozenset(dim.dim_param for port in model.graph.input for dim in port.type.tensor_type.shape.dim)
     axes = {port.name: _axes(port) for port in ports if port.type.tensor_type.HasField("shape")}
     axes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+    axes |= _heads(model)
     types = {port.name: port.type.tensor_type.elem_type for port in ports}
     walk = Walk(Numbers.of(config, _lengths(model, prefix)), State(axes, types, inputs, symbols - {""}, tables))
     walk.run(model.graph)
     return walk.judge.found
+
+
+def _heads(model: onnx.ModelProto) -> dict[str, Axes]:
+    """The axes of the cache's inputs, with the numbers of its outputs', which the structure audit checks.
+
+    An input may name them instead: a client that guesses them wrongly feeds an empty cache of another shape.
+    """
+    made = {past_of(port.name): _axes(port) for port in model.graph.output if is_present(port.name)}
+    given = {port.name: _axes(port) for port in model.graph.input if port.name in made}
+    return {
+        name: [size if isinstance(size, int) else axis for axis, size in zip(axes, made[name], strict=True)]
+        for name, axes in given.items()
+        if len(axes) == len(made[name])
+    }
 
 
 def _undeclared(model: onnx.ModelProto) -> onnx.ModelProto:

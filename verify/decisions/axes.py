@@ -78,8 +78,12 @@ def _reshaped(state: State, node: onnx.NodeProto) -> None:
     shape = state.values.get(node.input[1])
     parts = state.parts(node.input[1], shape) if shape is not None else None
     before = state.lengths(node.input[0])
-    if parts is None or before is None or any(not part.terms and part.number == 0 for part in parts):
+    if parts is None or before is None or attribute(node, "allowzero", 0):
         return
+    if any(not part.terms and part.number == 0 for part in parts[len(before) :]):
+        return
+    # 0 is the axis of the input at the same place
+    parts = tuple(part if part.terms or part.number else before[at] for at, part in enumerate(parts))
     open_axes = [at for at, part in enumerate(parts) if not part.terms and part.number < 0]
     if len(open_axes) > 1:
         return
