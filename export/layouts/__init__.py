@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import onnx
+
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.input_maps import InputMap
+from llmconv.export.input_maps import InputMap, Port
 from llmconv.folder import Link
 
 ROLES = ("prefill", "decode", "unified")
@@ -50,6 +52,15 @@ class Graphs:
     encoded: Mapping[str, bytes]
     files: Mapping[str, str]
     weights: tuple[str, ...]
+
+    def past(self) -> list[Port]:
+        """The cache's inputs of keys and values, with the axes that the model was found to have."""
+        graph = onnx.load_from_string(next(iter(self.encoded.values()))).graph
+        return [
+            Port(port.name, "", tuple(dim.dim_param or dim.dim_value for dim in port.type.tensor_type.shape.dim))
+            for port in graph.input
+            if port.name.startswith("past_key_values.")
+        ]
 
 
 def _nothing(*_: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def _model(model: Model, graphs: Graphs) -> dict[str, Any]:
 
 
 def _decoder(model: Model, graphs: Graphs, is_pipeline: bool) -> dict[str, Any]:
-    config, past = model.config, _past(model)
+    config, past = model.config, graphs.past() or _past(model)
     _, kv_heads, _, head_size = past[0].axes
     # Two sessions share one mapped file only where neither makes a packed copy of the weights.
     packing = {"session.disable_prepacking": "1"} if is_pipeline else {}

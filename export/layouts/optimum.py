@@ -31,7 +31,7 @@ KV_HEADS, HEAD_DIM = "kv_heads", "head_dim"
 
 def files(model: Model, graphs: Graphs) -> dict[str, bytes]:
     """model.onnx again, where it would refuse the guess."""
-    past = [port for port in model.input_map.inputs(model.config) if port.name.startswith("past_key_values.")]
+    past = graphs.past()
     if all(guess(model.config, port) == (port.axes[1], port.axes[3]) for port in past):
         return {}
     return {graphs.files["unified"]: accept_any_empty_past(graphs.encoded["unified"], past)}

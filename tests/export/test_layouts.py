@@ -270,3 +270,24 @@ def test_the_command_lists_what_it_wrote(llama: Path) -> None:
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)
     assert printed["graphs"] == {"unified": "model.onnx"} and printed["beside"] == ["genai_config.json"]
+
+
+def test_optimums_graph_of_one_shared_head_has_the_sizes_of_the_model(tmp_path: Path) -> None:
+    """Falcon with `multi_query` keeps one head, whatever the number of its query heads."""
+    folder = save_tiny("falcon", tmp_path / "falcon", **FALCON)
+    export(folder, layout=["optimum", "genai"])
+    assert verify(folder, only=["decode chain, 16 steps"]).verdict == "pass"
+    decoder = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
+    assert decoder["num_key_value_heads"] == 1
+
+
+FALCON = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
