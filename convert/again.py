@@ -51,7 +51,10 @@ def open_again(
     result = replace(opened, config=settings, side_files=side_files)
     if why := why_incomplete(result.tensors, result.config, result.path.name):
         if config and not why_incomplete(opened.tensors, opened.config, opened.path.name):
-            raise MalformedInput(f"the weights are not those of the configuration: {why}", hint="see `--config`")
+            raise MalformedInput(
+                f"the weights are not those of the configuration: {why}",
+                hint="give `--config` the configuration of these weights, or leave it out",
+            )
         warnings.append(f"the folder is not the causal language model that its config describes: {why}")
     return replace(result, warnings=tuple(warnings))
 

@@ -151,16 +151,16 @@ def _checked(merge: Merge, output: Path, recipe: Recipe) -> Merge:
 
 
 def _again(base: Checkpoint, used: Sequence[Mapping[str, str]], recipe: Recipe) -> Iterator[str]:
-    """Warnings of adapters that are given twice, are in the base already, or are merged with a weight of 0."""
+    """Warnings about adapters that are given twice, already merged into the base, or merged with weight 0."""
     steps = [done.get("options", {}).get("adapters", ()) for done in steps_of_weights(base.path)]
     merged = [one.get("sha256") for adapters in steps for one in adapters if isinstance(one, Mapping)]
     for at, adapter in enumerate(used):
         if any(adapter["sha256"] == other["sha256"] for other in used[:at]):
-            yield f"the adapter `{adapter['name']}` is given twice, and is added twice"
+            yield f"the adapter `{adapter['name']}` is given twice and is added twice"
         if adapter["sha256"] in merged:
-            yield f"the adapter `{adapter['name']}` is in `{base.path.name}` already, and is added once more"
+            yield f"the adapter `{adapter['name']}` is already merged into `{base.path.name}` and is added again"
         if recipe.weights[at] == 0:
-            yield f"the adapter `{adapter['name']}` has the weight 0, and changes nothing"
+            yield f"the adapter `{adapter['name']}` has weight 0 and changes nothing"
 
 
 def _step(

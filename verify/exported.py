@@ -17,7 +17,7 @@ from llmconv.verify.report import Check
 NAME = "graph file"
 """What the check is called in reports."""
 
-UNLISTED = "lies in the folder, is not one of its graphs, and was not verified"
+UNLISTED = "is in the folder but not one of its graphs; it was not verified"
 
 WAY_OUT = "export again, or pass `--allow-changed` to judge it as it is"
 

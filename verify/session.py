@@ -34,7 +34,7 @@ from llmconv.verify.localise import localise
 from llmconv.verify.low_memory import StreamedEager, why_not_layered
 from llmconv.verify.minimize import require_new
 from llmconv.verify.odd_weights import odd_weights
-from llmconv.verify.replay import Folder
+from llmconv.verify.replay import Folder, Replayable
 from llmconv.verify.report import Check, Report
 from llmconv.verify.scenarios import Scenario, chosen
 from llmconv.verify.truth import Eager
@@ -110,10 +110,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         _audit(verified, truth_folder, report, add, allow_changed=allow_changed)
         eager = _compare(verified, truth_folder, report, add, eager, trusted=trust_remote_code, low_memory=layered)
         report.where = localise(report.checks)
-        if bisect or piece:
-            name_node(report, verified, eager, piece)
-        if bisect or suite == "full":
-            list_unmatched(report, verified, eager)
+        look_closer(report, verified, eager, piece, bisect=bisect)
     return report
 
 
@@ -126,6 +123,14 @@ def _layered(verified: Folder, reference: Path, report: Report, asked: bool | No
     layered, note = choose(Forecast.of(reference, distinct_files(paths)), asked, why_not)
     report.notes += [note] if note else []
     return layered
+
+
+def look_closer(report: Report, verified: Replayable, eager: Eager | None, piece: Path | None, *, bisect: bool) -> None:
+    """Searches for the node that differs, and lists the nodes that have no counterpart in the model, as asked for."""
+    if bisect or piece:
+        name_node(report, verified, eager, piece)
+    if bisect or report.suite == "full":
+        list_unmatched(report, verified, eager)
 
 
 def new_piece(minimize: str | Path | None) -> Path | None:

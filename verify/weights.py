@@ -8,7 +8,7 @@ is another folder.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,18 +107,21 @@ def audit_weights(graph: str, model: onnx.ModelProto, source: Source) -> tuple[C
 
 
 def hidden_weights(model: onnx.ModelProto) -> list[str]:
-    """Weights where none belong: in attributes of nodes, in subgraphs, in a sparse form, or as inputs of the graph."""
+    """Weights where none belong, and initializers that a caller may replace because they are inputs of the graph."""
+    names = {tensor.name for tensor in model.graph.initializer}
+    replaceable = [port.name for port in model.graph.input if port.name in names]
+    return [*misplaced_weights(model), *(f"`{name}` is both an initializer and an input" for name in replaceable)]
+
+
+def misplaced_weights(model: onnx.ModelProto) -> list[str]:
+    """Weights in attributes of nodes, in subgraphs and in sparse form, which no audit compares with the model's."""
     found = [
-        f"`{tensor.name}` lies in another file, and is not an initializer of the graph" for tensor in _outside(model)
+        f"`{tensor.name}` is in another file but not an initializer of the graph"
+        for tensor in inner_tensors(model)
+        if is_external(tensor)
     ]
     found += [f"`{sparse.values.name}` is a sparse initializer" for sparse in model.graph.sparse_initializer]
-    names = {tensor.name for tensor in model.graph.initializer}
-    found += [f"`{port.name}` is both an initializer and an input" for port in model.graph.input if port.name in names]
     return found
-
-
-def _outside(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    return (tensor for tensor in inner_tensors(model) if is_external(tensor))
 
 
 def _told(problems: Sequence[str], used: int) -> str:

@@ -89,7 +89,7 @@ class LazyGroup(click.Group):
             self._fail_usage(error)
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """As click's; standard streams that are closed lead nowhere, those that are full are told of."""
+        """As click's; closed standard streams lead to the null device, and a full one is reported."""
         _open_closed_streams()
         try:
             return super().main(*args, **extra)

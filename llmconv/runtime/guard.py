@@ -60,10 +60,10 @@ def _require_order(path: Path, model: onnx.ModelProto) -> None:
     known |= {tensor.values.name for tensor in model.graph.sparse_initializer}
     for node in model.graph.node:
         if missing := next((name for name in node.input if name not in known), None):
-            _refuse(path, f"uses `{missing[:80]}` before a node makes it")
+            _refuse(path, f"uses `{missing[:80]}` before it is defined")
         made = [name for name in node.output if name]
         if twice := next((name for name in made if name in known), None):
-            _refuse(path, f"makes `{twice[:80]}` twice")
+            _refuse(path, f"defines `{twice[:80]}` twice")
         known.update(made)
 
 

@@ -122,9 +122,9 @@ FIRST, SECOND = helper.make_node("Neg", ["x"], ["z"]), helper.make_node("Neg", [
 @pytest.mark.parametrize(
     ("nodes", "problem"),
     [
-        ((SECOND, FIRST), "uses `z` before a node makes it"),
-        ((FIRST, FIRST, SECOND), "makes `z` twice"),
-        ((FIRST, helper.make_node("Neg", ["z"], ["x"]), SECOND), "makes `x` twice"),
+        ((SECOND, FIRST), "uses `z` before it is defined"),
+        ((FIRST, FIRST, SECOND), "defines `z` twice"),
+        ((FIRST, helper.make_node("Neg", ["z"], ["x"]), SECOND), "defines `x` twice"),
     ],
 )
 def test_nodes_that_are_not_sorted_are_refused(nodes: tuple[onnx.NodeProto, ...], problem: str, tmp_path: Path) -> None:

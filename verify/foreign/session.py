@@ -16,7 +16,6 @@ from llmconv.paths import Written
 from llmconv.runtime.ort import SessionSettings
 from llmconv.storage import fetches, local_path
 from llmconv.tensors import LazyTensor
-from llmconv.verify.bisect import name_node
 from llmconv.verify.decisions.audit import audit_foreign_decisions, read_config
 from llmconv.verify.decisions.forms import MASK, POSITION, TOKEN
 from llmconv.verify.forecast import Forecast, choose
@@ -39,9 +38,9 @@ from llmconv.verify.foreign.weights import absent, audit_contents, contents_of
 from llmconv.verify.localise import localise
 from llmconv.verify.quantization import Quantization
 from llmconv.verify.report import Check, Report
-from llmconv.verify.session import collector, new_piece, new_report, require_suite
+from llmconv.verify.session import collector, look_closer, new_piece, new_report, require_suite
 from llmconv.verify.truth import Eager
-from llmconv.verify.unmatched import list_unmatched
+from llmconv.verify.weights import misplaced_weights
 
 
 @fetches
@@ -98,10 +97,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     with ExitStack() as stack, telling_memory(f"while {report.folder} was verified"):
         eager, verified = _compare(verified, eager or folder, report, add, asked, stack)
         report.where = localise(sharpest(report.checks))
-        if bisect or piece:
-            name_node(report, verified, eager, piece)
-        if bisect or suite == "full":
-            list_unmatched(report, verified, eager)
+        look_closer(report, verified, eager, piece, bisect=bisect)
     return report
 
 
@@ -181,6 +177,7 @@ def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report
         file.contents = contents_of(file.model, file.path.parent, tensors, scales)
         missing &= absent(file.contents, tensors) - {name for one in file.found for name in one.names}
         add([audit_contents(file.name, file.contents, tensors)])
+        report.notes += [f"{file.name}: {problem}, and was not compared" for problem in misplaced_weights(file.model)]
     if missing and len(missing) < len(tensors):
         report.notes.append(f"{len(missing)} tensors of the model are in no graph as they are, first `{min(missing)}`")
 

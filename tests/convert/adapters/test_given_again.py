@@ -31,19 +31,19 @@ def warnings_of(out: Path, *arguments: Any) -> str:
 
 
 def test_the_same_adapter_twice_is_named(trained: Path, tmp_path: Path) -> None:
-    told = warnings_of(tmp_path / "out", trained / "base", trained / "adapter", trained / "adapter")
-    assert "the adapter `adapter` is given twice" in told
+    stderr = warnings_of(tmp_path / "out", trained / "base", trained / "adapter", trained / "adapter")
+    assert "the adapter `adapter` is given twice" in stderr
 
 
 def test_an_adapter_that_the_base_has_already_is_named(trained: Path, tmp_path: Path) -> None:
-    assert "already" not in warnings_of(tmp_path / "once", trained / "base", trained / "adapter")
-    told = warnings_of(tmp_path / "twice", tmp_path / "once", trained / "adapter")
-    assert "the adapter `adapter` is in `once` already" in told
+    assert "already merged" not in warnings_of(tmp_path / "once", trained / "base", trained / "adapter")
+    stderr = warnings_of(tmp_path / "twice", tmp_path / "once", trained / "adapter")
+    assert "the adapter `adapter` is already merged into `once`" in stderr
 
 
 def test_a_weight_of_0_is_named(trained: Path, tmp_path: Path) -> None:
-    told = warnings_of(tmp_path / "out", trained / "base", trained / "adapter", "--weight", 0)
-    assert "has the weight 0, and changes nothing" in told
+    stderr = warnings_of(tmp_path / "out", trained / "base", trained / "adapter", "--weight", 0)
+    assert "has weight 0 and changes nothing" in stderr
 
 
 @pytest.mark.parametrize(
