@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.models import CONFIG, shapes
 from llmconv.checkpoint import open_weights
-from llmconv.convert.to_hf import open_training
-from llmconv.safetensors_io import FileTensor
+from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.files.safetensors_file import FileTensor
 
 EXAMPLE = Path("examples/tiny-llama/ep4-ba2400-rank0.pt")
 

@@ -28,9 +28,9 @@ from benchmarks.measure import (
 )
 from benchmarks.models import base
 from llmconv.checkpoint import open_checkpoint
-from llmconv.plan import plan_checkpoint
+from llmconv.output.plan import plan_checkpoint
+from llmconv.output.writer import write_checkpoint
 from llmconv.tensors import Array, LazyTensor
-from llmconv.writer import write_checkpoint
 
 ROUNDS = 2
 RANK = 16

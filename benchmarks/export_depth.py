@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.export import GRAPHS
 from benchmarks.measure import FOLDER, Target, interleaved, llmconv, median, report, table
 from benchmarks.models import CONFIG, shapes
-from llmconv.safetensors_io import encode_header
+from llmconv.files.safetensors_file import encode_header
 from llmconv.tensors import BY_NAME
 
 ROUNDS = 5

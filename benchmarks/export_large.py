@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.export import GRAPHS
 from benchmarks.measure import FOLDER, Target, interleaved, llmconv, median, report, table
-from llmconv.safetensors_io import encode_header
+from llmconv.files.safetensors_file import encode_header
 from llmconv.tensors import BY_NAME
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, KV_HEADS = 126, 16384, 53248, 128256, 128, 8

@@ -20,7 +20,7 @@ from benchmarks.small_model import CONFIG, FOR_ORT, GROWING, HEAD_DIM, KV_HEADS,
 from benchmarks.step import THREADS
 from llmconv.bench import Candidate, Comparison, bench
 from llmconv.bench.bench import random_prompts
-from llmconv.bench.own import open_text_model
+from llmconv.bench.own_loop import open_text_model
 from llmconv.generation import GenerationSettings
 
 LENGTHS, LONG = (128, 2048), 8192

@@ -16,10 +16,10 @@ import numpy as np
 
 from benchmarks.measure import remove
 from llmconv.checkpoint import Checkpoint
-from llmconv.plan import plan_checkpoint
-from llmconv.safetensors_io import encode_header
+from llmconv.files.safetensors_file import encode_header
+from llmconv.output.plan import plan_checkpoint
+from llmconv.output.writer import write_checkpoint
 from llmconv.tensors import BY_NAME, Array, LazyTensor
-from llmconv.writer import write_checkpoint
 
 LAYERS, HEADS, KV_HEADS, RANK = 32, 32, 8, 16
 MIDDLE = (15, 16)

@@ -12,7 +12,7 @@ import sys
 
 from benchmarks.large_model import MIDDLE, LargeModel
 from benchmarks.measure import FOLDER, Measurement, Target, interleaved, llmconv, median, report, table
-from llmconv.file_copy import can_clone
+from llmconv.files.copying import can_clone
 
 ALL, FEW, CP, DURABLE = (
     "`merge-lora`, all layers",

@@ -12,10 +12,10 @@ import numpy as np
 
 from benchmarks.measure import FOLDER
 from llmconv.checkpoint import Checkpoint
-from llmconv.plan import plan_checkpoint
-from llmconv.safetensors_io import encode_header
+from llmconv.files.safetensors_file import encode_header
+from llmconv.output.plan import plan_checkpoint
+from llmconv.output.writer import write_checkpoint
 from llmconv.tensors import BY_NAME, Array, LazyTensor, cast
-from llmconv.writer import write_checkpoint
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, HEADS, KV_HEADS = 22, 2048, 5632, 32000, 32, 4
 KV = HIDDEN // HEADS * KV_HEADS

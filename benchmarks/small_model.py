@@ -12,9 +12,9 @@ import numpy as np
 from benchmarks.exporters import FUSED, GENAI, OPTIMUM, TRANSFORMERS, add_tokenizer, command
 from benchmarks.measure import FOLDER, llmconv, remove, run
 from llmconv.checkpoint import Checkpoint
-from llmconv.plan import plan_checkpoint
+from llmconv.output.plan import plan_checkpoint
+from llmconv.output.writer import write_checkpoint
 from llmconv.tensors import BY_NAME, Array, LazyTensor
-from llmconv.writer import write_checkpoint
 
 KV_HEADS, HEAD_DIM = 3, 64
 CONFIG: dict[str, Any] = {

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from benchmarks.models import CONFIG, shapes
-from llmconv.crc import combine
+from llmconv.files.checksums import combine
 
 Shape = tuple[int, ...]
 TAG = "global_step1"

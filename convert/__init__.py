@@ -10,9 +10,9 @@ if sys.platform == "win32":
 from llmconv.convert.delta import Applied, Extracted, apply_delta, extract_delta
 from llmconv.convert.from_hf import from_hf
 from llmconv.convert.inspect import Inspection, inspect
-from llmconv.convert.lora import Merge, merge_lora
+from llmconv.convert.merge_lora import Merge, merge_lora
 from llmconv.convert.to_hf import to_hf
-from llmconv.plan import Plan
+from llmconv.output.plan import Plan
 
 __all__ = [
     "Applied",

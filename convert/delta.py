@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from llmconv.calls import checked
+from llmconv.argument_checks import checked
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
 from llmconv.convert.deltas import DELTA_FILE
-from llmconv.convert.deltas.accessory import is_accessory_delta, plus_accessory
 from llmconv.convert.deltas.alpaca import Checksum
 from llmconv.convert.deltas.arithmetic import open_difference, plus_difference, require_difference
 from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
-from llmconv.convert.deltas.models import open_model
-from llmconv.convert.to_hf import check_dtype, with_cast
+from llmconv.convert.formats import delta_formats
+from llmconv.convert.models.dtype import check_dtype, with_cast
+from llmconv.convert.opening.delta_models import open_model
 from llmconv.errors import UnsupportedInput
-from llmconv.layout import KEEP
-from llmconv.manifest import step, steps_of_weights
-from llmconv.paths import Written
-from llmconv.plan import Plan, plan_checkpoint, require_shard_size
+from llmconv.files.paths import Written
+from llmconv.files.sources import fetches, files_under, local_path, reading_safely
+from llmconv.model_kinds import require_model_type
+from llmconv.output.manifest import step, steps_of_weights
+from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
+from llmconv.output.sharding import KEEP
+from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.progress import warn_all
-from llmconv.storage import fetches, files_under, local_path, reading_safely
-from llmconv.tasks import require_model_type
-from llmconv.writer import check_output, write_checkpoint
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,9 @@ def _tuned(base: Checkpoint, path: Path, dtype: str, *, whole: bool) -> tuple[st
         return "exact", with_cast(tuned, dtype) if dtype != "keep" else tuned, None
     if (path / ADAPTER_CONFIG).is_file():
         raise UnsupportedInput(f"`{path}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
-    if is_accessory_delta(path):
-        return "accessory", plus_accessory(base, path, dtype), None
+    for name, delta_format in delta_formats().items():
+        if delta_format.detect(path):
+            return name, delta_format.apply(base, path, dtype), None
     require_difference(path)
     return "difference", *plus_difference(base, open_difference(path), dtype)
 

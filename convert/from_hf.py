@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from llmconv.calls import checked
+from llmconv.argument_checks import checked
 from llmconv.checkpoint import Checkpoint, open_checkpoint
-from llmconv.convert.decoder import SHARD_LIMIT
+from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format, formats
-from llmconv.convert.mapping import listing
-from llmconv.convert.state_dict import DROPPED, whole
-from llmconv.convert.to_hf import check_dtype, with_cast
+from llmconv.convert.models.completeness import DROPPED, whole
+from llmconv.convert.models.dtype import check_dtype, with_cast
+from llmconv.convert.models.llama_like import SHARD_LIMIT
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.manifest import step, steps_of_weights
-from llmconv.paths import Written
-from llmconv.plan import Plan
+from llmconv.files.paths import Written
+from llmconv.files.sources import fetches, local_path, reading_safely
+from llmconv.model_kinds import require_model_type
+from llmconv.output.manifest import step, steps_of_weights
+from llmconv.output.plan import Plan
+from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.progress import warn_all
-from llmconv.storage import fetches, local_path, reading_safely
-from llmconv.tasks import require_model_type
-from llmconv.writer import check_output, write_checkpoint
 
 
 @fetches

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint, read_json
-from llmconv.convert.alone import alone
+from llmconv.convert.algebra.operations import comparing_samples
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import Format, detect
-from llmconv.convert.mapping import comparing_samples
-from llmconv.convert.quantization.base import method_name, quantized_base
-from llmconv.convert.raw import raw_tensors, torch_tensors
-from llmconv.convert.torch_state.safetensors_files import is_model_folder
-from llmconv.convert.unclaimed import explain
+from llmconv.convert.opening.single_file import alone
+from llmconv.convert.opening.unrecognized import explain
+from llmconv.convert.quantization.quantized_base import method_name, quantized_base
+from llmconv.convert.state_dicts.raw_tensors import raw_tensors, torch_tensors
+from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused
-from llmconv.packing.unpacking import unpacked
-from llmconv.safetensors_io import FileTensor, read_header
-from llmconv.storage import fetching, files_under, local_path, reading_safely
+from llmconv.files.packing.unpack import unpacked
+from llmconv.files.safetensors_file import FileTensor, read_header
+from llmconv.files.sources import fetching, files_under, local_path, reading_safely
+from llmconv.files.torch.reader import is_torch_file
 from llmconv.tensors import LazyTensor
-from llmconv.torch_file import is_torch_file
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapters.safetensors")

@@ -7,24 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.calls import checked, require_choice
+from llmconv.argument_checks import checked, require_choice
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.again import open_again, refuse_options
-from llmconv.convert.alone import alone
-from llmconv.convert.configs import merged_configs, with_dtype
-from llmconv.convert.formats import by_name, detect
-from llmconv.convert.state_dict import check_complete
-from llmconv.convert.torch_state.safetensors_files import is_model_folder
-from llmconv.convert.unclaimed import explain
-from llmconv.errors import UsageProblem
-from llmconv.manifest import Manifest, step
-from llmconv.packing.unpacking import unpacked
-from llmconv.paths import Written
-from llmconv.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
+from llmconv.convert.models.dtype import check_dtype, with_cast
+from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.files.paths import Written
+from llmconv.files.sources import fetches, files_under, local_path
+from llmconv.output.manifest import Manifest, step
+from llmconv.output.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
+from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.progress import warn_all
-from llmconv.storage import fetches, files_under, local_path, reading_safely
-from llmconv.tensors import BY_NAME, FLOATS, cast
-from llmconv.writer import check_output, write_checkpoint
 
 
 @fetches
@@ -101,80 +93,6 @@ def _write(
     return write_checkpoint(plan, output, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
 
 
-def open_training(
-    source: str | Path,
-    format: str | None = None,
-    config: tuple[Path, ...] = (),
-    tokenizer: Path | None = None,
-    options: Mapping[str, Any] | None = None,
-    *,
-    rewrite: bool = False,
-) -> Checkpoint:
-    """Opens a training checkpoint of any known format, in Hugging Face names.
-
-    Args:
-        source, format, config, tokenizer: see `to_hf`.
-        options: those of `to_hf` that only some formats have.
-        rewrite: take a folder that already is a Hugging Face model, too.
-
-    Raises:
-        InputRefused: see `to_hf`.
-    """
-    with reading_safely(source):
-        path = local_path(source)
-        inside = unpacked(path)
-        if rewrite and not format and is_model_folder(inside) and detect(inside) is None:
-            return open_again(inside, path.name, config, tokenizer, options or {})
-        return replace(_open(inside, path, format, config, tokenizer, options), path=path)
-
-
-def _open(
-    inside: Path,
-    path: Path,
-    format: str | None,
-    config: tuple[Path, ...],
-    tokenizer: Path | None,
-    options: Mapping[str, Any] | None,
-) -> Checkpoint:
-    chosen = by_name(format) if format else detect(inside)
-    if chosen is None and (file := alone(inside)) and not is_model_folder(inside):
-        inside, chosen = file, detect(file)
-    if chosen is None:
-        raise explain(inside)
-    if format and not chosen.detect(inside):
-        raise UsageProblem(
-            f"`{path.name}` is not of the format `{format}`", hint="leave out `--from`; formats are told by content"
-        )
-    given = {name: value for name, value in (options or {}).items() if value}
-    refuse_options(given, chosen.options, f"the format `{chosen.name}`")
-    opened = chosen.open(inside, {**merged_configs(config), **given}, tokenizer)
-    if opened.tensors:  # whatever the user's fields have made of the configuration since the format checked its own
-        check_complete(opened.tensors, opened.config, path.name)
-    return opened
-
-
 def _with_dtype(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     """As `with_cast`; a configuration that is kept as it is needs no new `torch_dtype`."""
     return checkpoint if dtype == "keep" and checkpoint.format == "hf" else with_cast(checkpoint, dtype)
-
-
-def check_dtype(dtype: str) -> None:
-    """Refuses a name that is no element type of weights.
-
-    Raises:
-        UsageProblem: neither `keep` nor a float type.
-    """
-    if dtype not in ("keep", *FLOATS):
-        raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
-
-
-def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """The checkpoint with its float weights rounded to `dtype` (or kept), and a config that says what they are."""
-    tensors = dict(checkpoint.tensors)
-    if dtype != "keep":
-        tensors = {name: cast(tensor, BY_NAME[dtype]) for name, tensor in tensors.items()}
-    adapter = checkpoint.adapter
-    if adapter and dtype != "keep":
-        own = {name: cast(tensor, BY_NAME[dtype]) for name, tensor in adapter.tensors.items()}
-        adapter = replace(adapter, tensors=own)
-    return replace(checkpoint, tensors=tensors, config=with_dtype(checkpoint.config, tensors), adapter=adapter)

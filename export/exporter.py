@@ -7,27 +7,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.calls import checked, require_choice, require_least
+from llmconv.argument_checks import checked, require_choice, require_least
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.errors import UsageProblem
-from llmconv.export.bind import match_weights
+from llmconv.export.clients import Dressing, Model, by_names, roles_for
 from llmconv.export.context_limit import check_context
-from llmconv.export.decoder import open_decoder
-from llmconv.export.destination import Destination, InPlace, NewFolder, Sizes
-from llmconv.export.drawing import Drawing
-from llmconv.export.fake_model import depth
-from llmconv.export.form import CACHES, SHAPES, TARGETS, forms
+from llmconv.export.graph_files import Drawing
 from llmconv.export.graph_options import GraphOptions
+from llmconv.export.graph_spec import CACHES, SHAPES, TARGETS, forms
 from llmconv.export.input_maps import decoder_config
-from llmconv.export.layouts import Dressing, Model, by_names, roles_for
-from llmconv.manifest import step
-from llmconv.paths import Written
-from llmconv.plan import DEFAULT_SIZE, require_shard_size
+from llmconv.export.language_model import open_decoder
+from llmconv.export.output import Destination, InPlace, NewFolder, Sizes
+from llmconv.export.tracing.fake_model import depth
+from llmconv.export.weights.bind import match_weights
+from llmconv.files.paths import Written
+from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
+from llmconv.model_kinds import require_causal
+from llmconv.output.manifest import step
+from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.progress import warn
 from llmconv.runtime.context import context_length
-from llmconv.runtime.own_code import code_files, runs_own_code
-from llmconv.storage import fetches, is_remote, local_path, require_own_folder
-from llmconv.tasks import require_causal
+from llmconv.runtime.custom_code import code_files, runs_own_code
 from llmconv.tensors import FLOATS
 
 
@@ -103,7 +103,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
         model: Hugging Face folder or hub id.
         output: folder to make.
         prefill, incremental, unified: write `prefill.onnx`, `decode.onnx` (the default), `model.onnx`.
-        layout: the clients that shall open the folder (one file each in `export/layouts/`); some imply a graph.
+        layout: the clients that shall open the folder (one file each in `export/clients/`); some imply a graph.
         last_logits, postprocess, stages, prefix, opset: what graphs give and begin with, see `GraphOptions`.
         shapes, batch_size, max_seq_len, prompt_len, cache, target: how the cache is kept, see `form.forms`.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: how the weights are stored.

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import UsageProblem
-from llmconv.export.passes.choice import Choice
-from llmconv.export.passes.opset import IR_VERSIONS
-from llmconv.export.prefixes import Prefix, open_prefix
+from llmconv.export.prefix.adapter import Prefix, open_prefix
+from llmconv.export.rewrite.passes.opset import IR_VERSIONS
+from llmconv.export.rewrite.passes.postprocess import Choice
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class GraphOptions:
     Attributes:
         last_logits: the head runs on the last position only: `logits` are `[batch_size, 1, vocab]`.
         choice: `tokens` and `scores` instead of `logits`, see `passes.choice`; None for logits.
-        stages: how many graphs share the layers, see `llmconv.export.stages`.
+        stages: how many graphs share the layers, see `llmconv.export.rewrite.pipeline_stages`.
         prefix: what the graphs of a prompt begin with; None for nothing.
         opset: version of the standard operators, 21, 23 or 24; None for that of the form, 23 or 24.
     """

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import MalformedInput
-from llmconv.pointers import refuse_git_lfs
-from llmconv.refusals import refused_model
-from llmconv.safetensors_io import FileTensor, read_header
-from llmconv.strict_json import Slip, unique_keys
+from llmconv.files.pointer_files import refuse_git_lfs
+from llmconv.files.safetensors_file import FileTensor, read_header
+from llmconv.files.strict_json import Slip, unique_keys
+from llmconv.not_a_model_folder import refused_model
 from llmconv.tensors import LazyTensor
 
 JSON_BYTES = 32 << 20

@@ -51,5 +51,5 @@ def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: None
         return
     # by name: most runs have no terminal, and loading rich takes longer than planning a merge
-    with importlib.import_module("llmconv.bar").bar(title, total) as advance:
+    with importlib.import_module("llmconv.progress_bar").bar(title, total) as advance:
         yield advance

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.tracing import trace_once
+from tests.builders.tracing import trace_once
 
 DECODER = {
     "vocab_size": 96,
@@ -87,7 +87,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="session")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with graphs and a tokenizer of characters with a chat template; do not write into it."""
-    from tests.chatting import save_chatting  # noqa: PLC0415 - only the tests that ask for it pay for it
+    from tests.builders.chatting import save_chatting  # noqa: PLC0415 - only the tests that ask for it pay for it
 
     trace_once()
     return save_chatting(tmp_path_factory.mktemp("chatting") / "tiny-chat")
@@ -118,7 +118,7 @@ def save_tensors(tmp_path: Path) -> Callable[..., Path]:
 def talking_as(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`talking_as(model_type)`: weights, two graphs and a tokenizer of characters; do not write into it."""
     from llmconv.export.exporter import export  # noqa: PLC0415 - only the tests that ask for graphs pay for it
-    from tests.talking import save_letters  # noqa: PLC0415
+    from tests.builders.talking import save_letters  # noqa: PLC0415
 
     trace_once()
     folders: dict[str, Path] = {}

@@ -21,7 +21,7 @@ import llmconv.convert
 import llmconv.export
 import llmconv.generation
 import llmconv.verify
-from llmconv.convert.adapters.recipe import DEFAULTS as MERGE_DEFAULTS
+from llmconv.convert.adapters.merge_options import DEFAULTS as MERGE_DEFAULTS
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.progress import set_quiet
 

@@ -47,16 +47,6 @@ def test_the_links_are_committed_as_links() -> None:
     assert [line.split()[0] for line in listing.stdout.splitlines()] == ["120000"] * 3
 
 
-def test_every_sub_package_is_in_the_list_of_packages() -> None:
-    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    below = {init.parent.relative_to(ROOT) for room in ROOMS for init in (ROOT / room).rglob("__init__.py")}
-    front = {init.parent.relative_to(ROOT) for init in (ROOT / "llmconv").rglob("__init__.py")}
-    found = {f"llmconv.{path}" for path in below} | {
-        str(path) for path in front if path.parts[1:2] not in map(tuple, ROOMS)
-    }
-    assert listed == {name.replace("/", ".") for name in found}
-
-
 def test_every_module_is_in_a_package() -> None:
     folders = {path.parent for room in ("llmconv", *ROOMS) for path in (ROOT / room).rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []

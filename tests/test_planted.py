@@ -29,7 +29,7 @@ def results_of(jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
         "TMPDIR": str(folder / "tmp"),
         "MPLCONFIGDIR": str(folder / "tmp"),
     }
-    command = [sys.executable, "-m", "tests.planted", str(folder / "jobs.json"), str(folder / "results.json")]
+    command = [sys.executable, "-m", "tests.builders.planted", str(folder / "jobs.json"), str(folder / "results.json")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results: list[dict[str, Any]] = json.loads((folder / "results.json").read_text())

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from llmconv import requirements, unix
+from llmconv import requirements
 from llmconv.errors import UnsupportedInput
+from llmconv.files import system_calls as unix
 
 ROOT = Path(__file__).parents[1]
 

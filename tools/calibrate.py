@@ -17,13 +17,13 @@ from typing import Any
 import onnx
 
 from llmconv.export import export
-from llmconv.runtime.eager import EagerRunner
+from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import Report, verify
-from llmconv.verify.foreign.halves import HALVES
+from llmconv.verify.other_exporters.half_precision.float32_copy import HALVES
+from llmconv.verify.reference.eager import Eager
 from llmconv.verify.session import library_versions
-from llmconv.verify.truth import Eager
+from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.conftest import CONFIGS, save_tiny
-from tests.verify.mutants import MUTANTS, Mutant
 from tools.calibration_page import render_page, render_plot
 from tools.draws import SETTINGS, SIZES, draw_weights
 from tools.half_page import half_lines, render_half_plot

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from llmconv.files.safetensors_file import read_header
 from llmconv.runtime import SessionSettings
-from llmconv.safetensors_io import read_header
 
 SIZES = (0.5, 1.0, 2.0)
 SETTINGS = [SessionSettings(threads, False, level) for level in ("all", "basic", "disable") for threads in (1, 2)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from llmconv.verify.compare import GATES
-from tests.verify.mutants import VOID_IN
+from llmconv.verify.results.measure import GATES
+from tests.builders.mutants.mutants import VOID_IN
 from tools.calibration_page import LEFT, ROW, WIDTH, dot, scale, svg
 
 Runs = list[dict[str, Any]]

@@ -1,7 +1,7 @@
 """Clean runs and mutants in float16 and bfloat16: the half-precision part of `make mutants`.
 
-A float32 export is converted to half precision as exporters do it (`tests/verify/half.py`); its mutants are converted
-with their faults. `llmconv verify` judges each as it is and as a float32 copy, and both are recorded.
+A float32 export is converted to half precision as exporters do it (`tests/builders/half_precision.py`); its mutants are
+converted with their faults. `llmconv verify` judges each as it is and as a float32 copy, and both are recorded.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 import onnx
 
 from llmconv.export import export
-from llmconv.runtime.ort import SessionSettings
+from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify import Report, verify_graphs
-from llmconv.verify.compare import GATES
-from llmconv.verify.foreign.halves import IN_FLOAT32
-from llmconv.verify.report import Check
-from llmconv.verify.truth import Eager
+from llmconv.verify.other_exporters.half_precision.float32_copy import IN_FLOAT32
+from llmconv.verify.reference.eager import Eager
+from llmconv.verify.results.measure import GATES
+from llmconv.verify.results.report import Check
+from tests.builders.half_precision import round_weights, to_half
+from tests.builders.mutants.mutants import MUTANTS, VOID_IN, Mutant
 from tests.conftest import save_tiny
-from tests.verify.half import round_weights, to_half
-from tests.verify.mutants import MUTANTS, VOID_IN, Mutant
 from tools.draws import SETTINGS, SIZES, draw_weights
 
 ONE_THREAD = [settings for settings in SETTINGS if settings.threads == 1]

@@ -16,10 +16,10 @@ import torch
 
 from llmconv.errors import LlmconvError
 from llmconv.runtime import OrtGraph, Runner, default_positions
-from llmconv.runtime.eager import EagerRunner
-from llmconv.runtime.ort import OrtRunner
+from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.tensors import Array
-from llmconv.verify.calls import EditedCache
+from llmconv.verify.scenarios.calls import EditedCache
 
 Outputs = dict[str, Array]
 Close = Callable[[Array, Array], bool]

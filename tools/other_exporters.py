@@ -19,7 +19,7 @@ from benchmarks import environments
 from benchmarks.exporters import GENAI, MOBIUS, OPTIMUM, TRANSFORMERS, add_tokenizer, command
 from llmconv.errors import LlmconvError
 from llmconv.verify import Report, verify_graphs
-from llmconv.verify.truth import Eager
+from llmconv.verify.reference.eager import Eager
 from tests.conftest import save_tiny
 from tools.diagnoses import DIAGNOSES, NO_GRAPH
 

@@ -5,11 +5,11 @@ if __name__ != "llmconv.verify":
 if sys.platform == "win32":
     raise ImportError("llmconv does not run on Windows itself: use the Windows Subsystem for Linux")
 
-from llmconv.verify.foreign.maps import register_port_map
-from llmconv.verify.foreign.ports import PortMap
-from llmconv.verify.foreign.session import verify_graphs
-from llmconv.verify.report import Check, Report
-from llmconv.verify.session import verify
+from llmconv.verify.other_exporters.maps import register_port_map
+from llmconv.verify.other_exporters.port_map import PortMap
+from llmconv.verify.other_exporters.run import verify_graphs
+from llmconv.verify.results.report import Check, Report
+from llmconv.verify.run import verify
 
 __all__ = ["Check", "PortMap", "Report", "register_port_map", "verify", "verify_graphs"]
 

@@ -7,13 +7,12 @@ from copy import deepcopy
 from dataclasses import replace
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining.task_vectors import TaskVectors
-from llmconv.convert.adapters.lora.replication import replicated
-from llmconv.convert.adapters.placement import Edits
-from llmconv.convert.adapters.reading import Adapter
-from llmconv.convert.adapters.recipe import Recipe, plain_sum
-from llmconv.convert.adapters.side_files import side_files_of
-from llmconv.convert.adapters.vocabulary import (
+from llmconv.convert.adapters.merge_options import Recipe, plain_sum
+from llmconv.convert.adapters.placement.edits import Edits
+from llmconv.convert.adapters.placement.layer_replication import replicated
+from llmconv.convert.adapters.placement.vocabulary import (
     find_embedding,
     find_head,
     fit_vocabulary,
@@ -21,7 +20,8 @@ from llmconv.convert.adapters.vocabulary import (
     says_tied,
     untie,
 )
-from llmconv.convert.configs import with_dtype
+from llmconv.convert.adapters.side_files import side_files_of
+from llmconv.convert.models.dtype import with_dtype
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, LazyTensor
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, read_side_files
-from llmconv.convert.adapters.reading import Adapter
+from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import LlmconvError
 

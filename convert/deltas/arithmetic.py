@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
-from llmconv.convert.adapters.placement import HEAD
-from llmconv.convert.adapters.vocabulary import find_embedding, says_tied, set_everywhere
-from llmconv.convert.blueprint.names import EMBEDDINGS
-from llmconv.convert.configs import with_dtype, without_code
+from llmconv.convert.adapters.placement.edits import HEAD
+from llmconv.convert.adapters.placement.vocabulary import find_embedding, says_tied, set_everywhere
+from llmconv.convert.algebra.operations import listing
+from llmconv.convert.deltas.additive import added, all_rounded, rounded, wider
 from llmconv.convert.deltas.alpaca import Checksum, begins_at_mean, checksum_of, with_mean_rows
-from llmconv.convert.deltas.sums import added, all_rounded, rounded, wider
-from llmconv.convert.mapping import listing
-from llmconv.convert.state_dict import DROPPED
-from llmconv.convert.torch_state.folders import is_bin_folder, open_bin_folder
+from llmconv.convert.models.blueprint.names import EMBEDDINGS
+from llmconv.convert.models.completeness import DROPPED
+from llmconv.convert.models.config_file import without_code
+from llmconv.convert.models.dtype import with_dtype
+from llmconv.convert.state_dicts.folders import is_bin_folder, open_bin_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, DType, LazyTensor
 

@@ -1,7 +1,7 @@
 """Torch Distributed Checkpoint (DCP, FSDP): `.metadata`, `__RANK_N.distcp` files, a model somewhere in a nested dict.
 
-Layout: `convert/dcp/`. Names are Hugging Face's (accelerate, the Trainer's `SHARDED_STATE_DICT`, torch's recipes), or
-those of torchtitan's Llama, which are Meta's, with rows of queries and keys in Meta's order.
+Layout: `convert/state_dicts/distributed/`. Names are Hugging Face's (accelerate, the Trainer's `SHARDED_STATE_DICT`,
+torch's recipes), or those of torchtitan's Llama, which are Meta's, with rows of queries and keys in Meta's order.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.convert.composer.sharded import is_sharded
-from llmconv.convert.configs import causal_lm_config
-from llmconv.convert.dcp.folder import PARTS, Folder, is_folder, named_leaves, open_folder, sizes_of
-from llmconv.convert.dcp.metadata import TensorItem
-from llmconv.convert.dcp.roots import is_meta_named, outside, prefix_of, roots
+from llmconv.convert.algebra.operations import listing, permute_rows, rename, rope_order
 from llmconv.convert.formats import Format
-from llmconv.convert.leftovers import phrases
-from llmconv.convert.mapping import listing, permute_rows, rename, rope_order
-from llmconv.convert.meta.names import LLAMA
-from llmconv.convert.state_dict import select, whole
+from llmconv.convert.formats.composer.sharded import is_sharded
+from llmconv.convert.formats.meta.names import LLAMA
+from llmconv.convert.models.completeness import select, whole
+from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.state_dicts.distributed.folder import PARTS, Folder, is_folder, named_leaves, open_folder, sizes_of
+from llmconv.convert.state_dicts.distributed.metadata import TensorItem
+from llmconv.convert.state_dicts.distributed.model_root import is_meta_named, outside, prefix_of, roots
+from llmconv.convert.state_dicts.other_contents import phrases
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor

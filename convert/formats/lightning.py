@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.formats import Format
-from llmconv.convert.torch_state.dialects import LIGHTNING_KEYS, dialect_of
-from llmconv.convert.torch_state.files import StateFile, open_state
-from llmconv.convert.torch_state.whole import assemble
+from llmconv.convert.formats import Format, has_sign_of
+from llmconv.convert.state_dicts.checkpoint import assemble
+from llmconv.convert.state_dicts.files import StateFile, open_state
+from llmconv.convert.state_dicts.signs import Sign
 from llmconv.errors import InputRefused
 from llmconv.tensors import LazyTensor
 
+VERSION = "pytorch-lightning_version"
+
 
 def _detect(path: Path) -> bool:
-    return dialect_of(path) == FORMAT.name
+    return has_sign_of(FORMAT.name, path)
 
 
 def _read(path: Path) -> StateFile:
@@ -34,7 +36,7 @@ def _read(path: Path) -> StateFile:
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     found = _read(path)
-    version = found.around.get(LIGHTNING_KEYS[0])
+    version = found.around.get(VERSION)
     return assemble(found, FORMAT.name, config, tokenizer, f"lightning {str(version)[:20]}")
 
 
@@ -46,6 +48,7 @@ FORMAT = Format(
     name="lightning",
     title="PyTorch Lightning: a `.ckpt` of a module that holds a Hugging Face model",
     detect=_detect,
+    sign=Sign(keys=(VERSION,)),
     open=_open,
     covers="any causal language model of transformers, under any one attribute of the module; give its `config.json` "
     "with `--config`; `--drop` leaves out what is no part of the model",

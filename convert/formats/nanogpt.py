@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.configs import with_architecture, without_code
-from llmconv.convert.formats import Format
-from llmconv.convert.mapping import listing, rename, require
-from llmconv.convert.state_dict import WRAPPERS, whole
-from llmconv.convert.torch_state.dialects import dialect_of
-from llmconv.convert.torch_state.files import StateFile, open_state
-from llmconv.convert.torch_state.whole import left_around, side_files_of
-from llmconv.convert.transpose import transposed
+from llmconv.convert.algebra.operations import listing, rename, require
+from llmconv.convert.algebra.transpose import transposed
+from llmconv.convert.formats import Format, has_sign_of
+from llmconv.convert.models.completeness import WRAPPERS, whole
+from llmconv.convert.models.config_file import with_architecture, without_code
+from llmconv.convert.state_dicts.checkpoint import left_around, side_files_of
+from llmconv.convert.state_dicts.files import StateFile, open_state
+from llmconv.convert.state_dicts.signs import Sign
 from llmconv.errors import MalformedInput
 from llmconv.tensors import DType, LazyTensor
 
@@ -45,10 +45,12 @@ NAMES: dict[str, str | None] = {
     for kind in ("weight", "bias")
 }
 MATRIX = re.compile(r"\.c_\w+\.weight$")
+OWN_NAMES = re.compile(r"^(?:_orig_mod\.|module\.)*transformer\.h\.\d+\.attn\.c_attn\.weight$")
+"""Names that no other system has (its `train.py`)."""
 
 
 def _detect(path: Path) -> bool:
-    return dialect_of(_file(path)) == FORMAT.name
+    return has_sign_of(FORMAT.name, _file(path))
 
 
 def _file(path: Path) -> Path:
@@ -187,6 +189,7 @@ FORMAT = Format(
     name="nanogpt",
     title="nanoGPT: `ckpt.pt`, or the folder it lies in",
     detect=_detect,
+    sign=Sign(keys=("model_args",), names=OWN_NAMES),
     open=_open,
     covers="GPT-2 of any size, compiled or not, with and without biases",
     peek=lambda path: _read(path).tensors(),

@@ -1,6 +1,6 @@
 """Safetensors in Hugging Face's names, of any trainer: one file, or shards with or without an index, and a config.
 
-Layout: `convert/torch_state/safetensors_files.py`; it is what accelerate's `save_model` and `save_state` write.
+Layout: `convert/state_dicts/safetensors_files.py`; it is what accelerate's `save_model` and `save_state` write.
 `config.json` lies next to the weights, or comes with `--config`. A folder that already is a Hugging Face model is not
 claimed, unless the names of its tensors still have a trainer's wrapper in front.
 """
@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.beside import left_beside
-from llmconv.convert.blueprint.names import EMBEDDINGS, HEADS, model_names
 from llmconv.convert.deltas import DELTA_FILE
-from llmconv.convert.formats import Format
-from llmconv.convert.paddle.shards import names_paddle
-from llmconv.convert.state_dict import WRAPPERS
-from llmconv.convert.torch_state.dialects import ADAPTER, dialect
-from llmconv.convert.torch_state.files import StateFile
-from llmconv.convert.torch_state.safetensors_files import (
+from llmconv.convert.formats import Format, owner
+from llmconv.convert.formats.paddle.read import names_paddle
+from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS, model_names
+from llmconv.convert.models.completeness import WRAPPERS
+from llmconv.convert.state_dicts.checkpoint import assemble, stored_config
+from llmconv.convert.state_dicts.files import StateFile
+from llmconv.convert.state_dicts.safetensors_files import (
     SUFFIX,
     header_of,
     is_model_folder,
@@ -30,7 +29,8 @@ from llmconv.convert.torch_state.safetensors_files import (
     open_state,
     peek_state,
 )
-from llmconv.convert.torch_state.whole import assemble, stored_config
+from llmconv.convert.state_dicts.signs import ADAPTER_NAMES, has_hugging_face_names
+from llmconv.convert.state_dicts.training_files import left_beside
 from llmconv.errors import InputRefused
 from llmconv.tensors import LazyTensor
 
@@ -51,9 +51,9 @@ def _in_hugging_face_names(found: StateFile) -> bool:
     """Names of transformers' models; of a tied model saved once under the name of the head, that is the sign."""
     if _is_mindspores(found.path):
         return False
-    if dialect(found) == "torch":
+    if owner(found) is None and has_hugging_face_names(found):
         return True
-    if all(ADAPTER.search(name) for name in found.state):
+    if all(ADAPTER_NAMES.search(name) for name in found.state):
         return False
     layers = any(".layers." in name or ".h." in name for name in found.state)
     return (layers and any(name.endswith(HEADS) for name in found.state)) or (layers and is_shard(found.path))

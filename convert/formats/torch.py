@@ -1,6 +1,6 @@
 """A plain torch state dict in Hugging Face's names: one `.bin`/`.pt`/`.pth` file, or a folder of `pytorch_model*.bin`.
 
-Layout: `convert/torch_state/`. The state dict is flat, or under `model`, `state_dict`, `model_state_dict` or `module`;
+Layout: `convert/state_dicts/`. The state dict is flat, or under `model`, `state_dict`, `model_state_dict` or `module`;
 `config.json` lies beside it, or comes with `--config`.
 """
 
@@ -11,20 +11,31 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.formats import Format
-from llmconv.convert.torch_state.dialects import dialect_of
-from llmconv.convert.torch_state.files import StateFile, open_state
-from llmconv.convert.torch_state.folders import is_bin_folder, is_shard, open_bin_folder
-from llmconv.convert.torch_state.whole import assemble
+from llmconv.convert.formats import Format, owner
+from llmconv.convert.state_dicts.checkpoint import assemble
+from llmconv.convert.state_dicts.files import StateFile, open_state, peek_state
+from llmconv.convert.state_dicts.folders import is_bin_folder, is_shard, model_files, open_bin_folder
+from llmconv.convert.state_dicts.signs import has_hugging_face_names
 from llmconv.errors import InputRefused, MalformedInput
+from llmconv.files.torch.reader import is_torch_file
 from llmconv.tensors import LazyTensor
-from llmconv.torch_file import is_torch_file
 
 
 def _detect(path: Path) -> bool:
     if path.is_dir():
-        return is_bin_folder(path)
-    return dialect_of(path) == FORMAT.name or (is_shard(path) and is_torch_file(path) and dialect_of(path) is None)
+        return is_bin_folder(path) and not any(_of_others(file) for file in model_files(path)[:1])
+    return _in_hugging_face_names(path) or (is_shard(path) and is_torch_file(path) and not _of_others(path))
+
+
+def _of_others(path: Path) -> bool:
+    """Whether the file is of another system; torchtune names the file of its own format as a shard, too."""
+    found = peek_state(path)
+    return found is not None and owner(found) is not None
+
+
+def _in_hugging_face_names(path: Path) -> bool:
+    found = peek_state(path) if path.is_file() else None
+    return found is not None and owner(found) is None and has_hugging_face_names(found)
 
 
 def _read(path: Path) -> StateFile:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from llmconv.convert.quantization.weight import (
+from llmconv.convert.quantization.packed_weight import (
     TILE_ELEMENTS,
     Once,
     PackedWeight,

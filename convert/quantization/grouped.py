@@ -9,8 +9,8 @@ from typing import Self
 
 import numpy as np
 
-from llmconv.convert.quantization.weight import PackedWeight, finite, tiled
-from llmconv.convert.transpose import transposed
+from llmconv.convert.algebra.transpose import transposed
+from llmconv.convert.quantization.packed_weight import PackedWeight, finite, tiled
 from llmconv.tensors import Array, LazyTensor
 
 

@@ -13,7 +13,16 @@ from typing import Self
 
 import numpy as np
 
-from llmconv.convert.quantization.weight import FLOAT32, PackedWeight, finite, part, peaks_of, refuse, require, tiled
+from llmconv.convert.quantization.packed_weight import (
+    FLOAT32,
+    PackedWeight,
+    finite,
+    part,
+    peaks_of,
+    refuse,
+    require,
+    tiled,
+)
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 

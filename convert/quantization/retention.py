@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmconv.convert.quantization.weight import TILE_ELEMENTS, PackedWeight, remembered
+from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, PackedWeight, remembered
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from llmconv.export.caches.convolution import CONVOLVE
-from llmconv.export.caches.functions import CHUNKS, call
 from llmconv.export.caches.kind import CacheKind, State
+from llmconv.export.caches.scan_functions import CHUNKS, call
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
 NORM_EPSILON = 1e-6

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmconv.export.caches.convolution import CONVOLVE
-from llmconv.export.caches.functions import CHUNKS, call
 from llmconv.export.caches.kind import CacheKind, State, first
-from llmconv.export.caches.layers import TracedCache
+from llmconv.export.caches.scan_functions import CHUNKS, call
+from llmconv.export.caches.traced_layers import TracedCache
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
 FUNCTION = (

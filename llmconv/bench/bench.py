@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from llmconv.argument_checks import checked, require_least
 from llmconv.bench.candidate import Candidate, Worker
 from llmconv.bench.result import Cell, Comparison, first_difference
-from llmconv.calls import checked, require_least
 from llmconv.checkpoint import read_json
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
+from llmconv.files.sources import fetches
+from llmconv.files.system_calls import cores
 from llmconv.runtime.context import context_length
-from llmconv.storage import fetches
-from llmconv.unix import cores
 
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3

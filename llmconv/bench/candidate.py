@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.paths import path_of
-from llmconv.runtime.genai_guard import CONFIG, read_genai_config
-from llmconv.storage import is_remote, local_path
+from llmconv.files.paths import path_of
+from llmconv.files.sources import is_remote, local_path
+from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 
 WORKER = Path(__file__).with_name("worker.py")
 START = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"

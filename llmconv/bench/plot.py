@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmconv.argument_checks import checked
 from llmconv.bench.result import Cell, Comparison
-from llmconv.calls import checked
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.named_file import replace_file
-from llmconv.paths import Written
+from llmconv.files.named_file import replace_file
+from llmconv.files.paths import Written
 
 KINDS = (".png", ".svg", ".pdf")
 PANELS = (("prefill", "prompt tokens/s"), ("decode", "new tokens/s"))

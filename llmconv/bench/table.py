@@ -8,10 +8,10 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmconv.argument_checks import checked
 from llmconv.bench.result import Cell, Comparison
-from llmconv.calls import checked
-from llmconv.named_file import replace_file
-from llmconv.paths import Written
+from llmconv.files.named_file import replace_file
+from llmconv.files.paths import Written
 
 HEAD = ("batch", "length", "candidate", "prompt tokens/s", "new tokens/s", "times first's", "peak MB", "tokens")
 

@@ -31,7 +31,7 @@ Run = Callable[[list[list[int]], int], Answer]
 
 def open_onnx(folder: str, threads: int, prepack: bool = False) -> Run:
     """llmconv's own loop over its graphs, with the text of every token where there is a tokenizer."""
-    opened = importlib.import_module("llmconv.bench.own").open_text_model(folder, threads, prepack)
+    opened = importlib.import_module("llmconv.bench.own_loop").open_text_model(folder, threads, prepack)
     greedy = importlib.import_module("llmconv.generation").GenerationSettings
 
     def run(prompts: list[list[int]], new: int) -> Answer:

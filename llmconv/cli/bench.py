@@ -110,7 +110,7 @@ def command(
 
 def _require_places(csv_file: Path | None, plot_file: Path | None) -> None:
     """Before anything is measured."""
-    from llmconv.folder import require_plain
+    from llmconv.files.safe_folder import require_plain
 
     if csv_file and csv_file == plot_file:
         raise UsageProblem(f"`--csv` and `--plot` are both `{csv_file}`", hint="give each a name of its own")

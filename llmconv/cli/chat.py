@@ -31,7 +31,7 @@ def command(
     model. /reset forgets the chat, /system TEXT sets the system message, /quit or Ctrl-D ends, Ctrl-C stops an answer.
     """
     from llmconv.cli.terminal import talk
-    from llmconv.generation.chat import Chat, answer_settings
+    from llmconv.generation.chat_session import Chat, answer_settings
 
     opened = generation_options.opener(model, given)()
     settings = answer_settings(opened.defaults, template, **generation_options.settings(given))

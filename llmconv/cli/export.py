@@ -64,8 +64,8 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
     compute in float32. Without --prefill, --incremental or --unified the first two are written, or what --layout wants:
     genai, optimum and transformersjs want --unified. docs/clients.md tells how each client opens the folder.
     """
-    from llmconv.storage import require_own_folder
-    from llmconv.tasks import require_causal_folder
+    from llmconv.files.sources import require_own_folder
+    from llmconv.model_kinds import require_causal_folder
 
     if output is None:  # both before the seconds that importing torch takes
         require_own_folder(model)

@@ -126,7 +126,7 @@ class _Run:
 
     def to_file(self, path: Path, adapter: str, overwrite: bool, on_piece: Callable[[Piece], None] | None) -> None:
         """Runs the prompts that the file does not have yet."""
-        from llmconv.generation.output import CompletionFile
+        from llmconv.generation.completion_file import CompletionFile
 
         folder = self.model.folder.resolve()
         files = sorted(path for kind in MODEL_FILES for path in folder.glob(kind))

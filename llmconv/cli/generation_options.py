@@ -145,8 +145,8 @@ def _session(
     provider: str | None, threads: int | None, session_config: Path | None, prepack: bool = False
 ) -> SessionSettings:
     """Settings of onnxruntime from what `running` took; options go before the file."""
-    from llmconv.runtime.session_file import read_session_file
-    from llmconv.runtime.session_settings import SessionSettings, provider_name
+    from llmconv.runtime.onnxruntime.session_file import read_session_file
+    from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 
     found = SessionSettings(prepack=prepack)
     if session_config:

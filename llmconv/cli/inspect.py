@@ -9,7 +9,7 @@ import click
 
 from llmconv.cli import options
 from llmconv.errors import printable
-from llmconv.paths import is_address
+from llmconv.files.paths import is_address
 
 if TYPE_CHECKING:
     from llmconv.convert.inspect import Inspection

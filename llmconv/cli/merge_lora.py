@@ -10,7 +10,7 @@ import click
 from llmconv.cli import options, plans
 
 if TYPE_CHECKING:
-    from llmconv.convert.lora import Merge
+    from llmconv.convert.merge_lora import Merge
 
 
 COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear", "dare_ties"]
@@ -84,7 +84,7 @@ def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, 
 
     Exit code 1 says that --check found a difference.
     """
-    from llmconv.convert.lora import merge_lora
+    from llmconv.convert.merge_lora import merge_lora
 
     merge = merge_lora(base, adapters, output, dry_run=dry_run, **choices)
     if as_json:

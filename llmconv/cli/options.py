@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from llmconv.paths import output_path
+from llmconv.files.paths import output_path
 from llmconv.progress import set_quiet
 
 Command = TypeVar("Command", bound=Callable[..., Any])

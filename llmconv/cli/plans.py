@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from llmconv.plan import Plan
+    from llmconv.output.plan import Plan
 
 
 def as_result(plan: Plan, output: Path, dry_run: bool) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def print_plan(
         more: follows the line.
         fate: what happens to a tensor of this name, at the end of its line.
     """
-    from llmconv.writer import space_needed
+    from llmconv.output.writer import space_needed
 
     count = sum(len(shard.tensors) for shard in plan.shards)
     copied = sum(shard.nbytes for shard in plan.shards if shard.copy_of)

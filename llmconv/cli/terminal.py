@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from llmconv.generation import Piece
-    from llmconv.generation.chat import Chat
+    from llmconv.generation.chat_session import Chat
 
 COMMANDS = "/reset forgets the chat, /system TEXT sets the system message, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 

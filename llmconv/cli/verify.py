@@ -109,8 +109,8 @@ def command(
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
     from llmconv.runtime import SessionSettings
-    from llmconv.verify.github import annotation_lines
-    from llmconv.verify.report_files import require_place, write_report
+    from llmconv.verify.report.files import require_place, write_report
+    from llmconv.verify.report.github import annotation_lines
 
     _require_fitting(folder, graphs, asked)
     if report_folder:
@@ -139,8 +139,8 @@ Show = Callable[[list["Check"]], None]
 
 def _printer(*, every: bool) -> Show:
     """Prints checks as they come: a line per scenario when it is over, or each check; given none, what is left."""
-    from llmconv.verify.lines import ScenarioLines
-    from llmconv.verify.report import lines_of
+    from llmconv.verify.report.progress_lines import ScenarioLines
+    from llmconv.verify.results.report import lines_of
 
     scenarios = ScenarioLines()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from llmconv.generation.conversation import Conversation, SharedPrefix
-from llmconv.generation.files import ModelFiles
+from llmconv.generation.chat.conversation import Conversation, SharedPrefix
 from llmconv.generation.generate import Wording, generate
 from llmconv.generation.model import TextModel
+from llmconv.generation.model_files import ModelFiles
 from llmconv.generation.report import Completion, Cost, Generation
 from llmconv.generation.row import Piece
-from llmconv.generation.settings import GenerationSettings
+from llmconv.generation.sampling.settings import GenerationSettings
 
 __all__ = [
     "Completion",

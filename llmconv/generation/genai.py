@@ -15,9 +15,9 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
 from llmconv.generation.model import TextModel
 from llmconv.generation.row import Piece, Row
-from llmconv.generation.settings import BEAMS_ONLY, GenerationSettings
-from llmconv.runtime.genai_guard import CONFIG, read_genai_config
-from llmconv.runtime.session_settings import CPU, SessionSettings
+from llmconv.generation.sampling.settings import BEAMS_ONLY, GenerationSettings
+from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
+from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings
 
 OTHER = "give `--backend onnx`"
 SEEDS = 2**31

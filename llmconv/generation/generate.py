@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from llmconv.calls import OWN, checked, require_least
-from llmconv.generation.conversation import SharedPrefix
+from llmconv.argument_checks import OWN, checked, require_least
+from llmconv.generation.chat.conversation import SharedPrefix
+from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import Content, as_chat, contents_of, shared_start, with_prefix
 from llmconv.generation.report import Completion, Cost, Generation, Meter
 from llmconv.generation.row import Piece
-from llmconv.generation.settings import GenerationSettings
-from llmconv.generation.templates import TOKENIZER, find_template
-from llmconv.runtime.session_settings import SessionSettings
+from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 
 BATCH_SIZE = 8
 NEW_TOKENS = 64

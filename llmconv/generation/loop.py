@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from llmconv.generation.past import Past, Positions
 from llmconv.generation.row import Piece, Row
 from llmconv.runtime.array_cache import rows_of
-from llmconv.runtime.runner import Cache, Runner, Step, default_positions
+from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
-
-Positions = Callable[[Array, int], Array]
-"""Mask and number of new tokens to position ids, as `default_positions`."""
-
-
-@dataclass(frozen=True)
-class Past:
-    """What was run already: the first `tokens` columns of a batch, padding included."""
-
-    cache: Cache
-    tokens: int
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:

@@ -8,24 +8,25 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from llmconv.calls import checked
+from llmconv.argument_checks import checked
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.generation.conversation import Known
-from llmconv.generation.files import ModelFiles
-from llmconv.generation.loop import Batch, Positions, grow
+from llmconv.files.paths import kind_of
+from llmconv.files.sources import fetching
+from llmconv.generation.chat.conversation import Known
+from llmconv.generation.chat.templates import TOKENIZER, encode_chat
+from llmconv.generation.loop import Batch, grow
+from llmconv.generation.model_files import ModelFiles
+from llmconv.generation.past import Positions
 from llmconv.generation.positions import positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Piece, Row
-from llmconv.generation.settings import GenerationSettings, require_settings
-from llmconv.generation.templates import TOKENIZER, encode_chat
-from llmconv.paths import kind_of
+from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.runtime.context import context_length
-from llmconv.runtime.ort import OrtRunner, SessionSettings
+from llmconv.runtime.onnxruntime.runner import OrtRunner, SessionSettings
 from llmconv.runtime.runner import Runner, default_positions
 from llmconv.runtime.tokenizer import Decoder, encode_prompt, load_tokenizer
-from llmconv.storage import fetching
 
-TORCH_PARTS = "llmconv.generation.processors"
+TORCH_PARTS = "llmconv.generation.sampling.logits_processors"
 """Imported by name, and only where it is needed: it brings torch."""
 
 
@@ -339,7 +340,7 @@ def load_runner(
     if backend != "torch":
         raise UsageProblem(f"backend `{backend}` is unknown", hint="give `onnx`, `torch` or `genai`")
     _refuse_session(settings)
-    runner: Runner = importlib.import_module("llmconv.runtime.torch_runner").TorchRunner(
+    runner: Runner = importlib.import_module("llmconv.runtime.eager.torch_runner").TorchRunner(
         files.folder,
         code=files.folder if trust_remote_code else None,
         adapter=Path(adapter) if adapter else None,

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.calls import checked, fitted, require_least
+from llmconv.argument_checks import checked, fitted, require_least
 from llmconv.errors import UsageProblem
+from llmconv.files.paths import kind_of
+from llmconv.generation.chat.templates import TOKENIZER
 from llmconv.generation.generate import BATCH_SIZE
 from llmconv.generation.model import TextModel
-from llmconv.generation.settings import GenerationSettings
-from llmconv.generation.templates import TOKENIZER
-from llmconv.paths import kind_of
-from llmconv.runtime.session_settings import SessionSettings
+from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.tokenizer import token_ids
 
 TASK = "text-generation"

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from llmconv.checkpoint import read_json
-from llmconv.generation.loop import Positions
+from llmconv.generation.past import Positions
 from llmconv.runtime.runner import default_positions
 
 REGISTRY = "llmconv.export.input_maps"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
-from llmconv.generation.messages import is_message, require_contents
-from llmconv.paths import kind_of, path_of
-from llmconv.strict_json import Slip, first_slip, parse_strictly
+from llmconv.files.paths import kind_of, path_of
+from llmconv.files.strict_json import Slip, first_slip, parse_strictly
+from llmconv.generation.chat.messages import is_message, require_contents
 
 Content = str | list[dict[str, Any]]
 """A text, or a chat as a list of messages."""

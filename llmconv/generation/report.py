@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmconv import unix
+from llmconv.files import system_calls as unix
 
 STATUS = Path("/proc/self/status")
 """`VmHWM` of `proc_pid_status(5)`; `getrusage` counts what the parent process had, too."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmconv.errors import UsageProblem
-from llmconv.generation.sampling import pick_choice, pick_scored, pick_token
-from llmconv.generation.settings import GenerationSettings
+from llmconv.generation.sampling.filters import pick_choice, pick_scored, pick_token
+from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.generation.streaming import StopStrings, TextStream
 from llmconv.runtime.runner import Step
 from llmconv.tensors import Array

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmconv.runtime.ort import OrtGraph, OrtRunner, SessionSettings
+from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 
 __all__ = [

@@ -11,8 +11,8 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, LlmconvError, first_line
-from llmconv.pointers import refuse_git_lfs
-from llmconv.runtime.own_code import TRUST, blaming, own_tokenizer, tokenizer_reference
+from llmconv.files.pointer_files import refuse_git_lfs
+from llmconv.runtime.custom_code import TRUST, blaming, own_tokenizer, tokenizer_reference
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
 

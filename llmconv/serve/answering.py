@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmconv.generation import GenerationSettings, TextModel
-from llmconv.generation.chat import ANSWER_TOKENS
-from llmconv.generation.templates import TOKENIZER, find_template
+from llmconv.generation.chat.templates import TOKENIZER, find_template
+from llmconv.generation.chat_session import ANSWER_TOKENS
 from llmconv.serve.api_errors import ApiError
-from llmconv.serve.conversations import Conversations
+from llmconv.serve.cache_pool import Conversations
 from llmconv.serve.openai_schema import Request, Sampling
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}

@@ -23,10 +23,10 @@ from starlette.types import Message
 from llmconv.errors import LlmconvError
 from llmconv.serve.answering import Answering, Delta
 from llmconv.serve.api_errors import ApiError, as_api_error
-from llmconv.serve.guard import Access, Guard
+from llmconv.serve.openai_responses import WAITING, Reply, event
 from llmconv.serve.openai_schema import Request, chat_request, completion_request, parse_json
 from llmconv.serve.page import page_response
-from llmconv.serve.replies import WAITING, Reply, event
+from llmconv.serve.request_origin import Access, Guard
 from llmconv.serve.scheduler import Job, Scheduler
 
 log = logging.getLogger("llmconv.serve")

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmconv.files.strict_json import Slip, parse_strictly
 from llmconv.serve.api_errors import ApiError
-from llmconv.serve.fields import Fields
-from llmconv.strict_json import Slip, parse_strictly
+from llmconv.serve.json_fields import Fields
 
 MOST_CHOICES = 4
 MOST_PROMPTS = 16

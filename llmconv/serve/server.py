@@ -14,16 +14,16 @@ from types import FrameType
 
 import uvicorn
 
-from llmconv.calls import checked
+from llmconv.argument_checks import checked
 from llmconv.errors import OutputFailed
+from llmconv.files.sources import remove_downloads
 from llmconv.generation import TextModel
-from llmconv.generation.templates import TOKENIZER
+from llmconv.generation.chat.templates import TOKENIZER
 from llmconv.progress import warn
 from llmconv.serve.answering import Answering
 from llmconv.serve.app import make_app
-from llmconv.serve.guard import Access
+from llmconv.serve.request_origin import Access
 from llmconv.serve.scheduler import Scheduler
-from llmconv.storage import remove_downloads
 
 MOST_CONNECTIONS = 900
 """Below the 1024 open files that a process may have by default."""

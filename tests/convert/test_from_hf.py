@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from llmconv.checkpoint import read_json
 from llmconv.cli import main
 from llmconv.convert import from_hf, to_hf
-from llmconv.convert.meta.params import intermediate_of
+from llmconv.convert.formats.meta.config import intermediate_of
 from llmconv.errors import InputRefused
-from tests.convert.accessory_models import FIXTURES
-from tests.convert.consolidated import assert_same_shards, there_and_back
-from tests.convert.hf_models import FALCON, LLAMA, MIXTRAL, save_model
+from tests.builders.accessory_models import FIXTURES
+from tests.builders.consolidated import assert_same_shards, there_and_back
+from tests.builders.hf_models import FALCON, LLAMA, MIXTRAL, save_model
 
 SIZES = {
     "num_key_value_heads": st.sampled_from([1, 2, 4, 8]),

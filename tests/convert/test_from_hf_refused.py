@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from llmconv.convert import from_hf
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
-from tests.convert.hf_models import FALCON, LLAMA, MIXTRAL, save_model
-from tests.convert.tiny_models import save_tiny
+from tests.builders.hf_models import FALCON, LLAMA, MIXTRAL, save_model
+from tests.builders.tiny_models import save_tiny
 
 META_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"attention_bias": True, "mlp_bias": True}, "`attention_bias True`, `mlp_bias True`"),

@@ -13,11 +13,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from llmconv import safetensors_io
 from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.convert.inspect import inspect
 from llmconv.errors import MalformedInput
+from llmconv.files import safetensors_file as safetensors_io
 from tests.convert.conftest import FIXTURES
 
 GENUINE: dict[str, tuple[str, int]] = {

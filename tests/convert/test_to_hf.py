@@ -51,9 +51,12 @@ def test_every_format_claims_genuine_files_and_no_two_claim_the_same_path() -> N
     assert {name for names in claims.values() for name in names} == set(formats())
 
 
-def test_every_format_is_named_after_its_file() -> None:
-    files = sorted(file.stem for file in (Path(__file__).parents[2] / "convert" / "formats").glob("[a-z]*.py"))
-    assert [found.name for found in formats().values()] == list(formats()) == files
+def test_every_format_is_named_after_its_package_or_file() -> None:
+    folder = Path(__file__).parents[2] / "convert" / "formats"
+    entries = {file.stem for file in folder.glob("[a-z]*.py")} | {
+        file.parent.name for file in folder.glob("*/format.py")
+    }
+    assert [found.name for found in formats().values()] == list(formats()) == sorted(entries)
 
 
 def test_converting_needs_no_torch(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from llmconv.export import export
+from tests.builders.tracing import trace_once
 from tests.conftest import CONFIGS, save_tiny
-from tests.tracing import trace_once
 
 trace_once()
 

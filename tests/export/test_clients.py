@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import environments
 from llmconv.export import export
-from tests.chatting import save_chatting
+from tests.builders.chatting import save_chatting
 from tests.conftest import save_tiny
 from tests.test_docs import blocks
 

@@ -16,7 +16,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.export import export
-from llmconv.manifest import read_manifest
+from llmconv.output.manifest import read_manifest
 from tests.export.conftest import DEPTH, FAMILIES, as_past, eager_logits, run_graph, tokens
 
 GRAPHS = ["prefill.onnx", "decode.onnx", "model.onnx"]

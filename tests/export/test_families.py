@@ -11,7 +11,7 @@ import pytest
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.export import INPUT_MAPS, export
-from llmconv.export.trace import trace
+from llmconv.export.tracing.trace import trace
 from llmconv.verify import verify
 from tools.tiny_models import depth, save_tiny, tiny_config
 

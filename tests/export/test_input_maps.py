@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.errors import UnsupportedInput
 from llmconv.export import INPUT_MAPS, InputMap, register_input_map
-from llmconv.export.fake_model import load_config
 from llmconv.export.input_maps import find_input_map
+from llmconv.export.tracing.fake_model import load_config
 from tests.conftest import CONFIGS
 from tools.state_configs import STATE_CONFIGS
 from tools.tiny_models import tiny_config

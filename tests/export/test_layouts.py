@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.export.fake_model import load_config
+from llmconv.export.clients import Graphs, Model, by_names, layouts, roles_for, transformersjs
+from llmconv.export.clients import genai as genai_layout
+from llmconv.export.clients.optimum import accept_any_empty_past, guess
 from llmconv.export.input_maps import InputMap, Port, find_input_map
-from llmconv.export.layouts import Graphs, Model, by_names, layouts, roles_for, transformersjs
-from llmconv.export.layouts import genai as genai_layout
-from llmconv.export.layouts.optimum import accept_any_empty_past, guess
-from llmconv.folder import Link
-from llmconv.manifest import read_manifest
+from llmconv.export.tracing.fake_model import load_config
+from llmconv.files.safe_folder import Link
+from llmconv.output.manifest import read_manifest
 from llmconv.verify import verify
 from tests.conftest import CONFIGS, save_tiny
 from tests.export.conftest import eager_logits, run_graph, tokens

@@ -19,7 +19,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.errors import UsageProblem
 from llmconv.export import export
-from llmconv.manifest import read_manifest
+from llmconv.output.manifest import read_manifest
 
 Deep = Callable[[str], Path]
 

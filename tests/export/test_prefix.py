@@ -16,9 +16,9 @@ from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.manifest import read_manifest
+from llmconv.output.manifest import read_manifest
 from llmconv.runtime import OrtRunner, default_positions
-from tests.export.prefix_models import LENGTH, peft_logits, random_ids, save_adapter
+from tests.builders.prefix_models import LENGTH, peft_logits, random_ids, save_adapter
 
 PADDLE = Path(__file__).parents[1] / "fixtures/paddle/prefix_llama_bf16"
 KINDS = ("PrefixTuning", "PromptTuning", "PromptEncoder")

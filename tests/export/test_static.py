@@ -12,14 +12,14 @@ import pytest
 
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.export.form import forms
+from llmconv.export.graph_spec import forms
 from llmconv.export.input_maps import INPUT_MAPS
-from llmconv.manifest import read_manifest
+from llmconv.output.manifest import read_manifest
 from llmconv.runtime import OrtGraph, OrtRunner, default_positions
 from llmconv.tensors import Array
 from llmconv.verify import verify
+from tests.builders.mutants.surgery import add_constant, maker, users
 from tests.conftest import CONFIGS
-from tests.verify.surgery import add_constant, maker, users
 
 Tiny = Callable[[str], Path]
 SIZES = {"shapes": "static", "batch_size": 3, "max_seq_len": 64, "prompt_len": 16}

@@ -19,29 +19,29 @@ from typing import Any
 
 from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.convert.adapters.lora.config import parse_config
-from llmconv.convert.configs import read_config_file
-from llmconv.convert.dcp.folder import named_leaves, open_folder
-from llmconv.convert.dcp.metadata import TensorItem
 from llmconv.convert.deltas.exact import open_exact
+from llmconv.convert.formats.mindformers.ckpt_file import read_ckpt
+from llmconv.convert.formats.mindformers.strategy import read_strategy
+from llmconv.convert.formats.paddle.pdparams import open_pdparams
 from llmconv.convert.inspect import inspect
-from llmconv.convert.mindformers.ckpt import read_ckpt
-from llmconv.convert.mindformers.strategy import read_strategy
-from llmconv.convert.paddle.file import open_pdparams
-from llmconv.convert.raw import torch_tensors
+from llmconv.convert.models.config_file import read_config_file
+from llmconv.convert.state_dicts.distributed.folder import named_leaves, open_folder
+from llmconv.convert.state_dicts.distributed.metadata import TensorItem
+from llmconv.convert.state_dicts.raw_tensors import torch_tensors
 from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece, tokenizer_json
 from llmconv.convert.tokenizers.tiktoken_json import parse_tiktoken, tiktoken_json
-from llmconv.manifest import read_manifest
-from llmconv.packing import unpacking
-from llmconv.packing.compression import find_codec
-from llmconv.packing.tar_archive import RECORD, is_tar
-from llmconv.pickles.data import read_pickle
-from llmconv.runtime.graph_entry import graph_entries
-from llmconv.runtime.guard import load_guarded, weight_bytes
-from llmconv.runtime.session_file import read_session_file
-from llmconv.safetensors_io import read_header
+from llmconv.files.packing import unpack as unpacking
+from llmconv.files.packing.compression import find_codec
+from llmconv.files.packing.tar_archive import RECORD, is_tar
+from llmconv.files.pickles.reader import read_pickle
+from llmconv.files.safetensors_file import read_header
+from llmconv.files.sources import reading_safely
+from llmconv.output.manifest import read_manifest
+from llmconv.runtime.onnxruntime.graph_entry import graph_entries
+from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes
+from llmconv.runtime.onnxruntime.session_file import read_session_file
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.openai_schema import chat_request, completion_request, parse_json
-from llmconv.storage import reading_safely
 from tests.hostile import adapters, deltas, honest, legacy
 from tests.hostile.dcp import folder_of
 from tests.hostile.pickles import PYTHON, call, text

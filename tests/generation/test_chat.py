@@ -24,9 +24,9 @@ from llmconv.cli import main
 from llmconv.cli.terminal import visible
 from llmconv.errors import InputRefused
 from llmconv.generation import GenerationSettings, TextModel
-from llmconv.generation.chat import Chat, answer_settings, continued
+from llmconv.generation.chat_session import Chat, answer_settings, continued
 from llmconv.runtime.runner import Step
-from tests.chatting import CONTEXT
+from tests.builders.chatting import CONTEXT
 
 ROOT = Path(__file__).parents[2]
 

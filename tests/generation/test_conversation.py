@@ -12,8 +12,8 @@ import pytest
 from llmconv.export.exporter import export
 from llmconv.generation import Conversation, SharedPrefix, TextModel, Wording, generate
 from llmconv.runtime.runner import Step
+from tests.builders.talking import save_letters
 from tests.conftest import save_tiny
-from tests.talking import save_letters
 
 BACKENDS = pytest.mark.parametrize("backend", ["onnx", "torch"])
 

@@ -12,7 +12,7 @@ import pytest
 from llmconv.errors import InputRefused
 from llmconv.export.exporter import export
 from llmconv.generation import Conversation, SharedPrefix, TextModel
-from tests.export.prefix_models import save_adapter
+from tests.builders.prefix_models import save_adapter
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmconv.errors import InputRefused, OutputFailed
-from llmconv.generation.output import CompletionFile
+from llmconv.generation.completion_file import CompletionFile
 from llmconv.generation.prompts import Prompt
 from llmconv.generation.report import Completion
 

@@ -15,7 +15,7 @@ import llmconv
 from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.generation import GenerationSettings, ModelFiles, TextModel, Wording, generate
-from llmconv.generation.chat import Chat
+from llmconv.generation.chat_session import Chat
 from llmconv.generation.prompts import contents_of, read_prompts, token_lists
 from llmconv.runtime import SessionSettings
 

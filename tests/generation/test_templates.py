@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.generation.templates import encode_chat, render_chat
-from tests.talking import save_letters
+from llmconv.generation.chat.templates import encode_chat, render_chat
+from tests.builders.talking import save_letters
 
 HI = [{"role": "user", "content": "Hi"}]
 TURNS = [*HI, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"}]

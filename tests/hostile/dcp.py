@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as layout
 
-from tests.convert.dcp_folders import change, save, split
+from tests.builders.dcp_folders import change, save, split
 from tests.hostile.case import CANARY, Case
 from tests.hostile.files import instead_of
 from tests.hostile.honest import CONFIG, composer, weights

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.convert.zero_saves import TAG, save_zero_2, save_zero_3, write
+from tests.builders.zero_saves import TAG, save_zero_2, save_zero_3, write
 from tests.hostile.case import Case
 from tests.hostile.files import instead_of
 from tests.hostile.honest import CONFIG, members, repacked, weights

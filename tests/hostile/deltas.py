@@ -12,7 +12,7 @@ import torch
 import zstandard
 
 from llmconv.convert import extract_delta
-from tests.convert.deltas.models import frames, reindex, retell, write_index
+from tests.builders.delta_models import frames, reindex, retell, write_index
 from tests.hostile.case import Case
 from tests.hostile.files import instead_of
 from tests.hostile.honest import CONFIG, safetensors, weights

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from tests.convert.torch_states import FIXTURES
+from tests.builders.torch_states import FIXTURES
 from tests.hostile.case import Case
 from tests.hostile.configs import MERGE
 from tests.hostile.files import instead_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tests.convert.mpt_models import CONFIG as FOUNDRY
-from tests.convert.mpt_models import random_state
+from tests.builders.mpt_models import CONFIG as FOUNDRY
+from tests.builders.mpt_models import random_state
 from tests.hostile.adapters import base
 from tests.hostile.case import Case
 from tests.hostile.configs import nested

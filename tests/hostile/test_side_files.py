@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from llmconv.checkpoint import DEPTH_LIMIT, read_json
-from llmconv.convert.blueprint.names import model_folder
 from llmconv.convert.inspect import inspect
+from llmconv.convert.models.blueprint.names import model_folder
 from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece
 from llmconv.errors import LlmconvError, MalformedInput
-from llmconv.generation.settings import GenerationSettings
-from llmconv.manifest import read_manifest
+from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.output.manifest import read_manifest
 from llmconv.runtime.context import context_length
-from llmconv.runtime.graph_entry import graph_entries
-from llmconv.runtime.session_file import read_session_file
+from llmconv.runtime.onnxruntime.graph_entry import graph_entries
+from llmconv.runtime.onnxruntime.session_file import read_session_file
 from tests.hostile.case import Case
 from tests.hostile.child import COMMANDS
 from tests.hostile.honest import message

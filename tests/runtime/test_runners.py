@@ -15,7 +15,7 @@ import torch
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.export.exporter import export
 from llmconv.runtime import OrtGraph, OrtRunner, Runner, SessionSettings, default_positions
-from llmconv.runtime.eager import EagerRunner, KeepDouble
+from llmconv.runtime.eager.runner import EagerRunner, KeepDouble
 from llmconv.tensors import Array
 
 IDS = np.random.default_rng(0).integers(0, 96, (2, 7))

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from llmconv.generation import TextModel
 from llmconv.serve.answering import Answering
 from llmconv.serve.app import make_app
-from llmconv.serve.guard import Access
+from llmconv.serve.request_origin import Access
 from llmconv.serve.scheduler import Scheduler
 
 

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
-from tests.chatting import CONTEXT
+from tests.builders.chatting import CONTEXT
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]

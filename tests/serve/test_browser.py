@@ -12,9 +12,9 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from tests.chatting import CONTEXT
-from tests.serve.browsing import BROWSER, Page, opened
-from tests.serve.process import Served, serving
+from tests.builders.browsing import BROWSER, Page, opened
+from tests.builders.chatting import CONTEXT
+from tests.builders.server_process import Served, serving
 
 pytestmark = BROWSER
 

@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmconv.errors import UsageProblem
-from llmconv.serve.guard import Access
+from llmconv.serve.request_origin import Access
 from tests.serve.conftest import Clients
 
 CHAT = "/v1/chat/completions"

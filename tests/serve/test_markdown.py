@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from selenium.webdriver import Chrome
 
-from tests.serve.browsing import BROWSER, Page, opened
-from tests.serve.process import serving
+from tests.builders.browsing import BROWSER, Page, opened
+from tests.builders.server_process import serving
 
 pytestmark = BROWSER
 

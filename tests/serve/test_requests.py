@@ -16,7 +16,7 @@ from llmconv.generation import TextModel
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.app import MOST_BODY
 from llmconv.serve.openai_schema import chat_request, completion_request
-from tests.chatting import CONTEXT
+from tests.builders.chatting import CONTEXT
 from tests.serve.conftest import Clients
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from tests.chatting import CONTEXT
-from tests.serve.process import Served, serving, start
+from tests.builders.chatting import CONTEXT
+from tests.builders.server_process import Served, serving, start
 
 pytestmark = pytest.mark.slow
 

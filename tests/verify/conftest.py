@@ -13,12 +13,12 @@ import pytest
 
 from llmconv.export.exporter import export
 from llmconv.verify import Report, verify
-from llmconv.verify.truth import Eager
+from llmconv.verify.reference.eager import Eager
+from tests.builders.mutants.mutants import Mutant
+from tests.builders.prefix_models import save_adapter
+from tests.builders.quantizers import QUANTIZERS, quantizable, save_tokenizer
+from tests.builders.tracing import trace_once
 from tests.conftest import save_tiny
-from tests.export.prefix_models import save_adapter
-from tests.tracing import trace_once
-from tests.verify.mutants import Mutant
-from tests.verify.quantizers import QUANTIZERS, quantizable, save_tokenizer
 
 trace_once()
 

@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from llmconv.cli import main
+from tests.builders.mutants.mutants import MUTANTS
 from tests.verify.conftest import decode_only
-from tests.verify.mutants import MUTANTS
 
 
 def run(*arguments: object) -> Result:

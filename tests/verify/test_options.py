@@ -13,8 +13,8 @@ import pytest
 
 from llmconv.errors import MalformedInput
 from llmconv.verify import verify
-from llmconv.verify.truth import Eager
-from tests.verify.option_mutants import OPTION_MUTANTS, OptionMutant
+from llmconv.verify.reference.eager import Eager
+from tests.builders.mutants.options import OPTION_MUTANTS, OptionMutant
 
 Optioned = Callable[..., Path]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from llmconv.verify import verify
-from llmconv.verify.truth import Eager
+from llmconv.verify.reference.eager import Eager
+from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.conftest import CONFIGS
-from tests.verify.mutants import MUTANTS, Mutant
 
 QUICK = ("llama", "gemma2")
 FAMILIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]

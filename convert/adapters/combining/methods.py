@@ -28,9 +28,9 @@ from math import prod
 import numpy as np
 
 from llmconv.convert.adapters.combining.selection import kth_largest
+from llmconv.convert.adapters.placement.tuned_weight import Once
 from llmconv.convert.adapters.rounding import round_into
-from llmconv.convert.adapters.tuners.changes import Once
-from llmconv.convert.blas import single_threaded
+from llmconv.convert.algebra.blas_threads import single_threaded
 from llmconv.errors import UsageProblem
 from llmconv.tensors import Array, DType, LazyTensor
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining.methods import Combination, TaskVector, combine
-from llmconv.convert.adapters.low_rank import LowRank
-from llmconv.convert.adapters.placement import Edits
-from llmconv.convert.adapters.reading import Adapter
-from llmconv.convert.adapters.updates import add_changes
+from llmconv.convert.adapters.placement.edits import Edits
+from llmconv.convert.adapters.placement.weight_updates import add_changes
+from llmconv.convert.adapters.weighted_sum import LowRank
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
 
 FLOAT64 = BY_NAME["float64"]

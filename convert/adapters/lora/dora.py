@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from llmconv.convert.adapters.low_rank import LowRank
+from llmconv.convert.adapters.weighted_sum import LowRank
 from llmconv.tensors import Array, LazyTensor
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.convert.adapters.low_rank import LowRank, sum_rows
 from llmconv.convert.adapters.rounding import round_into
+from llmconv.convert.adapters.weighted_sum import LowRank, sum_rows
 from llmconv.tensors import Array, DType, LazyTensor
 
 PARTS = {

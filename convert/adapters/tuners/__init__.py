@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NoReturn
 
-from llmconv.convert.adapters.tuners.learned import Delta, Learned
-from llmconv.convert.adapters.tuners.settings import Settings
+from llmconv.convert.adapters.tuners.config_fields import Settings
+from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
 from llmconv.errors import UnsupportedInput
+from llmconv.plugins import plugins
 from llmconv.tensors import LazyTensor
 
 Shape = tuple[int, int]
@@ -70,9 +69,7 @@ UNMERGEABLE: dict[str, str] = {
 @lru_cache(maxsize=1)
 def tuners() -> dict[str, Tuner]:
     """Every tuner by `peft_type`."""
-    found = sorted(module.name for module in pkgutil.iter_modules([f"{__path__[0]}/kinds"]))
-    rows: list[Tuner] = [importlib.import_module(f"{__name__}.kinds.{name}").TUNER for name in found]
-    return {row.peft_type: row for row in rows}
+    return {row.peft_type: row for row in plugins(f"{__name__}.kinds", "TUNER", Tuner).values()}
 
 
 def by_peft_type(kind: object) -> Tuner:

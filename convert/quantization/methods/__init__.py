@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.quantization.weight import PackedWeight
+from llmconv.convert.quantization.packed_weight import PackedWeight
+from llmconv.plugins import plugins
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,4 @@ class Method:
 @lru_cache(maxsize=1)
 def methods() -> dict[str, Method]:
     """Every method by name, in alphabetical order."""
-    found = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    rows = [importlib.import_module(f"{__name__}.{name}").METHOD for name in found]
-    return {row.name: row for row in rows}
+    return {row.name: row for row in plugins(__name__, "METHOD", Method).values()}

@@ -14,7 +14,7 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.grouped import GroupedWeight, Packing
 from llmconv.convert.quantization.methods import Method
-from llmconv.convert.quantization.weight import part, refuse, require
+from llmconv.convert.quantization.packed_weight import part, refuse, require
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 

@@ -8,7 +8,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.four_bit import STATE, open_four_bit
 from llmconv.convert.quantization.int8_rows import open_int8
 from llmconv.convert.quantization.methods import Method
-from llmconv.convert.quantization.weight import PackedWeight, refuse
+from llmconv.convert.quantization.packed_weight import PackedWeight, refuse
 
 PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format")
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.quantization.bits import WIDTHS, pack, unpack
 from llmconv.convert.quantization.grouped import GroupedWeight, Packing
 from llmconv.convert.quantization.methods import Method
 from llmconv.convert.quantization.methods.fp8 import ACTIVATIONS, block_size
+from llmconv.convert.quantization.packed_bits import WIDTHS, pack, unpack
+from llmconv.convert.quantization.packed_weight import PackedWeight, part, refuse, require
 from llmconv.convert.quantization.scaled import LARGEST, ScaledWeight, open_scaled
-from llmconv.convert.quantization.weight import PackedWeight, part, refuse, require
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 

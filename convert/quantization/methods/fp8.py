@@ -12,8 +12,8 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.packed_weight import refuse
 from llmconv.convert.quantization.scaled import ScaledWeight, open_scaled
-from llmconv.convert.quantization.weight import refuse
 from llmconv.errors import MalformedInput
 
 SCALES = ("_scale_inv", "_scale")

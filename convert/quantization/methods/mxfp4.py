@@ -15,7 +15,7 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.methods import Method
-from llmconv.convert.quantization.weight import PackedWeight, part, refuse, require
+from llmconv.convert.quantization.packed_weight import PackedWeight, part, refuse, require
 from llmconv.tensors import Array, LazyTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"

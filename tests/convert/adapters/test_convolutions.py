@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from llmconv.convert import merge_lora
 from llmconv.errors import MalformedInput, UnsupportedInput
-from tests.convert.adapters.lora_models import assert_equal, train
+from tests.builders.lora_models import assert_equal, train
 
 
 def whisper() -> Any:

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
-from tests.convert.adapters.lora_models import causal_lm, train
+from tests.builders.lora_models import causal_lm, train
 
 SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
 

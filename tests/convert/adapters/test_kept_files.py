@@ -15,14 +15,14 @@ import transformers
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from llmconv import writer
 from llmconv.checkpoint import INDEX, open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import merge_lora
 from llmconv.convert.delta import apply_delta, extract_delta
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.file_copy import copy_file
-from llmconv.safetensors_io import read_header
+from llmconv.files.copying import copy_file
+from llmconv.files.safetensors_file import read_header
+from llmconv.output import writer
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 Adapter = Callable[..., Path]

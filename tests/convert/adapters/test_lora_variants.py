@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from llmconv.cli import main
 from llmconv.convert import merge_lora
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
-from tests.convert.adapters.lora_models import Case, State, assert_equal, shake, train
+from tests.builders.lora_models import Case, State, assert_equal, shake, train
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from transformers.utils import logging
 
 from llmconv.convert import merge_lora
 from llmconv.errors import MalformedInput
-from tests.convert.adapters.matrix import FAMILIES, KINDS, RESIZED, logits_of, makes_sense, train
-from tests.convert.adapters.tuned_models import UNKNOWN, State
+from tests.builders.lora_matrix import FAMILIES, KINDS, RESIZED, logits_of, makes_sense, train
+from tests.builders.tuned_models import UNKNOWN, State
 
 WHOLE = [(family, kind) for family in FAMILIES for kind in KINDS if makes_sense(family, kind)]
 TRICKY = ("saved both", "saved norm", "head", "head, tied", "embedding, tied", "tokens of modules", *RESIZED)

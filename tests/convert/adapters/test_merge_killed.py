@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.convert.adapters.matrix import train
+from tests.builders.lora_matrix import train
 
 CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "dora": ("llama, tied", "dora", ()),

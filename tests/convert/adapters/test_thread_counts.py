@@ -14,7 +14,7 @@ from peft import LoHaConfig, LoraConfig, PeftConfig
 from safetensors.torch import save_file
 
 from llmconv.convert.adapters.combining.methods import METHODS
-from tests.convert.adapters.tuned_models import train
+from tests.builders.tuned_models import train
 
 MERGES = """
 import sys

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from llmconv.convert import merge_lora
-from tests.convert.adapters.lora_models import State, assert_equal
+from tests.builders.lora_models import State, assert_equal
 from tests.convert.conftest import FIXTURES
 
 MODELS = sorted(path for path in (FIXTURES / "adapters/transformers4").iterdir() if path.is_dir())

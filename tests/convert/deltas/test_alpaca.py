@@ -13,7 +13,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import apply_delta
 from llmconv.convert.deltas.alpaca import Checksum, checksum_of
 from llmconv.tensors import BY_NAME, in_memory
-from tests.convert.tiny_models import save_tiny
+from tests.builders.tiny_models import save_tiny
 
 State = dict[str, torch.Tensor]
 

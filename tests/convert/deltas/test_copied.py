@@ -10,15 +10,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 
-from llmconv import writer
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import apply_delta, extract_delta
 from llmconv.errors import InputRefused, OutputFailed
-from llmconv.file_copy import copy_file
-from llmconv.plan import plan_checkpoint
+from llmconv.files.copying import copy_file
+from llmconv.output import writer
+from llmconv.output.plan import plan_checkpoint
+from llmconv.output.writer import write_checkpoint
 from llmconv.tensors import BY_NAME
-from llmconv.writer import write_checkpoint
-from tests.convert.deltas.models import Arrays, same, save, weights
+from tests.builders.delta_models import Arrays, same, save, weights
 
 CHANGED = "model.norm.weight"
 

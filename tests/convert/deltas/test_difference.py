@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import apply_delta, from_hf
 from llmconv.errors import MalformedInput, UnsupportedInput
-from tests.convert.tiny_models import contents, save_tiny
+from tests.builders.tiny_models import contents, save_tiny
 
 State = dict[str, torch.Tensor]
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import apply_delta, extract_delta, from_hf, to_hf
-from llmconv.convert.deltas import stored
+from llmconv.convert.deltas import exact_file as stored
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import BY_NAME, DTYPES, LazyTensor
-from tests.convert.accessory_models import DELTA
-from tests.convert.deltas.models import same, save, save_pair, there_and_back, weights
-from tests.convert.tiny_models import save_tiny
+from tests.builders.accessory_models import DELTA
+from tests.builders.delta_models import same, save, save_pair, there_and_back, weights
+from tests.builders.tiny_models import save_tiny
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmconv.cli import main
 from llmconv.convert import extract_delta, merge_lora
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
-from tests.convert.deltas.models import relative
-from tests.convert.tiny_models import FIELDS
+from tests.builders.delta_models import relative
+from tests.builders.tiny_models import FIELDS
 
 State = dict[str, torch.Tensor]
 Change = Callable[[str, torch.Tensor], torch.Tensor]

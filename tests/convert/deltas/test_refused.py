@@ -15,8 +15,8 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import apply_delta, extract_delta, inspect, to_hf
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UsageProblem
-from tests.convert.deltas.models import frames, reindex, retell, save, save_pair, weights, write_index
-from tests.convert.tiny_models import contents
+from tests.builders.delta_models import frames, reindex, retell, save, save_pair, weights, write_index
+from tests.builders.tiny_models import contents
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.convert import apply_delta, extract_delta
 from llmconv.errors import InputRefused, OutputFailed
-from tests.convert.deltas.models import frames, same, save, save_pair, weights
+from tests.builders.delta_models import frames, same, save, save_pair, weights
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_the_manifest_tells_the_steps_and_the_same_bytes_come_out_twice(
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from llmconv import staging
+from llmconv.output import staging
 from llmconv.convert import apply_delta, extract_delta
 from llmconv.progress import set_quiet
 

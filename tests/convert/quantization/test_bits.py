@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmconv.convert.quantization.bits import WIDTHS, pack, unpack
 from llmconv.convert.quantization.methods.awq import pack_outputs, unpack_outputs
+from llmconv.convert.quantization.packed_bits import WIDTHS, pack, unpack
 from llmconv.convert.quantization.scaled import float8
 
 

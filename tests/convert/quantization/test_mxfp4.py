@@ -12,7 +12,7 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert.quantization.base import QuantizedBase, quantized_base
+from llmconv.convert.quantization.quantized_base import QuantizedBase, quantized_base
 from llmconv.errors import MalformedInput
 from llmconv.tensors import BY_NAME, in_memory
 

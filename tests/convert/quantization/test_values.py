@@ -11,8 +11,8 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert.quantization.base import QuantizedBase, quantized_base
 from llmconv.convert.quantization.methods.gptq import zero_points
+from llmconv.convert.quantization.quantized_base import QuantizedBase, quantized_base
 from tests.convert.quantization.conftest import BASES, FOLDER, reference, stored
 
 Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"

@@ -5,9 +5,9 @@ ranknum is the rank before any was pruned: `init_r`, or a tensor in files of old
 
 from __future__ import annotations
 
-from llmconv.convert.adapters.low_rank import thin_product
 from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.learned import Delta, Learned
+from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.weighted_sum import thin_product
 from llmconv.tensors import Array
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.learned import Delta, Learned
+from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
 from llmconv.convert.adapters.tuners.torch_random import first_of_permutation
 from llmconv.errors import MalformedInput
 from llmconv.tensors import Array

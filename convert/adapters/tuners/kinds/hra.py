@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.learned import Delta, Learned
+from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
 from llmconv.tensors import Array
 
 

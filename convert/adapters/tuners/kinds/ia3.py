@@ -6,7 +6,7 @@ l is out×1, or 1×in in a feed-forward module; the bias is scaled with the rows
 from __future__ import annotations
 
 from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.learned import Delta, Learned
+from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array
 

@@ -9,9 +9,9 @@ from math import prod
 
 import numpy as np
 
-from llmconv.convert.adapters.low_rank import thin_product
 from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.learned import Delta, Learned
+from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.weighted_sum import thin_product
 from llmconv.tensors import Array
 
 

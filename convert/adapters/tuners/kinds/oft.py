@@ -11,8 +11,8 @@ from math import isqrt
 import numpy as np
 
 from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.learned import Delta, Learned
-from llmconv.convert.adapters.tuners.settings import odd
+from llmconv.convert.adapters.tuners.config_fields import odd
+from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
 from llmconv.tensors import Array
 
 MOST_TERMS = 1000

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from llmconv.convert.adapters.low_rank import thin_product
 from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.learned import Delta, Learned
-from llmconv.convert.adapters.tuners.settings import Settings, odd
+from llmconv.convert.adapters.tuners.config_fields import Settings, odd
+from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
 from llmconv.convert.adapters.tuners.torch_random import Draws
+from llmconv.convert.adapters.weighted_sum import thin_product
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 
 

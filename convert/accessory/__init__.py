@@ -1,1 +1,0 @@
-"""What the format accessory is made of: plugins, parameters, names, shards."""

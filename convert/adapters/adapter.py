@@ -1,0 +1,125 @@
+"""Adapter: what an opened adapter contains, of whichever kind: its pairs A and B, whole tensors, trained rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmconv.convert.adapters.lora.config import LoraConfig
+from llmconv.convert.adapters.lora.trainable_tokens import TokenRows
+from llmconv.convert.adapters.tuners import Tuner
+from llmconv.convert.adapters.tuners.module_tensors import Learned
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.tensors import LazyTensor
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The LoRA tensors of one module.
+
+    Attributes:
+        a: r×in (an embedding: r×vocab).
+        b: out×r (an embedding: dim×r).
+        bias: out, added to the module's bias; only with `lora_bias`.
+        embedding: the module is an embedding, whose weight is the transpose of B·A.
+        magnitude: one number per output; only with DoRA.
+        kernel: sizes of the kernel that A's columns are made of, behind the inputs; only of a convolution.
+    """
+
+    a: LazyTensor
+    b: LazyTensor
+    bias: LazyTensor | None = None
+    embedding: bool = False
+    magnitude: LazyTensor | None = None
+    kernel: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """r: the rows of A and the columns of B."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One opened adapter.
+
+    Attributes:
+        path: its folder.
+        weights: the files with the tensors.
+        settings: the file with the config.
+        config: what the config says about the merged weight.
+        pairs: module path to its A and B.
+        whole: tensor name to a tensor that replaces the base's.
+        originals: those of them that are not trained: the base's own, such as a resized embedding.
+        tokens: module path to rows that replace the base's.
+        initial: the adapter as it was before training, where training took it out of the base.
+        learned: module path to the tensors of another kind of adapter.
+        tuner: that kind.
+        model_type: that of its base, where its files tell.
+        fields: those of the base's `config.json` that its tensors change.
+        keeps_tie: a change of a tied embedding is one of the head too.
+    """
+
+    path: Path
+    weights: tuple[Path, ...]
+    settings: Path
+    config: LoraConfig
+    pairs: Mapping[str, Pair]
+    whole: Mapping[str, LazyTensor] = field(default_factory=dict)
+    originals: Mapping[str, LazyTensor] = field(default_factory=dict)
+    tokens: Mapping[str, TokenRows] = field(default_factory=dict)
+    initial: Adapter | None = None
+    learned: Mapping[str, Learned] = field(default_factory=dict)
+    tuner: Tuner | None = None
+    model_type: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    keeps_tie: bool = False
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.path.absolute().name
+
+
+def check(adapter: Adapter) -> None:
+    """Ranks and alphas fit the config, and every value is finite.
+
+    Raises:
+        MalformedInput: they do not.
+        UnsupportedInput: a tensor that is no floating-point one.
+    """
+    if not any((adapter.pairs, adapter.whole, adapter.tokens, adapter.learned)):
+        raise MalformedInput(f"`{adapter.weights[0].name}` holds no tensors", hint="save the adapter again")
+    for module, pair in adapter.pairs.items():
+        if not adapter.config.parameters:  # whose rank depends on the number of experts, which the base knows
+            adapter.config.scale(module, pair.rank)
+        for part, tensor in (
+            *(("lora_A", pair.a), ("lora_B", pair.b), ("lora_B.bias", pair.bias)),
+            ("lora_magnitude_vector", pair.magnitude),
+        ):
+            if tensor is not None:
+                _require_finite(f"{module}.{part}", tensor)
+    for name, tensor in adapter.whole.items():
+        _require_finite(name, tensor)
+    for module, learned in adapter.learned.items():
+        for part, tensor in learned.tensors.items():
+            _require_finite(f"{module}.{part}", tensor)
+    for name, tokens in adapter.tokens.items():
+        _require_finite(f"{name}.trainable_tokens_delta", tokens.rows)
+
+
+def _require_finite(name: str, tensor: LazyTensor) -> None:
+    if tensor.dtype.numpy.kind not in "fV":
+        raise UnsupportedInput(
+            f"the adapter stores `{name}` as {tensor.dtype.name}", hint="only floating-point adapters are merged"
+        )
+    for start, stop in tensor.blocks():
+        if not np.isfinite(tensor.rows(start, stop)).all():
+            raise MalformedInput(
+                f"the adapter's `{name}` holds values that are not finite",
+                hint="the training diverged; take an earlier checkpoint of the adapter",
+            )

@@ -1,1 +1,0 @@
-"""One file for each program whose adapters are not PEFT's."""

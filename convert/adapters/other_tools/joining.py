@@ -1,0 +1,97 @@
+"""The factors of several modules as those of one, where a base has in one matrix what an adapter has in several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from llmconv.convert.adapters.other_tools.factors import Factors
+from llmconv.convert.algebra.operations import concat
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.tensors import Array, LazyTensor
+
+Combine = Callable[[Sequence[LazyTensor]], LazyTensor]
+
+
+def join_modules(
+    factors: Mapping[str, Factors],
+    parts: Sequence[str],
+    whole: str,
+    counts: Sequence[int],
+    source: str,
+    combine: Combine = lambda rows: concat(rows, 0),
+) -> dict[str, Factors]:
+    """The factors with those of each layer that `parts` names put together, where the base has them in one matrix.
+
+    Its A is that of the trained parts, one below the other; its B has each one's own where rows and columns are its.
+
+    Args:
+        factors: by module.
+        parts: what the modules end with, in the order of the rows.
+        whole: what takes the place of these words.
+        counts: rows of each part.
+        source: file or folder name for error messages.
+        combine: makes the rows of all parts those of the whole; one after the other where it is not said.
+
+    Raises:
+        MalformedInput: a part has another number of rows.
+        UnsupportedInput: parts of different ranks, or DoRA on some of them only.
+    """
+    result: dict[str, Factors] = {}
+    for module, own in factors.items():
+        last = next((part for part in parts if module.endswith(f".{part}")), "")
+        root = module.removesuffix(last)
+        if not last:
+            result[module] = own
+        elif f"{root}{whole}" not in result:
+            found = [factors.get(f"{root}{part}") for part in parts]
+            result[f"{root}{whole}"] = _join(f"{root}{whole}", found, counts, source, combine)
+    return result
+
+
+def _join(
+    module: str,
+    found: Sequence[Factors | None],
+    counts: Sequence[int],
+    source: str,
+    combine: Combine,
+) -> Factors:
+    trained = [part for part in found if part is not None]
+    first = trained[0]
+    odd = [part for part, count in zip(found, counts, strict=True) if part and part.b.num_rows != count]
+    if odd or any(part.a.shape[1] != first.a.shape[1] for part in trained):
+        raise MalformedInput(
+            f"the parts of `{module}` in `{source}` have other sizes than the base's, such as B "
+            f"{list((odd or trained)[0].b.shape)}",
+            hint="the adapter was trained on another model",
+        )
+    magnitudes = [part.magnitude for part in trained if part.magnitude is not None]
+    if len({(part.rank, part.a.dtype, part.b.dtype) for part in trained}) > 1 or len(magnitudes) not in (0, len(found)):
+        raise UnsupportedInput(
+            f"the parts of `{module}` in `{source}` are of different kinds, and the base has them in one matrix",
+            hint="merge it with the program that trained it",
+        )
+    rank = first.rank * len(trained)
+    blocks, column = [], 0
+    for part, count in zip(found, counts, strict=True):
+        blocks.append(_placed(part.b if part else None, column, (count, rank), first.b))
+        column += part.rank if part else 0
+    return Factors(
+        concat([part.a for part in trained], 0),
+        combine(blocks),
+        combine(magnitudes) if magnitudes else None,
+        len(trained),
+    )
+
+
+def _placed(part: LazyTensor | None, column: int, shape: tuple[int, int], like: LazyTensor) -> LazyTensor:
+    """Zeros of `shape` with `part` from `column` on."""
+
+    def rows(start: int, stop: int) -> Array:
+        whole = np.zeros((stop - start, shape[1]), like.dtype.numpy)
+        if part is not None:
+            whole[:, column : column + part.shape[1]] = part.rows(start, stop)
+        return whole
+
+    return LazyTensor(like.dtype, shape, rows)

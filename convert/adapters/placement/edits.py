@@ -1,0 +1,201 @@
+"""Edits: every tensor of every adapter placed on exactly one tensor of the base, shapes checked, nothing read."""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from llmconv.convert.adapters.adapter import Adapter
+from llmconv.convert.adapters.lora.saved_modules import is_saved, same_values, without_own
+from llmconv.convert.adapters.lora.trainable_tokens import TokenRows, with_rows
+from llmconv.convert.adapters.placement.targets import Targets, other_base
+from llmconv.convert.adapters.placement.tensor_names import match_saved
+from llmconv.convert.adapters.placement.tuned_weight import updates_of
+from llmconv.convert.adapters.placement.weight_updates import Change, add_changes
+from llmconv.convert.adapters.weighted_sum import LowRank, is_mirrored
+from llmconv.convert.algebra.operations import equal
+from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.tensors import BY_NAME, FLOATS, DType, LazyTensor, cast, in_memory
+
+HEAD = HEADS[0]
+
+CLASS = re.compile(r"(For[A-Z]|LMHead|DoubleHeads|Model|Pretrained|PreTrained).*")
+"""What follows the family in the name of a transformers class."""
+
+ONE = in_memory(np.ones((1, 1), dtype=np.float32), BY_NAME["float32"])
+
+
+@dataclass
+class Edits:
+    """What all adapters together do to the base's tensors, by the base's names.
+
+    Attributes:
+        tensors: the base's tensors, and those that adapters add.
+        config: the base's `config.json`.
+        tied: the names of embedding and head where they are one tensor in the base, of which `tensors` has two.
+        whole: tensors that are replaced.
+        tokens: rows that are replaced, after whole tensors.
+        changes: what is added after replacing.
+        warnings: what a user should know, one line each.
+    """
+
+    tensors: dict[str, LazyTensor]
+    config: Mapping[str, Any]
+    tied: tuple[str, ...] = ()
+    whole: dict[str, LazyTensor] = field(default_factory=dict)
+    tokens: dict[str, list[TokenRows]] = field(default_factory=dict)
+    changes: dict[str, list[Change]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def touches(self, name: str | None) -> bool:
+        """Whether the tensor will differ from the base's."""
+        return name in self.whole or name in self.changes or name in self.tokens
+
+    def replaces(self, name: str) -> bool:
+        """Whether the tensor, or rows of it, come from an adapter as they are."""
+        return name in self.whole or name in self.tokens
+
+    def only_tokens(self, name: str | None) -> bool:
+        """Whether nothing but some rows of the tensor are replaced."""
+        return name in self.tokens and name not in self.whole and name not in self.changes
+
+    def same(self, name: str, other: str | None) -> bool:
+        """Whether all that is done to the two tensors makes one of the two; both must have been one."""
+        if other is None or (name in self.tokens) != (other in self.tokens):
+            return False
+        pairs = zip(self.tokens.get(name, []), self.tokens.get(other, []), strict=False)
+        alike = all(one is two or (one.ids == two.ids and equal(one.rows, two.rows)) for one, two in pairs)
+        mine, others = self.changes.get(name, []), self.changes.get(other, [])
+        alike &= len(mine) == len(others) and len(self.tokens.get(name, [])) == len(self.tokens.get(other, []))
+        alike = alike and all(is_mirrored(one, two) for one, two in zip(mine, others, strict=True))
+        one, two = (self.whole.get(each) or self.tensors[each] for each in (name, other))
+        return alike and (one is two or equal(one, two))
+
+    def current(self, name: str) -> LazyTensor:
+        """The tensor that changes are added to; in float32 where it has rows that are not of its element type."""
+        tensor = self.whole.get(name) or self.tensors[name]
+        if name not in self.tokens:
+            return tensor
+        wide = name in self.changes and tensor.dtype.itemsize < 4
+        return with_rows(cast(tensor, BY_NAME["float32"]) if wide else tensor, self.tokens[name])
+
+    def result(self, name: str, dtype: DType) -> LazyTensor:
+        """The tensor with all that is done to it, rounded once to `dtype`."""
+        if name in self.changes:
+            return add_changes(self.current(name), self.changes[name], dtype)
+        return cast(self.current(name), dtype)
+
+    def place(self, adapter: Adapter, weight: float) -> None:
+        """Adds one adapter, its update multiplied by `weight`.
+
+        Raises:
+            MalformedInput: a tensor that matches nothing, has another shape, or was replaced by another adapter.
+            UnsupportedInput: the weight in the base is not a floating-point tensor, or a layer that is not known.
+        """
+        modules = adapter.config.modules_to_save
+        new = {name for name in adapter.whole if name not in self.tensors and is_saved(name, modules)}
+        targets = Targets(adapter, ChainMap(self.whole, self.tensors), self.config)
+        homes = targets.homes(adapter.whole.keys() - new)
+        homes |= match_saved(new, homes, self.tensors.keys(), adapter.name)
+        self._replace_all(adapter, homes)
+        for module, tokens in adapter.tokens.items():
+            self._replace_rows(adapter.name, homes[f"{module}.weight"], tokens)
+        for module, pair in adapter.pairs.items():
+            for name, changes in targets.changes(module, pair, weight):
+                self._require_float(name)
+                for each in self._tied_with(name, adapter, homes):
+                    self.changes.setdefault(each, []).extend(changes)
+            if pair.bias:
+                scale = weight * adapter.config.scale(module, pair.rank)
+                self._change_bias(adapter.name, homes[f"{module}.bias"], pair.bias, scale)
+        has_bias = self.tensors.__contains__
+        for name, update in updates_of(adapter, homes, self.current, has_bias, targets.is_conv1d, weight):
+            self.changes.setdefault(name, []).append(update)
+        self._warn(adapter, weight)
+
+    def _tied_with(self, name: str, adapter: Adapter, homes: Mapping[str, str]) -> tuple[str, ...]:
+        """The tensors that a change is for: both of a tie that the adapter keeps, unless it has one for each."""
+        kept = adapter.keeps_tie and name in self.tied and not {*self.tied} <= {*homes.values()}
+        return self.tied if kept else (name,)
+
+    def _replace_all(self, adapter: Adapter, homes: Mapping[str, str]) -> None:
+        """Puts the adapter's whole tensors in place; what a tied base's one matrix was resized to is there twice."""
+        originals = {homes.get(name, name): tensor for name, tensor in adapter.originals.items()}
+        trained = {
+            homes.get(name, name): tensor
+            for name, tensor in adapter.whole.items()
+            if tensor is not adapter.originals.get(name)
+        }
+        for one, other in (self.tied, self.tied[::-1]) if self.tied else ():
+            if one in originals and other not in trained:
+                originals.setdefault(other, originals[one])
+        for name, tensor in without_own(originals, self.tensors).items():
+            if name not in trained and not (name in self.whole and same_values(tensor, self.whole[name])):
+                self._replace(adapter.name, name, tensor)
+        for name, tensor in trained.items():
+            self._replace(adapter.name, name, tensor)
+
+    def _replace(self, adapter: str, name: str, tensor: LazyTensor) -> None:
+        if name in self.whole:
+            raise MalformedInput(
+                f"`{adapter}` replaces `{name}`, which another adapter replaces too",
+                hint="whole tensors cannot be summed; merge one adapter at a time and decide which one counts",
+            )
+        there = self.tensors.setdefault(name, tensor)
+        rows_may_differ = name.endswith((*HEADS, *EMBEDDINGS))
+        if there.shape != tensor.shape and not (rows_may_differ and there.shape[1:] == tensor.shape[1:]):
+            raise other_base(adapter, name, there.shape, tensor.shape)
+        self.whole[name] = tensor
+
+    def _replace_rows(self, adapter: str, name: str, tokens: TokenRows) -> None:
+        shape = self.current(name).shape
+        if len(shape) != 2 or shape[1:] != tokens.rows.shape[1:] or max(tokens.ids) >= shape[0]:
+            raise MalformedInput(
+                f"`{adapter}` replaces row {max(tokens.ids)} of {tokens.rows.shape[1]} numbers in `{name}`, "
+                f"in the base it has shape {list(shape)}",
+                hint="the adapter was trained on another model; see its `base_model_name_or_path`",
+            )
+        taken = {row for other in self.tokens.get(name, []) for row in other.ids}
+        if common := sorted(taken & set(tokens.ids)):
+            raise MalformedInput(
+                f"`{adapter}` replaces row {common[0]} of `{name}`, which another adapter replaces too",
+                hint="trained rows cannot be summed; merge one adapter at a time and decide which one counts",
+            )
+        self.tokens.setdefault(name, []).append(tokens)
+
+    def _require_float(self, name: str) -> None:
+        if (dtype := self.current(name).dtype).name not in ("float64", *FLOATS):
+            raise UnsupportedInput(
+                f"`{name}` of the base is stored as {dtype.name}", hint="merge into the unquantized model"
+            )
+
+    def _change_bias(self, adapter: str, name: str, bias: LazyTensor, scale: float) -> None:
+        """`lora_bias`: the bias of B is one more product, of a column and a one."""
+        if bias.shape != self.current(name).shape:
+            raise other_base(adapter, name, self.current(name).shape, bias.shape)
+        column = LazyTensor(bias.dtype, (*bias.shape, 1), lambda start, stop: bias.rows(start, stop).reshape(-1, 1))
+        self.changes.setdefault(name, []).append(LowRank(ONE, column, scale))
+
+    def _warn(self, adapter: Adapter, weight: float) -> None:
+        notes = list(adapter.config.warnings)
+        has_bias = any(name.endswith(".bias") for name in adapter.whole)
+        if adapter.config.bias != "none" and not has_bias and any(name.endswith(".bias") for name in self.tensors):
+            notes.append(f"`bias` is {adapter.config.bias!r}, but the file holds no bias; PEFT up to 0.20 lost them")
+        if other := self._other_family(adapter.config.base_class):
+            notes.append(f"it was trained on a `{adapter.config.base_class}`, the base is a `{other}`")
+        if weight != 1 and (count := len(adapter.whole) + len(adapter.tokens)):
+            notes.append(f"the weight {weight:g} does not apply to the {count} tensors it replaces")
+        self.warnings += [f"`{adapter.name}`: {note}" for note in notes]
+
+    def _other_family(self, trained: str) -> str:
+        """The base's class where it is of another family than the one the adapter was trained on; else nothing."""
+        classes = self.config.get("architectures")
+        own = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+        one, other = (CLASS.sub("", name) for name in (own, trained))
+        return own if one and other and not (one.startswith(other) or other.startswith(one)) else ""

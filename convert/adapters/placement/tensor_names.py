@@ -1,0 +1,126 @@
+"""Which tensor of the base an adapter's name means: the same name, or one renaming that places all the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+
+from llmconv.convert.adapters.lora.version_renames import spellings
+from llmconv.errors import MalformedInput
+
+LISTED = 3
+"""Unmatched names that an error shows before it counts the rest."""
+
+
+def match_names(wanted: Collection[str], names: Collection[str], adapter: str) -> dict[str, str]:
+    """Each wanted name's tensor in the base.
+
+    Names that are not there may be of another version of transformers (`renamed.py`), or may all differ by one prefix,
+    such as `transformer.` in the model and nothing in the file. That is accepted only where exactly one renaming places
+    every name, each on a tensor of its own; the versions' names come first.
+
+    Args:
+        wanted: tensor names in the model that the adapter was trained on.
+        names: tensor names of the base.
+        adapter: its name, for error messages.
+
+    Raises:
+        MalformedInput: a name that matches nothing, or several exchanges that fit; lists the close names.
+    """
+    found = {name: name for name in wanted if name in names}
+    missing = sorted(set(wanted) - set(found))
+    if not missing:
+        return found
+    known = set(names)
+    versions = [dict(zip(missing, spelled, strict=True)) for spelled in spellings(missing) if known.issuperset(spelled)]
+    fits = _distinct(versions, found) or _distinct(_exchanges(missing, known), found)
+    if len(fits) == 1:
+        return found | dict(next(iter(fits)))
+    if fits:
+        options = sorted(dict(fit)[missing[0]] for fit in fits)
+        raise MalformedInput(
+            f"`{adapter}` adapts `{missing[0]}`, which could be {_quoted(options)} of the base",
+            hint="rename the adapter's tensors to the names in the base's files",
+        )
+    raise MalformedInput(
+        f"`{adapter}` adapts {len(missing)} tensors that the base does not have: {_nearest(missing, names)}",
+        hint="the adapter was trained on another model; see its `base_model_name_or_path`",
+    )
+
+
+def match_saved(
+    saved: Collection[str], homes: Mapping[str, str], names: Collection[str], adapter: str
+) -> dict[str, str]:
+    """The tensors of the base that `modules_to_save` replace under another name; those that it lacks are not in it.
+
+    Args:
+        saved: names of an adapter's saved tensors that are not names of the base.
+        homes: where its other names were found.
+        names: tensor names of the base.
+        adapter: its name, for error messages.
+
+    Raises:
+        MalformedInput: a name that may mean a tensor of the base, and does not say so.
+    """
+    exchanges = {_differing_prefixes(*pair) for pair in homes.items() if pair[0] != pair[1]}
+    result: dict[str, str] = {}
+    for name in sorted(saved):
+        moved = {new + name[len(old) :] for old, new in exchanges if name.startswith(old)} & set(names)
+        fits = moved or {spelled for (spelled,) in spellings([name]) if spelled in names}
+        close = fits or {other for other in names if other.split(".")[-2:] == name.split(".")[-2:]}
+        if len(fits) == 1 and not fits & {*homes.values(), *result.values()}:
+            result[name] = next(iter(fits))
+        elif close:
+            raise MalformedInput(
+                f"`{adapter}` replaces `{name}`, which could be {_quoted(sorted(close))} of the base",
+                hint="rename the adapter's tensors to the names in the base's files",
+            )
+    return result
+
+
+def _distinct(fits: Iterable[dict[str, str]], found: Mapping[str, str]) -> set[frozenset[tuple[str, str]]]:
+    """The different ones among those that place each name on a tensor of its own."""
+    own = (fit for fit in fits if len(set(fit.values())) == len(fit) and not set(fit.values()) & set(found))
+    return {frozenset(fit.items()) for fit in own}
+
+
+def _exchanges(missing: list[str], names: set[str]) -> Iterator[dict[str, str]]:
+    """Every placing of all missing names by one exchange of prefixes; layer numbers are never part of a prefix."""
+    tried: set[tuple[str, str]] = set()
+    for name in names:
+        old, new = _differing_prefixes(missing[0], name)
+        if (
+            (old, new) in tried
+            or not _share_module(old, missing[0])
+            or any(part.isdigit() for part in f"{old}{new}".split("."))
+        ):
+            continue
+        tried.add((old, new))
+        if all(item.startswith(old) and new + item[len(old) :] in names for item in missing):
+            yield {item: new + item[len(old) :] for item in missing}
+
+
+def _differing_prefixes(one: str, other: str) -> tuple[str, str]:
+    """What stands in front of the longest common tail, in whole components with their dots."""
+    left, right = one.split("."), other.split(".")
+    while left and right and left[-1] == right[-1]:
+        left.pop()
+        right.pop()
+    return "".join(f"{part}." for part in left), "".join(f"{part}." for part in right)
+
+
+def _share_module(prefix: str, name: str) -> bool:
+    """Whether more than the parameter's own name is behind the prefix; `weight` alone would match anything."""
+    return "." in name[len(prefix) :]
+
+
+def _nearest(missing: list[str], names: Collection[str]) -> str:
+    lines = []
+    for name in missing[:LISTED]:
+        close = get_close_matches(name, names, n=2, cutoff=0.5)
+        lines.append(f"`{name}`" + (f" (close: {_quoted(close)})" if close else ""))
+    return ", ".join(lines) + (f" and {len(missing) - LISTED} more" if len(missing) > LISTED else "")
+
+
+def _quoted(names: list[str]) -> str:
+    return " or ".join(f"`{name}`" for name in names[:LISTED])

@@ -1,0 +1,89 @@
+"""What adapters do to the embedding, the head that may share it, and the fields of the config that depend on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from llmconv.convert.adapters.placement.edits import HEAD, Edits
+from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS
+from llmconv.errors import MalformedInput
+
+
+def find_embedding(names: Iterable[str]) -> str | None:
+    """The name of the only input embedding; None where it is not clear."""
+    found = [name for name in names if name.endswith(EMBEDDINGS)]
+    return found[0] if len(found) == 1 else None
+
+
+def find_head(names: Iterable[str], embedding: str | None) -> str:
+    """The name of the output head, or the one it would have beside this embedding."""
+    found = [name for name in names if name.endswith(HEADS)]
+    if len(found) == 1:
+        return found[0]
+    return HEADS[1] if (embedding or "").endswith("embed_in.weight") else HEAD
+
+
+def says_tied(config: Mapping[str, Any]) -> bool:
+    """Whether head and embedding are one matrix when the file has only one (transformers' default is yes)."""
+    parts = (config, config.get("text_config"))
+    return all(part.get("tie_word_embeddings", True) for part in parts if isinstance(part, Mapping))
+
+
+def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> bool:
+    """Lets `vocab_size` follow an embedding that an adapter made longer or shorter.
+
+    Args:
+        edits: what the adapters do.
+        embedding: name of the input embedding.
+        head: name of the output head.
+        config: changed in place.
+
+    Returns:
+        Whether the size changed.
+
+    Raises:
+        MalformedInput: embedding and head would have different sizes.
+    """
+    sizes = {name: edits.current(name).num_rows for name in (embedding, head) if name and edits.tensors.get(name)}
+    changed = [name for name, size in sizes.items() if size != edits.tensors[name].num_rows]
+    if not changed:
+        return False
+    if len(set(sizes.values())) > 1:
+        raise MalformedInput(
+            f"the adapter resizes `{changed[0]}` to {sizes[changed[0]]} rows, but not both embedding and head",
+            hint="they must have one size; save the adapter again with `save_embedding_layers=True`",
+        )
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    for part in [part for part in parts if "vocab_size" in part] or parts[:1]:
+        part["vocab_size"] = sizes[changed[0]]
+    return True
+
+
+def follow_tokens(edits: Edits, embedding: str | None, head: str) -> None:
+    """Gives a tied head the trained rows of the embedding, as PEFT does (`TrainableTokensWrapper`, `tied_adapter`)."""
+    tied = edits.tied or (head in edits.tensors and edits.config.get("tie_word_embeddings") is True)
+    if embedding in edits.tokens and tied and head not in edits.tokens:
+        edits.tokens[head] = edits.tokens[embedding]
+
+
+def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> None:
+    """Gives the head its own tensor where it and the embedding part ways.
+
+    Args:
+        edits: what the adapters do; a head that stays shared is taken out of its tensors.
+        embedding: name of the input embedding.
+        head: name of the output head.
+        config: changed in place.
+    """
+    if edits.tied and edits.same(head, embedding):
+        del edits.tensors[head]
+    elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and says_tied(config):
+        set_everywhere(config, "tie_word_embeddings", False)
+
+
+def set_everywhere(config: dict[str, Any], key: str, value: Any) -> None:
+    """Sets a field of the config, and of its `text_config` where there is one."""
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part[key] = value

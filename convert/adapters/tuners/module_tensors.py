@@ -1,0 +1,84 @@
+"""Learned: the tensors that an adapter holds for one module, with what its config says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmconv.convert.adapters.tuners.config_fields import Settings
+from llmconv.errors import MalformedInput
+from llmconv.tensors import Array, LazyTensor
+
+Delta = Callable[[Array, int], Array]
+"""`delta(rows, start)`: the change of the rows of a weight from `start` on (float64, rows×in), given those rows."""
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What an adapter has learned for one module.
+
+    Attributes:
+        module: its path in the model that the adapter was trained on.
+        tensors: by their names in PEFT, such as `hada_w1_a`; those that all modules share are among them.
+        settings: the adapter's config.
+    """
+
+    module: str
+    tensors: Mapping[str, LazyTensor]
+    settings: Settings
+
+    def shape(self, name: str, dims: int | None = None) -> tuple[int, ...]:
+        """The shape of one tensor.
+
+        Raises:
+            MalformedInput: there is none of that name, or it has not `dims` dimensions.
+        """
+        if name not in self.tensors:
+            raise MalformedInput(
+                f"the adapter lacks `{name}` of `{self.module}`",
+                hint="the file is incomplete; save or copy the adapter again",
+            )
+        shape = self.tensors[name].shape
+        if (dims is not None and len(shape) != dims) or not shape:
+            raise self.misfit(f"`{name}` has shape {list(shape)}")
+        return shape
+
+    def read(self, name: str) -> Array:
+        """One tensor in float64."""
+        return self.tensors[name].read().astype(np.float64)
+
+    def same(self, what: str, *sizes: int) -> int:
+        """The size that all of `sizes` are.
+
+        Raises:
+            MalformedInput: they differ.
+        """
+        if len(set(sizes)) != 1:
+            raise self.misfit(f"{what} is {' or '.join(str(size) for size in dict.fromkeys(sizes))}")
+        return sizes[0]
+
+    def misfit(self, problem: str) -> MalformedInput:
+        """The error of tensors that do not make a change together."""
+        return MalformedInput(
+            f"the adapter's tensors of `{self.module}` do not fit together or its config: {problem}",
+            hint="config and tensors are of different adapters; copy the adapter again",
+        )
+
+    def scale(self, alpha_default: float = 8) -> float:
+        """alpha/r (PEFT `LycorisLayer.update_layer`), both looked up by the module's path.
+
+        Raises:
+            MalformedInput: a value that is no number above 0.
+        """
+        alpha = self.settings.of_module("alpha_pattern", self.module, self.settings.positive("alpha", alpha_default))
+        return alpha / self.rank()
+
+    def rank(self, default: float = 8) -> int:
+        """r of the config, looked up by the module's path.
+
+        Raises:
+            MalformedInput: a value that is no number above 0.
+        """
+        return int(self.settings.of_module("rank_pattern", self.module, self.settings.positive("r", default)))

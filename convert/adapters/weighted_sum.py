@@ -1,0 +1,142 @@
+"""W + Σ s·B·A by rows, in float64, rounded once; never held whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from types import ModuleType
+
+import numpy as np
+
+from llmconv.convert.adapters.rounding import BFLOAT16, round_into, widen
+from llmconv.tensors import Array, DType, LazyTensor
+
+compiled: ModuleType | None
+try:
+    from llmconv.convert.adapters import _weighted_sum as compiled
+except ImportError:  # llmconv was installed without a C compiler
+    compiled = None
+
+TILE_ELEMENTS = 1 << 18
+"""Elements whose sum is made at once: two megabytes in float64, so its passes stay near the core."""
+
+ROWS = 8
+PRODUCT_LIMIT = 1 << 18
+"""A product rows·r·columns up to this size is made by the calling thread alone. Larger ones OpenBLAS divides among
+threads of its own (`interface/gemm.c`), which then fight with the writer's threads: five times slower, measured."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """One adapter's change of one weight: `scale · b · a`, or its transpose.
+
+    Attributes:
+        a: r×in.
+        b: out×r.
+        scale: the factor, the adapter's weight included.
+        transposed: the weight is stored in×out (Conv1D) or vocab×dim (an embedding).
+    """
+
+    a: LazyTensor
+    b: LazyTensor
+    scale: float
+    transposed: bool = False
+
+    def factors(self, start: int, stop: int) -> tuple[Array, Array]:
+        """Two float64 matrices (rows×r, r×columns) whose product is rows `start:stop` of the change."""
+        if self.transposed:
+            left, right = self.a.read()[:, start:stop].T, self.b.read().T
+        else:
+            left, right = self.b.rows(start, stop), self.a.read()
+        return left.astype(np.float64) * self.scale, right.astype(np.float64)
+
+    def update(self, base: LazyTensor, start: int, stop: int) -> Array:
+        """Rows `start:stop` of the change, float64, of two dimensions; see `updates.Update`."""
+        return thin_product(*self.factors(start, stop))
+
+
+def is_mirrored(one: object, other: object) -> bool:
+    """Whether two changes are the same: in the same factors, or in transposed ones (an embedding and its tied head)."""
+    if not isinstance(one, LowRank) or not isinstance(other, LowRank) or one.scale != other.scale:
+        return False
+    if one.transposed == other.transposed:
+        pairs = [(one.a.read(), other.a.read()), (one.b.read(), other.b.read())]
+    else:
+        pairs = [(one.a.read(), other.b.read().T), (one.b.read(), other.a.read().T)]
+    return all(np.array_equal(mine, others) for mine, others in pairs)
+
+
+def add_low_rank(base: LazyTensor, changes: Sequence[LowRank], dtype: DType) -> LazyTensor:
+    """`base` plus the sum of `changes`, rounded once (nearest even) to `dtype`.
+
+    Every element is the float64 sum, rounded as torch and `ml_dtypes` do it: to float32 and from there to narrower
+    types. The result does not depend on how many threads compute how many rows.
+
+    Args:
+        base: the weight, of two dimensions, or a bias.
+        changes: whose products have the base's shape; a bias counts as one column.
+        dtype: element type of the result.
+
+    Raises (when rows are read):
+        UnsupportedInput: a sum is too large for float16.
+    """
+
+    def load(start: int, stop: int) -> Array:
+        return sum_rows(base.rows(start, stop), [change.factors(start, stop) for change in changes], dtype)
+
+    return LazyTensor(dtype, base.shape, load, lambda other: add_low_rank(base, changes, other))
+
+
+def sum_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) -> Array:
+    """rows + Σ left @ right, rounded once to `dtype`, tile by tile; see `add_low_rank` for the arithmetic.
+
+    Args:
+        rows: of the base; what is behind the first dimension counts as columns.
+        pairs: left (rows×r) and right (r×columns) of each change, float64.
+        dtype: element type of the result, whose shape is that of `rows`.
+    """
+    left, right = np.hstack([pair[0] for pair in pairs]), np.vstack([pair[1] for pair in pairs])
+    result = np.empty(rows.shape, dtype.numpy)
+    columns = prod(rows.shape[1:])
+    source, target = rows.reshape(-1, columns), result.reshape(-1, columns)
+    if not add_in_one_pass(target, source, left, right):
+        add_by_tiles(target, source, left, right)
+    return result
+
+
+def add_in_one_pass(target: Array, source: Array, left: Array, right: Array) -> bool:
+    """target = source + left @ right where that is compiled; for the arguments see `_weighted_sum.pyi`.
+
+    Returns:
+        Whether it was done: bfloat16 on both sides and ordinary sums, where a compiler was there.
+    """
+    if not compiled or not source.size or not (source.dtype == target.dtype == BFLOAT16):
+        return False
+    bits, left, right = (np.ascontiguousarray(each) for each in (source.view(np.uint16), left, right))
+    return bool(compiled.add(target.view(np.uint16), bits, left, right, left.shape[1]))
+
+
+def add_by_tiles(target: Array, source: Array, left: Array, right: Array) -> None:
+    """target = source + left @ right in numpy, for all types."""
+    height = max(1, TILE_ELEMENTS // source.shape[1] // ROWS) * ROWS
+    for first in range(0, len(source), height):
+        tile = slice(first, min(first + height, len(source)))
+        total = thin_product(left[tile], right)
+        total += widen(source[tile])
+        round_into(target[tile], total)
+
+
+def thin_product(left: Array, right: Array) -> Array:
+    """left @ right in float64, in parts no larger than `PRODUCT_LIMIT`, each by the calling thread alone."""
+    rank, columns = right.shape
+    product = np.empty((len(left), columns))
+    width = max(64, PRODUCT_LIMIT // (ROWS * rank))
+    whole = len(left) // ROWS * ROWS
+    for rows in (slice(0, whole), slice(whole, len(left))):
+        parts = left[rows].reshape(-1, min(ROWS, max(1, rows.stop - rows.start)), rank)
+        target = product[rows].reshape(*parts.shape[:2], columns)
+        for first in range(0, columns, width) if parts.size else ():
+            part = slice(first, first + width)
+            np.matmul(parts, right[:, part], out=target[:, :, part])
+    return product

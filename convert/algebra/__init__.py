@@ -1,0 +1,1 @@
+"""The algebra of lazy tensors: rename, split, concatenate, permute, transpose; nothing is read."""

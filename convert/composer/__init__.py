@@ -1,1 +1,0 @@
-"""What the format composer is made of: how its runs are stored."""

@@ -1,0 +1,78 @@
+"""base + delta, row by row: float32 arithmetic (float64 where either is), and one rounding at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from llmconv.convert.adapters.rounding import round_into, widen
+from llmconv.convert.deltas.float16 import round_to_halves, widened_halves
+from llmconv.errors import UnsupportedInput
+from llmconv.tensors import BY_NAME, FLOATS, Array, DType, LazyTensor
+
+SUMMED = ("float64", *FLOATS)
+
+
+def added(name: str, base: LazyTensor | None, delta: LazyTensor) -> LazyTensor:
+    """`base` + `delta` in float32, or float64; rows (or all) that the base does not have count as zeros.
+
+    Args:
+        name: of the tensor, for messages.
+        base: rows of the same shape as those of `delta`, no more of them.
+        delta: what is added.
+
+    Raises:
+        UnsupportedInput: one of them is not of floating-point numbers.
+    """
+    kinds = [tensor.dtype.name for tensor in (base, delta) if tensor is not None]
+    if odd := [kind for kind in kinds if kind not in SUMMED]:
+        raise UnsupportedInput(
+            f"`{name}` is of {odd[0]}, which is not added", hint="give base and delta unquantized, in floating point"
+        )
+    work = BY_NAME["float64" if "float64" in kinds else "float32"]
+
+    def load(start: int, stop: int) -> Array:
+        total = _widened(delta.rows(start, stop), work)
+        last = min(stop, base.num_rows) if base else start
+        if base and start < last:
+            total[: last - start] += _widened(base.rows(start, last), work)
+        return total
+
+    return LazyTensor(work, delta.shape, load)
+
+
+def _widened(rows: Array, work: DType) -> Array:
+    wide = widened_halves(rows) if rows.dtype == np.float16 else widen(rows)
+    return wide.astype(work.numpy, copy=wide is rows)
+
+
+def rounded(tensor: LazyTensor, dtype: DType) -> LazyTensor:
+    """A sum rounded once to `dtype`.
+
+    Raises (when rows are read):
+        UnsupportedInput: a finite sum is too large for float16.
+    """
+    if tensor.dtype == dtype or tensor.dtype.name not in SUMMED:
+        return tensor
+
+    def load(start: int, stop: int) -> Array:
+        values = tensor.rows(start, stop)
+        values = widen(values) if dtype.name == "float16" else values
+        result = np.empty(values.shape, dtype.numpy)
+        if values.dtype != np.float32 or dtype.name != "float16" or not round_to_halves(result, values):
+            round_into(result, values)
+        return result
+
+    return tensor.recast(dtype) if tensor.recast else LazyTensor(dtype, tensor.shape, load)
+
+
+def wider(one: DType, other: DType) -> DType:
+    """The type of a sum that keeps its type: that of the base, or of the delta where that has more bits."""
+    return other if other.name in SUMMED and other.itemsize > one.itemsize else one
+
+
+def all_rounded(sums: Mapping[str, LazyTensor], kept: Mapping[str, DType], dtype: str) -> dict[str, LazyTensor]:
+    """Every sum rounded to `dtype`, or with `keep` to the type that `kept` has for it."""
+    chosen = BY_NAME.get(dtype)
+    return {name: rounded(tensor, chosen or kept[name]) for name, tensor in sums.items()}

@@ -1,0 +1,1 @@
+"""LLaMA2-Accessory: its checkpoints, adapters and deltas."""

@@ -1,0 +1,93 @@
+"""LLaMA2-Accessory's deltas: a folder of `consolidated.NN-of-MM.model-diff.pth`, over a base of any format.
+
+Accessory `tools/weight_operate.py`: `{"model": {"llma.…": tuned − base}}` per model-parallel rank, in float16; what the
+base does not have (LoRA, biases) is stored whole, what the delta does not have stays. Here base and delta are joined
+first, so that they may be split differently, and the sum is made in float32 and rounded once; upstream's is float16.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.adapters.placement.edits import HEAD
+from llmconv.convert.adapters.placement.vocabulary import find_embedding
+from llmconv.convert.algebra.operations import equal, listing
+from llmconv.convert.deltas import DeltaFormat
+from llmconv.convert.deltas.additive import added, all_rounded, wider
+from llmconv.convert.formats.accessory.names import ATTENTION, MLP, has_biases, to_hugging_face
+from llmconv.convert.formats.accessory.plugins import leave_out
+from llmconv.convert.formats.accessory.read import DELTA_FILE, Tensors, join, open_shards
+from llmconv.convert.formats.accessory.write import whole_tensors
+from llmconv.convert.formats.accessory.write_config import args_of
+from llmconv.convert.models.dtype import with_dtype
+from llmconv.errors import MalformedInput
+from llmconv.tensors import DType
+
+
+def is_accessory_delta(path: Path) -> bool:
+    """Whether `path` holds shards of such a delta."""
+    return path.is_dir() and any(DELTA_FILE.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
+    """The tuned model in Hugging Face names; config, tokenizer and side files are the base's.
+
+    Raises:
+        UnsupportedInput: the base is no model that Accessory has, or the delta has parts that transformers lacks.
+        MalformedInput: a shard is missing, or the delta does not fit the base.
+    """
+    args = args_of(base)
+    family, name = args.params.family, folder.absolute().name
+    shards = open_shards(folder, DELTA_FILE)
+    one_head = family == "falcon" and args.params.fields.get("multi_query", True)
+    delta = join(shards, ("wk", "wv") if one_head else (), args.params.experts, name)
+    below, kept = whole_tensors(base, args), _types(base, shards)
+    leave_out(delta, family, name, drop=False)
+    sums = to_hugging_face(_plus(below, delta, name), args.params, name)
+    tensors = all_rounded(sums, {target: kept.get(target, _common(kept)) for target in sums}, dtype)
+    config = _tied(tensors, dict(base.config))
+    if family == "llama":
+        config |= {"attention_bias": has_biases(tensors, ATTENTION), "mlp_bias": has_biases(tensors, MLP)}
+    return replace(base, tensors=tensors, config=with_dtype(config, tensors))
+
+
+def _types(base: Checkpoint, shards: Sequence[Tensors]) -> dict[str, DType]:
+    """The element type that each tensor of the base keeps."""
+    added_type = _common({name: tensor.dtype for name, tensor in shards[0].items()})
+    return {name: wider(tensor.dtype, added_type) for name, tensor in base.items()}
+
+
+def _common(types: Mapping[str, DType]) -> DType:
+    return Counter(types.values()).most_common(1)[0][0]
+
+
+def _tied(tensors: Tensors, config: dict[str, Any]) -> dict[str, Any]:
+    """Drops a head that equals the embedding; the config then says so, and otherwise that it does not."""
+    embedding = find_embedding(tensors)
+    same = embedding is not None and equal(tensors[HEAD], tensors[embedding])
+    if same:
+        del tensors[HEAD]
+    return {**config, "tie_word_embeddings": same}
+
+
+def _plus(below: Tensors, delta: Tensors, source: str) -> Tensors:
+    """The union under Accessory's names, sums in float32 where the delta has something."""
+    odd = [name for name, tensor in delta.items() if name in below and below[name].shape != tensor.shape]
+    if odd:
+        shapes = [f"{name} {list(delta[name].shape)} for {list(below[name].shape)}" for name in odd]
+        raise MalformedInput(
+            f"`{source}` does not fit the base in {len(odd)} tensors: {listing(shapes)}",
+            hint="give the model that the training started from",
+        )
+    sums = {
+        name: added(name, below.get(name), tensor) for name, tensor in delta.items() if not name.endswith("rope.freqs")
+    }
+    return {**below, **sums}
+
+
+DELTA = DeltaFormat(detect=is_accessory_delta, apply=plus_accessory)

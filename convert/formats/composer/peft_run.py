@@ -1,0 +1,194 @@
+"""A PEFT (LoRA) run of Composer: the adapter and its base, told apart by their names.
+
+Layout (mosaicml/composer `models/huggingface.py`): with `should_save_peft_only` (the default) only what
+`filter_state_dict_peft` lets through, else the whole PeftModel; `peft_config` holds `adapter_config.json`. Names are
+those of the running model (PEFT `tuners/lora/layer.py`, `utils/other.py`): `….q_proj.base_layer.weight`,
+`….q_proj.lora_A.default.weight`, `lm_head.original_module.weight`, `lm_head.modules_to_save.default.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmconv.convert.adapters.lora.config import FORMULA
+from llmconv.convert.algebra.operations import listing
+from llmconv.convert.formats.composer.read import Run, branch
+from llmconv.convert.models.config_file import without_code
+from llmconv.convert.tokenizers.embedded_files import plain
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.tensors import LazyTensor
+
+PREFIX = "base_model.model."
+LEAVES = ("weight", "bias")
+WHOLE = "modules_to_save"
+PARTS_OF_BASE = ("base_layer", "original_module", "token_adapter")
+"""Components that PEFT puts into the names of the base's own tensors."""
+
+SAVE_ALL = "Composer leaves them out of adapter-only checkpoints; save one with `should_save_peft_only=False`"
+
+
+@dataclass(frozen=True)
+class PeftRun:
+    """The two halves of a PEFT run.
+
+    Attributes:
+        path: the checkpoint, for messages.
+        config: the content of `adapter_config.json`.
+        base: the base's tensors by Hugging Face name; empty where only the adapter was saved.
+        adapter: the adapter's tensors under the names that PEFT saves.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    base: dict[str, LazyTensor]
+    adapter: dict[str, LazyTensor]
+
+    @property
+    def modules(self) -> set[str]:
+        """Paths of the modules with low-rank factors."""
+        plain_names = (name.removeprefix(PREFIX) for name in self.adapter)
+        return {name.partition(".lora_")[0] for name in plain_names if ".lora_" in name}
+
+
+def find_adapter(run: Run, tensors: Mapping[str, LazyTensor], path: Path) -> PeftRun | None:
+    """The two halves, or None where the run is not one of PEFT.
+
+    Args:
+        run: the opened run.
+        tensors: its tensors, without what trainers put in front of and into the names.
+        path: the checkpoint, for messages.
+
+    Raises:
+        MalformedInput: the run says PEFT and its tensors do not, or the other way round, or a name is of neither half.
+        UnsupportedInput: another method than LoRA, several adapters, or trained parts that were not saved.
+    """
+    stored = branch(run.branch("state", "integrations", "huggingface", "model"), "peft_config", "content")
+    if not stored and not any(".lora_" in name for name in tensors):
+        return None
+    config, _ = without_code(plain(stored, path.name))
+    _require(path, config, tensors)
+    base, adapter = _separate(tensors, path.name)
+    if all(name.endswith(".bias") for name in base):
+        adapter |= {PREFIX + name: tensor for name, tensor in base.items()}
+        base = {}
+    found = PeftRun(path, config, base, adapter)
+    _add_biases(found, tensors)
+    _require_complete(found)
+    return found
+
+
+def _require(path: Path, stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> None:
+    if not stored:
+        raise MalformedInput(
+            f"`{path.name}` holds LoRA tensors and no `peft_config`, so their scale is not known",
+            hint="give a checkpoint that was saved with its `integrations`",
+        )
+    if (kind := stored.get("peft_type")) != "LORA":
+        raise UnsupportedInput(f"the adapter in `{path.name}` has `peft_type` {kind!r}, not 'LORA'", hint=FORMULA)
+    if not any(".lora_" in name for name in tensors):
+        raise MalformedInput(
+            f"`{path.name}` is a PEFT run, but holds no LoRA tensors", hint="it is incomplete; give another checkpoint"
+        )
+    if foreign := [name for name in tensors if not name.startswith(PREFIX)]:
+        raise MalformedInput(
+            f"`{path.name}` is a PEFT run, but {len(foreign)} tensors are not of its PeftModel: {listing(foreign)}",
+            hint="two models are mixed in one file; save the PEFT model alone",
+        )
+
+
+def _separate(tensors: Mapping[str, LazyTensor], source: str) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
+    """Base and adapter; every tensor goes to exactly one of them.
+
+    Raises:
+        UnsupportedInput: there are several adapters.
+        MalformedInput: two tensors with one name.
+    """
+    base: dict[str, LazyTensor] = {}
+    adapter: dict[str, LazyTensor] = {}
+    labels: set[str] = set()
+    for name, tensor in tensors.items():
+        saved, label = _saved_name(name)
+        half, key = (adapter, saved) if saved else (base, _base_name(name))
+        labels |= {label} if saved else set()
+        if key in half:
+            if len(labels) == 1:
+                raise MalformedInput(f"`{source}` holds `{key}` twice, under different names", hint="save it again")
+            raise _several(source, labels)
+        half[key] = tensor
+    if len(labels - {""}) > 1:
+        raise _several(source, labels)
+    return base, adapter
+
+
+def _several(source: str, labels: set[str]) -> UnsupportedInput:
+    names = listing(sorted(labels - {""}))
+    return UnsupportedInput(f"`{source}` holds several adapters: {names}", hint="delete all but one before saving")
+
+
+def _saved_name(name: str) -> tuple[str, str]:
+    """What PEFT calls a tensor of the adapter when it saves it, and the adapter's label; empty for one of the base.
+
+    PEFT (`utils/save_and_load.py`, `get_peft_model_state_dict`) takes the label out, the component `modules_to_save`,
+    and from a DoRA magnitude its `.weight`.
+    """
+    parts = name.split(".")
+    kinds = (WHOLE, "trainable_tokens_delta")
+    at = next((i for i, part in enumerate(parts) if part.startswith("lora_") or part in kinds), None)
+    if at is None:
+        return "", ""
+    kind, tail = parts[at], parts[at + 1 :]
+    label = tail.pop(0) if tail and tail[0] not in LEAVES else ""
+    if kind == "lora_magnitude_vector":
+        tail = []
+    return ".".join([*parts[:at], *([] if kind == WHOLE else [kind]), *tail]), label
+
+
+def _base_name(name: str) -> str:
+    return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part not in PARTS_OF_BASE)
+
+
+def _add_biases(run: PeftRun, tensors: Mapping[str, LazyTensor]) -> None:
+    """Trained biases lie in the base's modules; as PEFT does, they go with the adapter too."""
+    if (wanted := run.config.get("bias") or "none") not in ("none", "all", "lora_only"):
+        raise _odd("bias", wanted)
+    for name, tensor in tensors.items() if wanted != "none" else ():
+        module = _base_name(name).removesuffix(".bias")
+        if name.endswith(".bias") and not _saved_name(name)[0] and (wanted == "all" or module in run.modules):
+            run.adapter.pop(PREFIX + _base_name(name), None)
+            run.adapter[name] = tensor
+
+
+def _require_complete(run: PeftRun) -> None:
+    """Both factors of every module, and all that was trained besides."""
+    names = {name.removeprefix(PREFIX) for name in run.adapter}
+    for a, b in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
+        halves = [{name.removesuffix(half) for name in names if name.endswith("." + half)} for half in (a, b)]
+        if odd := sorted(halves[0] ^ halves[1]):
+            raise MalformedInput(
+                f"the adapter in `{run.path.name}` lacks a factor of {listing([name[:-1] for name in odd])}",
+                hint="the checkpoint is incomplete; give another one of the run",
+            )
+    modules = {name.rpartition(".")[0] for name in names if ".lora_" not in name}
+    below = {name.rpartition(".")[0] for name in run.base}
+    if not isinstance(saved := run.config.get(WHOLE) or [], list):
+        raise _odd(WHOLE, saved)
+    for wanted in saved:
+        if not _holds(modules, str(wanted)) and (not run.base or _holds(below, str(wanted))):
+            raise _lost(run, f"`{WHOLE}` ({wanted})")
+    if run.config.get("trainable_token_indices") and not any(name.endswith("trainable_tokens_delta") for name in names):
+        raise _lost(run, "`trainable_token_indices`")
+
+
+def _odd(name: str, value: Any) -> MalformedInput:
+    return MalformedInput(f"the adapter config has {value!r} for `{name}`", hint="give another checkpoint of the run")
+
+
+def _holds(modules: set[str], wanted: str) -> bool:
+    return any(f".{wanted}." in f".{module}." for module in modules)
+
+
+def _lost(run: PeftRun, what: str) -> UnsupportedInput:
+    return UnsupportedInput(f"`{run.path.name}` was saved without what {what} trained", hint=SAVE_ALL)

@@ -1,0 +1,88 @@
+"""DeepSpeed: `latest` and a folder such as `global_step500`, as DeepSpeed itself, transformers and Lightning save it.
+
+Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `utils/zero_to_fp32.py`): ZeRO stages 0 to 3, and universal
+checkpoints. The names are those of the trained module; transformers' Trainer saves `config.json` beside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import INDEX, SINGLE, Checkpoint, read_json, read_side_files
+from llmconv.convert.formats import Format
+from llmconv.convert.formats.deepspeed.read import open_model
+from llmconv.convert.formats.deepspeed.save_folder import is_deepspeed, open_save
+from llmconv.convert.models.blueprint.names import HEADS
+from llmconv.convert.models.completeness import WRAPPERS, select, whole
+from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.state_dicts.signs import Sign
+from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.errors import UnsupportedInput
+from llmconv.tensors import LazyTensor
+
+
+def _detect(path: Path) -> bool:
+    return is_deepspeed(path)
+
+
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    save = open_save(path)
+    model = open_model(save)
+    _refuse_adapter(save.home, model.tensors)
+    warnings = [*model.warnings]
+    stored = read_json(save.home / "config.json") if (save.home / "config.json").is_file() else {}
+    settings = causal_lm_config(stored, config, path.name, warnings)
+    prefix = _prefix(model.tensors)
+    tensors = select(model.tensors, lambda _, tensor: tensor, save.name, warnings, prefix=prefix)
+    settings = whole(tensors, settings, save.name, warnings)
+    side_files = _side_files(save.home, tokenizer)
+    if not any(name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for name in side_files):
+        warnings.append(f"`{path.name}` holds no tokenizer; give one with `--tokenizer` if you need it")
+    if any((save.home / name).is_file() for name in (SINGLE, INDEX)):
+        warnings.append(
+            f"`{save.home.name}` also holds safetensors: it already is a Hugging Face folder, without masters"
+        )
+    return Checkpoint(
+        path, FORMAT.name, tensors, settings, side_files, tuple(warnings), model.version, model.shards, model.dropped
+    )
+
+
+def _refuse_adapter(home: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    if any("lora_" in name for name in tensors):
+        saved = (home / "adapter_config.json").is_file()
+        raise UnsupportedInput(
+            f"`{home.name}` is of a PEFT (LoRA) run; its adapter is not part of a plain model",
+            hint=f"use `llmconv merge-lora BASE {home if saved else 'ADAPTER'} -o OUT`"
+            + ("" if saved else " after saving the adapter with PEFT"),
+        )
+
+
+def _prefix(tensors: Mapping[str, LazyTensor]) -> str:
+    """What a trainer put in front of every name, such as `_forward_module.`: whatever the output head begins with."""
+    names = [WRAPPERS.sub("", name) for name in tensors]
+    return next((name.removesuffix(head) for name in names for head in HEADS if name.endswith(f".{head}")), "")
+
+
+def _side_files(home: Path, tokenizer: Path | None) -> dict[str, bytes]:
+    stored = read_side_files(home)
+    if tokenizer is None:
+        return stored
+    return {name: stored[name] for name in ("generation_config.json",) if name in stored} | read_tokenizer(tokenizer)
+
+
+def _peek(path: Path) -> Mapping[str, LazyTensor]:
+    return open_model(open_save(path)).tensors
+
+
+FORMAT = Format(
+    name="deepspeed",
+    title="DeepSpeed ZeRO: a folder with `latest` and one such as `global_step500`",
+    detect=_detect,
+    sign=Sign(keys=("ds_version", "ds_config", "param_shapes")),
+    open=_open,
+    peek=_peek,
+    covers="ZeRO stages 0 to 3 of any number of ranks, frozen and tied weights, universal checkpoints; "
+    "float32 master weights",
+)

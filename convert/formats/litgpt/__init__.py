@@ -1,0 +1,1 @@
+"""LitGPT: its checkpoints and adapters."""

@@ -1,0 +1,164 @@
+"""LitGPT's `model_config.yaml` (before 2024 `lit_config.json`): the fields that decide what a model computes.
+
+Source: Lightning-AI/litgpt `config.py`, with its defaults.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from llmconv.convert.models.config_file import read_config_file
+from llmconv.errors import InputRefused, MalformedInput
+
+FILES = ("model_config.yaml", "lit_config.json")
+OLD_NAMES = {"_norm_class": "norm_class_name", "_mlp_class": "mlp_class_name", "condense_ratio": "rope_condense_ratio"}
+DERIVED = ("head_size", "padded_vocab_size", "n_query_groups", "intermediate_size")
+SIZE_LIMIT = 1 << 31
+LAYER_LIMIT = 10_000
+STRIDES: dict[str | int, int] = {"all": 1, "interleaved": 2, 1: 1, 2: 2}
+
+
+@dataclass(frozen=True)
+class LitConfig:
+    """The fields under their own names; sizes that upstream derives are filled in."""
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    head_size: int
+    n_query_groups: int
+    padded_vocab_size: int
+    intermediate_size: int
+    block_size: int = 4096
+    name: str = ""
+    norm_class_name: str = "LayerNorm"
+    norm_eps: float = 1e-5
+    norm_qk: bool = False
+    norm_qk_type: str = "default"
+    post_attention_norm: bool = False
+    post_mlp_norm: bool = False
+    parallel_residual: bool = True
+    shared_attention_norm: bool = False
+    attn_bias: bool = False
+    attention_scores_scalar: int | None = None
+    sliding_window_size: int | None = None
+    sliding_window_indices: list[int] | None = None
+    attention_logit_softcapping: float | None = None
+    rope_base: float = 10000
+    rotary_percentage: float = 0.25
+    rope_condense_ratio: float = 1
+    rope_adjustments: dict[str, Any] | None = None
+    rope_interleave: bool = False
+    bias: bool = True
+    mlp_class_name: str = "GptNeoxMLP"
+    gelu_approximate: str = "none"
+    n_expert: int = 0
+    n_expert_per_token: int = 0
+    n_shared_expert: int | None = None
+    n_expert_groups: int | None = None
+    moe_intermediate_size: int | None = None
+    routed_scaling_factor: float = 1.0
+    norm_topk_prob: bool = False
+    scale_embeddings: bool = False
+    lm_head_bias: bool = False
+    final_logit_softcapping: float | None = None
+    norm_1: bool = True
+    norm_2: bool = True
+    latent_attention: dict[str, Any] | None = None
+    rope_local_base_freq: float | None = None
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused matrix."""
+        return (self.n_head + 2 * self.n_query_groups) * self.head_size
+
+
+TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+    "list[int]": (list,),
+    "dict[str, Any]": (dict,),
+}
+
+
+def read_settings(folder: Path, source: str) -> LitConfig:
+    """The configuration in `folder`.
+
+    Raises:
+        InputRefused: there is none.
+        MalformedInput: a field has an impossible value.
+    """
+    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    if file is None:
+        raise InputRefused(
+            f"`{source}` has no `{FILES[0]}` beside it, without which its fused matrices cannot be taken apart",
+            hint="copy the file beside the weights; `litgpt download` and `litgpt finetune` write it",
+        )
+    return settings_of(read_config_file(file), file.name)
+
+
+def settings_of(content: Mapping[str, Any], source: str) -> LitConfig:
+    """The fields of `content`; those that are not known change nothing of what the model computes.
+
+    Raises:
+        MalformedInput: a field has an impossible value.
+    """
+    said = {OLD_NAMES.get(name, name): value for name, value in content.items()}
+    said = {name: value for name, value in said.items() if value is not None}
+    for name in ("n_layer", "n_embd", "n_head"):
+        _size(said, name, source)
+    said.setdefault("head_size", said["n_embd"] // said["n_head"])
+    said.setdefault("n_query_groups", said["n_head"])
+    if "padded_vocab_size" not in said:
+        multiple = said.setdefault("padding_multiple", 512)
+        vocabulary, multiple = _size(said, "vocab_size", source), _size(said, "padding_multiple", source)
+        said["padded_vocab_size"] = -(-vocabulary // multiple) * multiple
+    if said.get("mlp_class_name", "GptNeoxMLP") == "GptNeoxMLP":
+        said.setdefault("intermediate_size", 4 * said["n_embd"])
+    for name in DERIVED:
+        _size(said, name, source)
+    if said["n_head"] % said["n_query_groups"]:
+        raise _wrong("n_query_groups", said["n_query_groups"], source)
+    if said["n_layer"] > LAYER_LIMIT:
+        raise _wrong("n_layer", said["n_layer"], source)
+    if "sliding_window_size" in said and "sliding_window_indices" not in said:
+        said["sliding_window_indices"] = _windows(said, source)
+    return LitConfig(**{one.name: _checked(one, said, source) for one in fields(LitConfig) if one.name in said})
+
+
+def _windows(said: Mapping[str, Any], source: str) -> list[int]:
+    """Which layers have a window: before April 2025 told by a word (or what became of it), a stride and an offset."""
+    word = said.get("sliding_window_layer_placing", "all")
+    stride = said.get("sliding_window_layer_stride", STRIDES.get(word) if isinstance(word, str | int) else None)
+    offset = said.get("sliding_window_offset", 0)
+    if type(stride) is not int or stride <= 0 or type(offset) is not int:
+        raise _wrong("sliding_window_layer_placing", word, source)
+    return [int((number + offset) % stride == 0) for number in range(said["n_layer"])]
+
+
+def _size(said: Mapping[str, Any], name: str, source: str) -> int:
+    value = said.get(name)
+    if type(value) is not int or not 0 < value < SIZE_LIMIT:
+        raise _wrong(name, value, source)
+    return value
+
+
+def _checked(field: Any, said: Mapping[str, Any], source: str) -> Any:
+    value, kind = said[field.name], str(field.type).removesuffix(" | None")
+    is_right = isinstance(value, TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
+    is_right = is_right and (not isinstance(value, int | float) or abs(value) <= sys.float_info.max)
+    if not is_right or (field.default is MISSING and value <= 0):
+        raise _wrong(field.name, value, source)
+    return value
+
+
+def _wrong(name: str, value: Any, source: str) -> MalformedInput:
+    return MalformedInput(
+        f"`{source}` says `{name}` {str(value)[:40]!r}, which no model has", hint="repair or replace the file"
+    )

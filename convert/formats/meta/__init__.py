@@ -1,0 +1,1 @@
+"""Meta's Llama: `consolidated.NN.pth` with `params.json`."""

@@ -1,0 +1,79 @@
+"""`params.json` of a Llama: the reverse of `params.py`, and checked against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import floor
+from typing import Any
+
+from llmconv.convert.formats.meta.config import SMALL_DIMS, Sizes, intermediate_of, to_config
+from llmconv.convert.models.llama_like import Decoder, refuse_fields, refuse_other_values
+
+CODE = "Meta's code"
+HELD: dict[str, tuple[Any, ...]] = {
+    "model_type": ("llama",),
+    "hidden_act": ("silu",),
+    "attention_bias": (),
+    "mlp_bias": (),
+    "sliding_window": (),
+}
+MULTIPLES = (4096, 1024, 256, 64, 16, 1)
+DIGITS = 17
+
+
+def params_of(decoder: Decoder, shards: int) -> dict[str, Any]:
+    """The fields that Meta's code of the model's generation has, and no others, which it would refuse.
+
+    Args:
+        decoder: the model.
+        shards: with more of them than key/value heads, Meta counts every copy of a head.
+
+    Raises:
+        UnsupportedInput: Meta's code has no such model; lists the fields.
+    """
+    refuse_fields(decoder, HELD, CODE)
+    params: dict[str, Any] = {
+        "dim": decoder.hidden,
+        "n_layers": decoder.layers,
+        "n_heads": decoder.heads,
+        **({"n_kv_heads": max(decoder.kv_heads, shards)} if decoder.kv_heads != decoder.heads else {}),
+        "vocab_size": decoder.vocabulary,
+        **feed_forward_of(decoder.hidden, decoder.intermediate),
+        "norm_eps": decoder.eps,
+        **({"rope_theta": decoder.theta} if decoder.theta != 10000.0 else {}),
+        **_scaling(decoder),
+    }
+    back = config_of(params, decoder)
+    own = {"head_dim": decoder.head_dim, "rope_scaling": dict(decoder.scaling) or None}
+    refuse_other_values(decoder, own, back, CODE)
+    return params
+
+
+def config_of(params: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
+    """What `to-hf` makes of `params.json`."""
+    return to_config(params, Sizes(decoder.vocabulary, decoder.intermediate, decoder.kv_heads), decoder.source)
+
+
+def _scaling(decoder: Decoder) -> dict[str, Any]:
+    """Llama 3.1's stretched rope; the factors are written where Meta's code would take others (8 and 4)."""
+    if decoder.scaling.get("rope_type") != "llama3":
+        return {}
+    params: dict[str, Any] = {"use_scaled_rope": True}
+    factor, high = (decoder.scaling.get(name) for name in ("factor", "high_freq_factor"))
+    if factor != 8 or decoder.hidden in SMALL_DIMS:
+        params["rope_scaling_factor"] = factor
+    return params | ({"rope_high_freq_factor": high} if high != 4 else {})
+
+
+def feed_forward_of(dim: int, intermediate: int) -> dict[str, Any]:
+    """`multiple_of` and, where it takes one, `ffn_dim_multiplier`, which give exactly `intermediate`.
+
+    The multiplier has as few digits as possible, and with it the multiple is large, as in Meta's own files.
+    """
+    candidates: list[dict[str, Any]] = [{"multiple_of": 256}]
+    base = int(2 * (4 * dim) / 3)
+    for digits in range(1, DIGITS):
+        ratio = floor(intermediate / base * 10**digits) / 10**digits
+        candidates += [{"multiple_of": multiple, "ffn_dim_multiplier": ratio} for multiple in MULTIPLES]
+    candidates.append({"multiple_of": 1, "ffn_dim_multiplier": (intermediate + 0.5) / base})
+    return next(found for found in candidates if intermediate_of({"dim": dim, **found}) == intermediate)

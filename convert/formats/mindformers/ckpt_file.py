@@ -1,0 +1,209 @@
+"""MindSpore `.ckpt` read lazily: a walk over the headers, then positioned reads.
+
+Layout (mindspore `train/checkpoint.proto`, `train/serialization.py`): a stream of `Checkpoint.value` messages, each a
+`tag` and a TensorProto of `dims`, `tensor_type` and raw little-endian `tensor_content`. Tensors over 512 MiB are cut
+into messages of one tag and the same dims. `crc_check` appends `crc_num` and ten bytes, the CRC-32 of all before.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from llmconv.convert.formats.mindformers.protobuf import BYTES, Field, ProtobufFile
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor, read_exactly
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
+
+TYPES = {
+    **{name: BY_NAME[name.lower()] for name in ("Float16", "Float32", "Float64", "BFloat16", "Bool")},
+    **{f"{kind}{bits}": BY_NAME[f"{kind.lower()}{bits}"] for kind in ("Int", "UInt") for bits in (8, 16, 32, 64)},
+}
+TEXT = "str"
+VALUES, BYTES_PER_VALUE = 20_000, 256
+"""Tensors of a file, and one more per so many of its bytes."""
+
+CRC_TAG = b"crc_num"
+CRC_TAIL = len(CRC_TAG) + 10
+CRC_LIMIT = 64 << 20
+"""Files up to this size have their checksum verified at once; for larger ones that would read everything twice."""
+
+ENCRYPTED = {b"\xd8\x5e\x3a\x7f": "AES-GCM", b"\xd9\x5e\x3a\x7f": "AES-CBC or SM4-CBC"}
+"""First bytes of an encrypted file (mindspore `utils/crypto.cc`)."""
+
+HEAD = 64
+
+
+@dataclass(frozen=True)
+class Value:
+    """One message: the name and shape of a tensor, and where its content (or a part of it) lies."""
+
+    tag: str
+    kind: str
+    dims: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class MindSporeFile:
+    """What a `.ckpt` holds.
+
+    Attributes:
+        tensors: the tensors by name, in file order.
+        warnings: what a user should know, one line each.
+    """
+
+    tensors: dict[str, LazyTensor]
+    warnings: tuple[str, ...] = ()
+
+
+def is_mindspore_ckpt(path: Path) -> bool:
+    """Whether a file begins as `save_checkpoint` writes: a value with a tag and a tensor, or an encrypted block."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        head = file.read(HEAD)
+    if head[:4] in ENCRYPTED:
+        return True
+    if not head.startswith(b"\x0a"):
+        return False
+    try:
+        with ProtobufFile(path) as source:
+            outer = next(source.fields(0, source.size))
+            tag, tensor = _first_two(source, outer)
+            is_tensor = tensor.number in (2, 3) and tensor.wire == BYTES
+            return (outer.number, tag.number) == (1, 1) and is_tensor and bool(source.text(tag, NAME_LIMIT))
+    except (MalformedInput, StopIteration):
+        return False
+
+
+def _first_two(source: ProtobufFile, outer: Field) -> tuple[Field, Field]:
+    inner = source.fields(outer.start, outer.stop)
+    return next(inner), next(inner)
+
+
+def read_ckpt(path: Path) -> MindSporeFile:
+    """Reads the headers of a `.ckpt`; no tensor data (but see `CRC_LIMIT`).
+
+    Raises:
+        UnsupportedInput: encrypted, or an element type that safetensors cannot hold.
+        MalformedInput: truncated, or lengths, shapes or the checksum do not add up.
+    """
+    with open(path, "rb") as file:
+        head = file.read(4)
+    if head in ENCRYPTED:
+        raise UnsupportedInput(
+            f"`{path.name}` is encrypted ({ENCRYPTED[head]})",
+            hint="load it with `mindspore.load_checkpoint(..., dec_key=...)` and save it again without `enc_key`",
+        )
+    with ProtobufFile(path) as source:
+        end, warnings = _without_crc(source)
+        values = _values(source, end)
+        return MindSporeFile(_tensors(source, values), warnings)
+
+
+def _without_crc(source: ProtobufFile) -> tuple[int, tuple[str, ...]]:
+    """Where the messages end, and a warning if a checksum was not verified."""
+    end = source.size - CRC_TAIL
+    if end < 0 or not (tail := source.bytes(end, source.size)).startswith(CRC_TAG):
+        return source.size, ()
+    if end > CRC_LIMIT:
+        return end, (f"the checksum of `{source.path.name}` was not verified, as that would read the file twice",)
+    if zlib.crc32(source.bytes(0, end)) != int.from_bytes(tail[len(CRC_TAG) :], "big"):
+        source.refuse("does not have the checksum that it says")
+    return end, ()
+
+
+def _values(source: ProtobufFile, end: int) -> list[Value]:
+    values: list[Value] = []
+    for outer in source.fields(0, end):
+        if outer.number != 1 or outer.wire != BYTES or len(values) == VALUES + source.size // BYTES_PER_VALUE:
+            source.refuse(f"has something else than a tensor at byte {outer.start}")
+        values.append(_value(source, outer))
+    return values
+
+
+def _value(source: ProtobufFile, outer: Field) -> Value:
+    parts = {field.number: field for field in source.fields(outer.start, outer.stop)}
+    if 1 not in parts:
+        source.refuse(f"has a tensor without a name at byte {outer.start}")
+    tag = source.text(parts[1], NAME_LIMIT)
+    if 2 not in parts or parts[2].wire != BYTES:
+        raise UnsupportedInput(
+            f"`{tag}` in `{source.path.name}` is a hash map, no plain tensor",
+            hint="only models made of plain tensors can be converted",
+        )
+    dims: list[int] = []
+    kind, content = "", None
+    for field in source.fields(parts[2].start, parts[2].stop):
+        if field.number == 1:
+            dims += source.numbers(field)
+            if len(dims) > RANK_LIMIT:
+                source.refuse(f"gives tensor `{tag}` more than {RANK_LIMIT} axes")
+        elif field.number == 2:
+            kind = source.text(field, NAME_LIMIT)
+        elif field.number == 3 and field.wire == BYTES:
+            content = field
+    if content is None or not all(0 <= size < 1 << 62 for size in dims):
+        source.refuse(f"describes tensor `{tag}` without content, or with an impossible shape")
+    # older writers store a scalar with the dims [0]; an empty tensor is not written at all
+    shape = () if dims == [0] and kind != TEXT else tuple(dims)
+    return Value(tag, kind, shape, content.start, content.stop)
+
+
+def _tensors(source: ProtobufFile, values: Sequence[Value]) -> dict[str, LazyTensor]:
+    """Tensor by name; what follows under the same name is the rest of its bytes."""
+    groups: list[list[Value]] = []
+    for value in values:
+        if value.kind == TEXT:
+            continue
+        if groups and groups[-1][0].tag == value.tag:
+            groups[-1].append(value)
+        else:
+            groups.append([value])
+    tensors: dict[str, LazyTensor] = {}
+    for group in groups:
+        if group[0].tag in tensors:
+            source.refuse(f"holds tensor `{group[0].tag}` twice")
+        tensors[group[0].tag] = _tensor(source, group)
+    return tensors
+
+
+def _tensor(source: ProtobufFile, parts: Sequence[Value]) -> LazyTensor:
+    first = parts[0]
+    if first.kind not in TYPES:
+        raise UnsupportedInput(
+            f"tensor `{first.tag}` in `{source.path.name}` is of the type `{first.kind[:40]}`",
+            hint="only plain float, integer and bool tensors can be converted; dequantize it first",
+        )
+    dtype = TYPES[first.kind]
+    stored, needed = sum(part.stop - part.start for part in parts), prod(first.dims) * dtype.itemsize
+    if stored != needed or any((part.kind, part.dims) != (first.kind, first.dims) for part in parts):
+        source.refuse(f"gives tensor `{first.tag}` {stored} bytes in {len(parts)} parts, its shape needs {needed}")
+    if len(parts) == 1:
+        return FileTensor(source.path, first.start, dtype, first.dims)
+    return _chunked(source.path, dtype, first.dims, [(part.start, part.stop) for part in parts])
+
+
+def _chunked(path: Path, dtype: DType, shape: tuple[int, ...], spans: Sequence[tuple[int, int]]) -> LazyTensor:
+    """A tensor whose bytes lie in several places of the file; a cut may go through a row."""
+    row_bytes = prod(shape[1:]) * dtype.itemsize
+
+    def load(start: int, stop: int) -> Array:
+        array = np.empty((stop - start) * row_bytes, dtype=np.uint8)
+        done, skip = 0, start * row_bytes
+        with open(path, "rb", buffering=0) as file:
+            for begin, end in spans:
+                count = min(max(0, end - begin - skip), len(array) - done)
+                if count:
+                    read_exactly(file.fileno(), array.data[done : done + count], begin + skip, path)
+                done, skip = done + count, max(0, skip - (end - begin))
+        return array.view(dtype.numpy).reshape(stop - start, *shape[1:])
+
+    return LazyTensor(dtype, shape, load)

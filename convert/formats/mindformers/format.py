@@ -1,0 +1,75 @@
+"""MindFormers (MindSpore): `.ckpt` or MindSpore-flavoured safetensors, one file or the rank folders of a run.
+
+Names and layouts: mindformers 1.0 to 1.7, `models/*/convert_reversed.py`; the run's YAML gives the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint, read_side_files
+from llmconv.convert.algebra.operations import listing
+from llmconv.convert.formats import Format
+from llmconv.convert.formats.mindformers.config import OPTIONS, read_run_config
+from llmconv.convert.formats.mindformers.families import family_of
+from llmconv.convert.formats.mindformers.names import merge_lora
+from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters, peek
+from llmconv.convert.formats.mindformers.write import save
+from llmconv.convert.models.config_file import with_architecture
+from llmconv.convert.tokenizers.source import read_tokenizer
+
+
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    found = open_parameters(path)
+    family = family_of(found.tensors, path.name)
+    run = read_run_config(path, config)
+    tensors, merged = merge_lora(run, found.tensors)
+    model = family.build(run, tensors)
+    warnings = [*found.warnings, *merged, *model.warnings]
+    if run.beside:
+        warnings.append(f"the configuration is that of `{run.beside}`, which lies beside the checkpoint")
+    side_files, more = _side_files(path, tokenizer)
+    warnings += more
+    release = run.fields.get("mindformers_version")
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        model.tensors,
+        with_architecture(model.config),
+        side_files,
+        tuple(warnings),
+        version=f"mindformers {release}" if isinstance(release, str) else "",
+        shards=found.files,
+        dropped=found.dropped,
+        source_type=run.arch,
+    )
+
+
+def _side_files(path: Path, tokenizer: Path | None) -> tuple[dict[str, bytes], list[str]]:
+    """Tokenizer and generation files: the given ones, else those beside the checkpoint, as `save` leaves them."""
+    folder = path if path.is_dir() else path.parent
+    beside = read_side_files(folder)
+    if tokenizer:
+        kept = {name: content for name, content in beside.items() if name == GENERATION_CONFIG}
+        return {**kept, **read_tokenizer(tokenizer)}, []
+    if any(name in TOKENIZERS for name in beside):
+        return beside, [f"the tokenizer is that of {listing(sorted(beside))}, which lies beside the checkpoint"]
+    return beside, ["a MindSpore checkpoint holds no tokenizer; give one with `--tokenizer` if you need it"]
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model")
+GENERATION_CONFIG = "generation_config.json"
+
+FORMAT = Format(
+    name="mindformers",
+    title="MindFormers 1.0 to 1.7 on MindSpore: `.ckpt`, its safetensors, or a folder of `rank_N`",
+    covers="llama, qwen, internlm, baichuan, gpt2, bloom, chatglm2/3; ranks joined by their strategy, LoRA merged; "
+    "the run's YAML gives the configuration",
+    detect=is_mindspore,
+    open=_open,
+    options=OPTIONS,
+    peek=peek,
+    save=save,
+)

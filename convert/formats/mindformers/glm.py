@@ -1,0 +1,191 @@
+"""MindFormers' ChatGLM2 and ChatGLM3 as transformers' `glm`, which computes the same.
+
+Source: mindformers `models/glm2/{glm2,glm2_config,glm2_transformer,glm2_modules,convert_weight}.py`. Both rotate
+neighbours in the first half of each head; since 1.5 `use_rearrange_rope` stores even rows before odd ones.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from llmconv.convert.algebra.operations import concat, inverted, permute_rows, rename
+from llmconv.convert.formats.mindformers.config import RunConfig
+from llmconv.convert.formats.mindformers.names import (
+    Heads,
+    Model,
+    Shapes,
+    Stored,
+    Tensors,
+    finish,
+    fuse,
+    heads_of,
+    refuse_model,
+    split_qkv,
+)
+from llmconv.convert.models.settings import Settings, refuse_settings
+from llmconv.errors import MalformedInput
+from llmconv.tensors import LazyTensor
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LAYER = "transformer.encoder.layers.{}"
+QKV = re.compile(r"(.+\.self_attn)\.query_key_value\.(weight|bias)")
+SIDES = re.compile(r"(.+\.mlp)\.gate_proj\.weight")
+
+NAMES: dict[str, str | None] = {
+    "transformer.embedding.embedding_weight": EMBEDDING,
+    "transformer.embedding.embedding_table": EMBEDDING,
+    "transformer.embedding.word_embeddings.embedding_weight": EMBEDDING,
+    "transformer.embedding.word_embeddings.embedding_table": EMBEDDING,
+    "transformer.encoder.final_layernorm.weight": "model.norm.weight",
+    "transformer.output_layer.weight": HEAD,
+    f"{LAYER}.input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
+    f"{LAYER}.post_attention_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    f"{LAYER}.self_attention.dense.weight": "model.layers.{}.self_attn.o_proj.weight",
+    f"{LAYER}.mlp.dense_h_to_4h.weight": "model.layers.{}.mlp.gate_up_proj.weight",
+    f"{LAYER}.mlp.dense_left.weight": "model.layers.{}.mlp.gate_proj.weight",
+    f"{LAYER}.mlp.dense_right.weight": "model.layers.{}.mlp.up_proj.weight",
+    f"{LAYER}.mlp.dense_4h_to_h.weight": "model.layers.{}.mlp.down_proj.weight",
+}
+for _kind in ("weight", "bias"):
+    NAMES[f"{LAYER}.self_attention.query_key_value.{_kind}"] = f"model.layers.{{}}.self_attn.query_key_value.{_kind}"
+    for _one in "qkv":
+        NAMES[f"{LAYER}.self_attention.w{_one}.{_kind}"] = f"model.layers.{{}}.self_attn.{_one}_proj.{_kind}"
+
+FIXED = {
+    "rmsnorm": True,
+    "apply_residual_connection_post_layernorm": False,
+    "post_layer_norm": True,
+    "add_bias_linear": False,
+    "post_self_attn_layernorm": False,
+    "post_mlp_layernorm": False,
+}
+"""Switches that `glm` does not have, at the value that it stands for."""
+
+
+def build_glm(run: RunConfig, tensors: Tensors) -> Model:
+    """ChatGLM2 or ChatGLM3 as `glm`.
+
+    Raises:
+        UnsupportedInput: a switch is set that `glm` does not have.
+        MalformedInput: names, shapes and configuration do not fit each other.
+    """
+    changed = [name for name, usual in FIXED.items() if run.fields.get(name) not in (None, usual)]
+    if changed or run.fields.get("pre_seq_len"):
+        raise refuse_model(run, f"a ChatGLM with `{(changed or ['pre_seq_len'])[0]}` set", "`glm` has no such switch")
+    renamed = {target: tensors[source] for target, source in rename(tensors, NAMES, run.source).items()}
+    embedding = renamed.get(EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise MalformedInput(
+            f"`{run.source}` has no embedding", hint="the checkpoint is of one pipeline stage, or partial"
+        )
+    hidden = embedding.shape[1]
+    heads = _heads(run, hidden)
+    parts = _parts(run, renamed, heads)
+    gate_up = parts.get("model.layers.0.mlp.gate_up_proj.weight")
+    bias = "model.layers.0.self_attn.q_proj.bias" in parts
+    config = {
+        "model_type": "glm",
+        "vocab_size": embedding.num_rows,
+        "hidden_size": run.integer("hidden_size", default=hidden),
+        "intermediate_size": gate_up.num_rows // 2 if gate_up else 0,
+        "num_hidden_layers": run.integer("num_layers", default=28),
+        "num_attention_heads": heads.queries,
+        "num_key_value_heads": heads.keys,
+        "head_dim": heads.dim,
+        "partial_rotary_factor": 0.5,
+        "hidden_act": "silu",
+        "attention_bias": bias,
+        "max_position_embeddings": run.integer("seq_length", default=2048),
+        "rms_norm_eps": run.number("layernorm_epsilon", default=1e-5),
+        "rope_theta": 10000.0 * run.number("rope_ratio", default=1.0),
+        **run.tokens(bos_token_id=None, eos_token_id=2, pad_token_id=0),
+    }
+    return finish(run, parts, _shapes(config, heads), config, HEAD, EMBEDDING)
+
+
+def _heads(run: RunConfig, hidden: int) -> Heads:
+    fields = {"num_attention_heads": 32, "kv_channels": 128, **run.fields}
+    multi = run.fields.get("multi_query_attention", True)
+    keys = fields.get("multi_query_group_num", 2) if multi else fields["num_attention_heads"]
+    known = {**fields, "num_key_value_heads": keys, "n_kv_heads": keys}
+    return heads_of(RunConfig(run.source, known, run.arch, run.lora), hidden)
+
+
+def _parts(run: RunConfig, renamed: Tensors, heads: Heads) -> Tensors:
+    """The tensors with queries, keys and values apart, in transformers' row order, and gate and up together."""
+    parts: Tensors = {}
+    try:
+        for name, tensor in renamed.items():
+            fused, left = QKV.fullmatch(name), SIDES.fullmatch(name)
+            if fused:
+                split = zip("qkv", split_qkv(tensor, heads, "plain"), strict=True)
+                parts |= {f"{fused[1]}.{one}_proj.{fused[2]}": rows for one, rows in split}
+            elif left and (right := renamed.get(f"{left[1]}.up_proj.weight")):
+                parts[f"{left[1]}.gate_up_proj.weight"] = concat([tensor, right], 0)
+            elif not name.endswith(".mlp.up_proj.weight"):
+                parts[name] = tensor
+        if run.flag("use_rearrange_rope"):
+            parts = {name: _neighbours(name, tensor, heads.dim) for name, tensor in parts.items()}
+    except ValueError as error:
+        raise MalformedInput(
+            f"the layers of `{run.source}` do not come apart: {error}", hint="the configuration is of another model"
+        ) from error
+    return parts
+
+
+def _neighbours(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
+    """Queries and keys with row `2i + j` of a head taken from row `j·D/2 + i` (`rearrange_w` undone)."""
+    if not re.search(r"\.[qk]_proj\.", name):
+        return tensor
+    return permute_rows(tensor, [row % 2 * (dim // 2) + row // 2 for row in range(dim)])
+
+
+def store_glm(settings: Settings, tensors: Tensors, source: str) -> Stored:
+    """`glm` as ChatGLM3, with queries, keys and values one after the other as all versions have them.
+
+    Raises:
+        UnsupportedInput: a setting that ChatGLM does not have.
+    """
+    held = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 0.5, "rope_scaling": None}
+    refuse_settings(source, settings, held, "MindFormers")
+    parts = fuse(tensors, tuple(f"{one}_proj" for one in "qkv"), "query_key_value")
+    renamed = {target: parts[name] for target, name in rename(parts, inverted(NAMES), source).items()}
+    fields = {
+        "type": "ChatGLM2Config",
+        "num_layers": settings["num_hidden_layers"],
+        "vocab_size": settings["vocab_size"],
+        "padded_vocab_size": settings["vocab_size"],
+        "hidden_size": settings["hidden_size"],
+        "ffn_hidden_size": settings["intermediate_size"],
+        "kv_channels": settings["head_dim"],
+        "num_attention_heads": settings["num_attention_heads"],
+        "multi_query_attention": True,
+        "multi_query_group_num": settings["num_key_value_heads"],
+        "seq_length": settings["max_position_embeddings"],
+        "layernorm_epsilon": settings["rms_norm_eps"],
+        "rope_ratio": settings["rope_theta"] / 10000.0,
+        "add_qkv_bias": settings["attention_bias"],
+        "tie_word_embeddings": settings["tie_word_embeddings"],
+        **FIXED,
+    }
+    return Stored(renamed, "ChatGLM2ForConditionalGeneration", fields)
+
+
+def _shapes(config: dict[str, Any], heads: Heads) -> Shapes:
+    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    rows = {"q": heads.queries * heads.dim, "k": heads.keys * heads.dim, "v": heads.keys * heads.dim}
+    shapes: Shapes = {EMBEDDING: (vocabulary, hidden)}
+    for layer in (f"model.layers.{number}" for number in range(config["num_hidden_layers"])):
+        for one, count in rows.items():
+            shapes[f"{layer}.self_attn.{one}_proj.weight"] = (count, hidden)
+            if config["attention_bias"]:
+                shapes[f"{layer}.self_attn.{one}_proj.bias"] = (count,)
+        shapes |= {
+            f"{layer}.self_attn.o_proj.weight": (hidden, rows["q"]),
+            f"{layer}.mlp.gate_up_proj.weight": (2 * inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+        }
+    return shapes | {"model.norm.weight": (hidden,), HEAD: (vocabulary, hidden)}

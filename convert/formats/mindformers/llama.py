@@ -1,0 +1,338 @@
+"""MindFormers' models of the Llama kind: llama 1 to 3, qwen 1 to 3, internlm 1 and 2, baichuan 1 and 2 (7B).
+
+Source: mindformers `models/llama/{llama,llama_config,convert_reversed}.py`, `modules/layers.py` (`FreqsMgr`) and
+`research/{qwen,internlm,internlm2,baichuan2}`. Weights are out×in and rotate halves, as in transformers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from llmconv.convert.algebra.operations import inverted, rename
+from llmconv.convert.formats.mindformers.config import RunConfig
+from llmconv.convert.formats.mindformers.names import (
+    Heads,
+    Model,
+    Shapes,
+    Stored,
+    Tensors,
+    finish,
+    fuse,
+    heads_of,
+    refuse_model,
+    unfuse,
+)
+from llmconv.convert.models.settings import Settings, refuse, refuse_settings
+from llmconv.errors import InputRefused, MalformedInput
+from llmconv.tensors import Array, LazyTensor
+
+LAYERS = re.compile(r"model\.layers\.(\d+)\.")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BAICHUAN2_VOCABULARY = 125696
+NORM_HEAD_EPS = 1e-5
+
+SCALING = {
+    "LLAMA3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "YARN": ("factor", "beta_fast", "beta_slow"),
+}
+"""Settings of rotary methods, by `extend_method`."""
+
+ORIGINAL = "original_max_position_embeddings"
+SEQ_LENGTH = 4096
+"""Tokens that a run is set up for, which is memory and not the model: no more than this unless the user says so."""
+
+WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
+
+
+def _names(root: str, embedding: str, norm: str, gate: str, up: str) -> dict[str, str | None]:
+    """MindFormers' names to Hugging Face's; the models differ in a few words."""
+    layer, target = f"{root}.layers.{{}}", "model.layers.{}"
+    names: dict[str, str | None] = {
+        f"{root}.{embedding}.embedding_weight": EMBEDDING,
+        f"{root}.{embedding}.embedding_table": EMBEDDING,
+        f"{layer}.attention_norm.weight": f"{target}.input_layernorm.weight",
+        f"{layer}.ffn_norm.weight": f"{target}.post_attention_layernorm.weight",
+        f"{layer}.feed_forward.{gate}.weight": f"{target}.mlp.gate_proj.weight",
+        f"{layer}.feed_forward.{up}.weight": f"{target}.mlp.up_proj.weight",
+        f"{layer}.feed_forward.w2.weight": f"{target}.mlp.down_proj.weight",
+        f"{root}.{norm}.weight": "model.norm.weight",
+        "lm_head.weight": HEAD,
+    }
+    for kind in ("weight", "bias"):
+        names |= {f"{layer}.attention.w{one}.{kind}": f"{target}.self_attn.{one}_proj.{kind}" for one in "qkvo"}
+    return names
+
+
+LLAMA = _names("model", "tok_embeddings", "norm_out", "w1", "w3")
+# Qwen computes w1(x)·silu(w3(x)): its gate is w3 (research/qwen/qwen_model.py, QwenFeedForward)
+QWEN = _names("transformer", "wte", "ln_f", "w3", "w1")
+
+CORE: dict[str, str | None] = {
+    "embedding.word_embeddings.weight": EMBEDDING,
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": HEAD,
+    "decoder.layers.{}.input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
+    "decoder.layers.{}.pre_mlp_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "decoder.layers.{}.self_attention.q_layernorm.weight": "model.layers.{}.self_attn.q_norm.weight",
+    "decoder.layers.{}.self_attention.k_layernorm.weight": "model.layers.{}.self_attn.k_norm.weight",
+    "decoder.layers.{}.mlp.gating.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "decoder.layers.{}.mlp.hidden.weight": "model.layers.{}.mlp.up_proj.weight",
+    "decoder.layers.{}.mlp.linear_fc2.weight": "model.layers.{}.mlp.down_proj.weight",
+    **{
+        f"decoder.layers.{{}}.self_attention.linear_{one}.{kind}": f"model.layers.{{}}.self_attn.{two}_proj.{kind}"
+        for one, two in (("q", "q"), ("k", "k"), ("v", "v"), ("proj", "o"))
+        for kind in ("weight", "bias")
+    },
+}
+"""Names since 1.6, which are Megatron's (`toolkit/weight_convert/qwen3`)."""
+
+
+def build_llama(run: RunConfig, tensors: Tensors) -> Model:
+    """A model under Llama's names; biases and the class of the run tell which it is.
+
+    Raises:
+        UnsupportedInput: Baichuan 13B, whose ALiBi no native model has.
+        MalformedInput: names, shapes and configuration do not fit each other.
+    """
+    if re.search(r"Baichuan.*13B", run.arch, re.IGNORECASE) or run.flag("use_alibi"):
+        raise refuse_model(run, f"a {run.arch or 'Llama'} with ALiBi", "its Llama has no ALiBi")
+    if embedding := tensors.get("model.tok_embeddings.embedding_weight"):
+        tensors = _baichuan2(run, tensors, embedding.num_rows)
+    return _build(run, tensors, LLAMA, "llama")
+
+
+def build_qwen(run: RunConfig, tensors: Tensors) -> Model:
+    """Qwen 1 as `qwen2`, which computes the same within the length it was trained for."""
+    fused = next((name for name in tensors if "w_gate_hidden" in name), None)
+    if fused:
+        raise refuse_model(run, f"a Qwen 1 with fused feed-forward (`{fused}`)", "the order of its parts is not known")
+    model = _build(run, tensors, QWEN, "qwen2")
+    note = "Qwen 1 became `qwen2`; its dynamic NTK and logn attention beyond the trained length have no equal there"
+    return Model(model.tensors, model.config, (*model.warnings, note))
+
+
+def build_core(run: RunConfig, tensors: Tensors) -> Model:
+    """A model under Megatron's names: `qwen3` where queries and keys are normalised, otherwise by its biases.
+
+    Raises:
+        InputRefused: the configuration is the run's YAML alone, whose sizes are in a `config.json` elsewhere.
+    """
+    run.number("rms_norm_eps")
+    rope_settings(run, usual=None)
+    normalised = any(".q_layernorm." in name for name in tensors)
+    return _build(run, tensors, CORE, "qwen3" if normalised else "llama")
+
+
+def _build(run: RunConfig, tensors: Tensors, names: dict[str, str | None], kind: str) -> Model:
+    activation = run.fields.get("hidden_act") or "silu"
+    if activation not in ("silu", "swiglu"):
+        raise refuse_model(run, f"a Llama with `hidden_act` {str(activation)[:40]}", "its feed-forward is SwiGLU")
+    embedding = next((tensors[name] for name, target in names.items() if target == EMBEDDING and name in tensors), None)
+    if embedding is None or len(embedding.shape) != 2:
+        raise MalformedInput(
+            f"`{run.source}` has no embedding", hint="the checkpoint is of one pipeline stage, or partial"
+        )
+    heads = heads_of(run, embedding.shape[1])
+    parts = unfuse(run, tensors, heads)
+    renamed = {target: parts[source] for target, source in rename(parts, names, run.source).items()}
+    biases = {one for one in "qkvo" if f"model.layers.0.self_attn.{one}_proj.bias" in renamed}
+    if biases not in (set(), set("qkv"), set("qkvo")):
+        raise refuse_model(run, f"a Llama with biases on {sorted(biases)}", "it has them on q, k, v, or on all four")
+    if kind == "llama" and biases == set("qkv"):
+        kind = "qwen2"
+    gate = renamed.get("model.layers.0.mlp.gate_proj.weight")
+    config = _config(run, embedding.shape, gate.num_rows if gate else 0, heads, kind)
+    if kind == "qwen3" and biases:
+        raise refuse_model(run, f"a Qwen 3 with biases on {sorted(biases)}", "it has them on none")
+    if kind != "qwen2":
+        config |= {"attention_bias": bool(biases), "mlp_bias": False}
+    return finish(run, renamed, _shapes(config, heads, biases), config, HEAD, EMBEDDING)
+
+
+def _config(run: RunConfig, embedding: tuple[int, ...], intermediate: int, heads: Heads, kind: str) -> dict[str, Any]:
+    vocabulary, hidden = embedding
+    said = {"hidden_size": hidden, "vocab_size": vocabulary}
+    for name, size in said.items():
+        if run.integer(name, default=size) != size:
+            raise MalformedInput(
+                f"the embedding of `{run.source}` is {list(embedding)}, its configuration says "
+                f"`{name}` {run.integer(name)}",
+                hint="the configuration is of another model, or these are the shards of one rank",
+            )
+    return {
+        "model_type": kind,
+        **said,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": run.integer("num_layers", "num_hidden_layers"),
+        "num_attention_heads": heads.queries,
+        "num_key_value_heads": heads.keys,
+        "head_dim": heads.dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": run.integer(
+            "max_position_embedding", "max_position_embeddings", "seq_length", default=2048
+        ),
+        "rms_norm_eps": run.number("rms_norm_eps", "layernorm_epsilon", default=1e-5),
+        **rope_settings(run),
+        **{name: run.fields[name] for name in WINDOW if name in run.fields and run.flag("use_sliding_window")},
+        **run.tokens(bos_token_id=1, eos_token_id=2),
+    }
+
+
+def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, from `theta`, `extend_method` and `scaling_factor` (`FreqsMgr`).
+
+    Raises:
+        UnsupportedInput: a method whose formula differs from transformers'.
+    """
+    method = str(run.fields.get("extend_method") or "None").upper()
+    factor = run.fields.get("scaling_factor", 1.0)
+    ready = run.fields.get("rope_parameters") or run.fields.get("rope_scaling")
+    if isinstance(ready, dict):  # a configuration in transformers' words
+        said = RunConfig(run.source, {**run.fields, **ready}, "", {})
+        return {"rope_theta": said.number("rope_theta", "theta", default=usual), "rope_scaling": dict(ready)}
+    theta = run.number("theta", "rope_theta", "rotary_emb_base", default=usual)
+    if method == "NONE":
+        return {"rope_theta": theta}
+    if method == "NTK":
+        return {"rope_theta": theta * run.number("scaling_factor", default=1.0)}
+    if method == "PI":
+        factor = run.number("scaling_factor", default=1.0)
+        return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
+    if method in SCALING and isinstance(factor, dict):
+        return {"rope_theta": theta, "rope_scaling": _scaling(RunConfig(run.source, factor, "", {}), method)}
+    raise refuse_model(run, f"a model with `extend_method` {method[:40]}", "its rotary formula is another one")
+
+
+def _scaling(numbers: RunConfig, method: str) -> dict[str, Any]:
+    """transformers' `rope_scaling` for the two methods that have settings of their own."""
+    old = {ORIGINAL: numbers.integer(ORIGINAL)}
+    found: dict[str, Any] = {name: numbers.number(name) for name in SCALING[method]}
+    found = {"rope_type": method.lower(), **found, **old}
+    if method == "YARN":  # FreqsMgr scales the rotary table by this quotient
+        whole, part = (_mscale(found["factor"], numbers.number(name)) for name in ("mscale", "mscale_all_dim"))
+        found["attention_factor"] = whole / part
+    return found
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+HELD: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
+QKV, GATE_UP = tuple(f"linear_{one}" for one in "qkv"), ("gating", "hidden")
+
+
+def store_llama(settings: Settings, tensors: Tensors, source: str) -> Stored:
+    """A Llama or Qwen 2 under Llama's names, with nothing fused, so that no question is open.
+
+    Raises:
+        UnsupportedInput: a setting that MindFormers' Llama does not have.
+    """
+    refuse_settings(source, settings, HELD, "MindFormers")
+    if settings["head_dim"] * settings["num_attention_heads"] != settings["hidden_size"]:
+        refuse(source, {"head_dim": settings["head_dim"]}, "MindFormers")
+    kind = "InternLM" if settings["attention_bias"] else "Llama"  # the same, with biases on all four
+    fields = {
+        "type": f"{kind}Config",
+        "hidden_size": settings["hidden_size"],
+        "num_layers": settings["num_hidden_layers"],
+        "num_heads": settings["num_attention_heads"],
+        "n_kv_heads": settings["num_key_value_heads"],
+        "intermediate_size": settings["intermediate_size"],
+        "vocab_size": settings["vocab_size"],
+        "max_position_embedding": settings["max_position_embeddings"],
+        "seq_length": min(settings["max_position_embeddings"], SEQ_LENGTH),
+        "rms_norm_eps": settings["rms_norm_eps"],
+        "theta": settings["rope_theta"],
+        **_extension(settings["rope_scaling"] or {}),
+        "qkv_has_bias": settings["attention_bias"] or settings["model_type"] == "qwen2",
+        **({"wo_has_bias": True} if settings["attention_bias"] else {}),
+        "qkv_concat": False,
+        "tie_word_embeddings": settings["tie_word_embeddings"],
+    }
+    return Stored(_renamed(tensors, LLAMA, source), f"{kind}ForCausalLM", fields)
+
+
+def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """`extend_method` and `scaling_factor`; nothing for what MindFormers computes by another formula."""
+    names = (*SCALING["LLAMA3"], ORIGINAL)
+    if scaling.get("rope_type") == "linear" and "factor" in scaling:
+        return {"extend_method": "PI", "scaling_factor": scaling["factor"]}
+    if scaling.get("rope_type") == "llama3" and all(name in scaling for name in names):
+        return {"extend_method": "LLAMA3", "scaling_factor": {name: scaling[name] for name in names}}
+    return {}
+
+
+def store_core(settings: Settings, tensors: Tensors, source: str) -> Stored:
+    """A Qwen 3 under Megatron's names, fused in its order, with a configuration in transformers' words.
+
+    Raises:
+        UnsupportedInput: a setting that MindFormers' Qwen 3 does not have.
+    """
+    refuse_settings(source, settings, {**HELD, "attention_bias": False}, "MindFormers")
+    group = settings["num_attention_heads"] // settings["num_key_value_heads"] * settings["head_dim"]
+    parts = fuse(
+        _renamed(tensors, CORE, source), QKV, "linear_qkv", (group, settings["head_dim"], settings["head_dim"])
+    )
+    same = ("rope_scaling", "rope_theta", "tie_word_embeddings", "max_position_embeddings", "rms_norm_eps")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names = (*sizes, "num_key_value_heads", "head_dim", *same)
+    fields = {"type": "Qwen3Config", **{name: settings[name] for name in names if settings[name] is not None}}
+    return Stored(fuse(parts, GATE_UP, "linear_fc1", (1, 1)), "Qwen3ForCausalLM", fields)
+
+
+def _renamed(tensors: Tensors, names: Mapping[str, str | None], source: str) -> Tensors:
+    return {target: tensors[name] for target, name in rename(tensors, inverted(names), source).items()}
+
+
+def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> Shapes:
+    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    rows = {"q": heads.queries * heads.dim, "k": heads.keys * heads.dim, "v": heads.keys * heads.dim, "o": hidden}
+    shapes: Shapes = {EMBEDDING: (vocabulary, hidden)}
+    for layer in (f"model.layers.{number}" for number in range(config["num_hidden_layers"])):
+        for one, count in rows.items():
+            shapes[f"{layer}.self_attn.{one}_proj.weight"] = (count, rows["q"] if one == "o" else hidden)
+            if one in biases:
+                shapes[f"{layer}.self_attn.{one}_proj.bias"] = (count,)
+        if config["model_type"] == "qwen3":
+            shapes |= {f"{layer}.self_attn.{one}_norm.weight": (heads.dim,) for one in "qk"}
+        shapes |= {
+            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+            f"{layer}.mlp.up_proj.weight": (inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+        }
+    return shapes | {"model.norm.weight": (hidden,), HEAD: (vocabulary, hidden)}
+
+
+def _baichuan2(run: RunConfig, tensors: Tensors, vocabulary: int) -> Tensors:
+    """The tensors with the head of Baichuan 2 normalised, which the model does whenever it runs (`NormHead`).
+
+    Raises:
+        InputRefused: nobody says whether it is a Baichuan 2.
+    """
+    if vocabulary == BAICHUAN2_VOCABULARY and not run.arch:
+        raise InputRefused(
+            f"`{run.source}` has the vocabulary of Baichuan 2, whose head is normalised, but its class is not said",
+            hint="give the YAML file of the run, with `model.arch.type`",
+        )
+    if not re.match(r"Baichuan.*V2", run.arch, re.IGNORECASE) or HEAD not in tensors:
+        return tensors
+    return {**tensors, HEAD: _normalised(tensors[HEAD])}
+
+
+def _normalised(head: LazyTensor) -> LazyTensor:
+    """Each row divided by √(Σw² + 1e-5), as `NormHead` does; rounded once."""
+
+    def load(start: int, stop: int) -> Array:
+        rows = head.rows(start, stop).astype(np.float64)
+        normalised: Array = (rows / np.sqrt((rows**2).sum(1, keepdims=True) + NORM_HEAD_EPS)).astype(head.dtype.numpy)
+        return normalised
+
+    return LazyTensor(head.dtype, head.shape, load)

@@ -1,0 +1,176 @@
+"""The files a MindSpore run leaves: a `.ckpt`, a safetensors file of its flavour, or a folder of either."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmconv.convert.algebra.operations import first_missing, listing
+from llmconv.convert.formats.mindformers.ckpt_file import is_mindspore_ckpt, read_ckpt
+from llmconv.convert.formats.mindformers.strategy import find_layouts, merge_ranks
+from llmconv.convert.state_dicts.raw_tensors import joined
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
+from llmconv.files.safetensors_file import read_header
+from llmconv.tensors import LazyTensor
+
+RANK = re.compile(r"rank_(\d+)")
+SUFFIXES = (".ckpt", ".safetensors")
+
+FLAVOUR = re.compile(
+    r"\.embedding_(?:weight|table)$|\.norm_out\.weight$|(?:layernorm\d?|ln_f|norm)\.gamma$|\.attention_norm\.weight$"
+)
+"""Names that MindFormers gives and Hugging Face does not, where the metadata does not say `ms`."""
+
+NOT_THE_MODEL = re.compile(
+    r"^[^.]+$"  # epoch_num, step_num, loss_scale, global_step, beta1_power, …
+    r"|^(?:adam_[a-z]+|accu_grads|moments?|momentum|velocity|pma_weight|ema_weight|clone_param32)\."
+    r"|__param_key__"
+    r"|(?:^|\.)(?:key|value)_(?:past|cache)(?:\.|$)"
+)
+"""Optimizer states, counters and caches that training and serving leave among the weights."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The tensors of a model under MindFormers' names.
+
+    Attributes:
+        tensors: by name.
+        warnings: what a user should know, one line each.
+        files: how many they lie in.
+        dropped: what else is in the files, one phrase each.
+    """
+
+    tensors: dict[str, LazyTensor]
+    warnings: tuple[str, ...] = ()
+    files: int = 1
+    dropped: tuple[str, ...] = ()
+
+
+def is_mindspore(path: Path) -> bool:
+    """Whether `path` is a file of MindSpore's, or a folder of them (rank folders included)."""
+    if path.is_file():
+        return _is_file(path)
+    if not path.is_dir() or (path / "config.json").is_file():
+        return False
+    return bool(_rank_files(path)) or any(_is_file(entry) for entry in _candidates(path))
+
+
+def _is_file(path: Path) -> bool:
+    return _is_ms_safetensors(path) if path.suffix == ".safetensors" else is_mindspore_ckpt(path)
+
+
+def _is_ms_safetensors(path: Path) -> bool:
+    try:
+        header = read_header(path)
+    except (LlmconvError, OSError):
+        return False
+    return header.metadata.get("format") == "ms" or any(FLAVOUR.search(name) for name in header.tensors)
+
+
+def _candidates(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if entry.suffix in SUFFIXES and entry.is_file())
+
+
+def _rank_files(folder: Path) -> dict[int, Path]:
+    """Rank to its checkpoint, the last in name order as upstream takes it."""
+    files: dict[int, Path] = {}
+    for entry in folder.iterdir():
+        match = RANK.fullmatch(entry.name)
+        if match and entry.is_dir() and (found := [file for file in _candidates(entry) if _is_file(file)]):
+            files[int(match[1])] = found[-1]
+    return dict(sorted(files.items()))
+
+
+def open_parameters(path: Path) -> Parameters:
+    """Opens what `is_mindspore` claims; only headers are read.
+
+    Raises:
+        UnsupportedInput: encrypted, quantized, or shards without the strategy that tells how to join them.
+        MalformedInput: truncated, contradictory or incomplete.
+    """
+    ranks = _rank_files(path) if path.is_dir() else {}
+    found = _open_ranks(path, ranks) if ranks else _open_files(path)
+    model = {name: tensor for name, tensor in found.tensors.items() if not NOT_THE_MODEL.search(name)}
+    others = len(found.tensors) - len(model)
+    dropped = (f"{others} tensors of the optimizer and the run",) if others else ()
+    left_out = tuple(f"left out {what}" for what in dropped)
+    return Parameters(model, (*found.warnings, *left_out), found.files, dropped)
+
+
+def peek(path: Path) -> dict[str, LazyTensor]:
+    """The tensors under their own names, of every rank where nothing tells how to join them.
+
+    Raises:
+        InputRefused: not even the headers can be read.
+    """
+    try:
+        return open_parameters(path).tensors
+    except InputRefused:
+        ranks = _rank_files(path).items() if path.is_dir() else ()
+        files = {f"rank_{rank}": file for rank, file in ranks}
+        files = files or {file.name: file for file in ([path] if path.is_file() else _candidates(path))}
+        return joined({name: _open_file(file).tensors for name, file in files.items()})
+
+
+def _open_files(path: Path) -> Parameters:
+    files = [path] if path.is_file() else [entry for entry in _candidates(path) if _is_file(entry)]
+    if len(files) > 1 and any(file.suffix == ".ckpt" for file in files):
+        raise InputRefused(
+            f"`{path}` holds {len(files)} checkpoints: {listing([file.name for file in files])}",
+            hint=f"name one, such as `{files[-1]}`",
+        )
+    return _union(path, [_open_file(file) for file in files])
+
+
+def _union(path: Path, parts: Sequence[Parameters]) -> Parameters:
+    """The tensors of several files of one model (the output of `unified_safetensors`)."""
+    tensors: dict[str, LazyTensor] = {}
+    for part in parts:
+        if doubled := sorted(tensors.keys() & part.tensors.keys()):
+            raise MalformedInput(
+                f"`{path.name}` holds {len(doubled)} tensors in more than one file: {listing(doubled)}",
+                hint="files of different checkpoints are mixed; name one of them",
+            )
+        tensors |= part.tensors
+    return Parameters(tensors, tuple(warning for part in parts for warning in part.warnings), len(parts))
+
+
+def _open_file(path: Path) -> Parameters:
+    if path.suffix != ".safetensors":
+        file = read_ckpt(path)
+        return Parameters(file.tensors, file.warnings)
+    header = read_header(path)
+    packed = [name for name in header.tensors if header.metadata.get(name) == "Int4"]
+    if packed:
+        raise UnsupportedInput(
+            f"`{path.name}` holds {len(packed)} tensors of packed int4 values: {listing(packed)}",
+            hint="only plain float, integer and bool tensors can be converted; dequantize it first",
+        )
+    return Parameters(dict(header.tensors))
+
+
+def _open_ranks(folder: Path, files: Mapping[int, Path]) -> Parameters:
+    missing = first_missing(files, max(files) + 1)
+    if missing is not None:
+        raise MalformedInput(
+            f"`{folder.name}` has {len(files)} ranks, but `rank_{missing}` is missing",
+            hint="copy the missing folder; all of them are needed",
+        )
+    opened = {rank: _open_file(file) for rank, file in files.items()}
+    warnings = tuple(dict.fromkeys(warning for part in opened.values() for warning in part.warnings))
+    if len(opened) == 1:
+        return opened[0]
+    layouts = find_layouts(folder)
+    if layouts is None:
+        raise UnsupportedInput(
+            f"`{folder.name}` holds {len(opened)} ranks, but no strategy file tells how they fit together",
+            hint="put the run's `strategy` folder (`ckpt_strategy_rank_*.ckpt`) into or beside the checkpoint folder",
+        )
+    shards = {
+        rank: {name: tensor for name, tensor in part.tensors.items() if not NOT_THE_MODEL.search(name)}
+        for rank, part in opened.items()
+    }
+    return Parameters(merge_ranks(folder, shards, layouts), warnings, len(opened))

@@ -1,0 +1,1 @@
+"""PaddleNLP: `.pdparams` and safetensors files, tensor-parallel ranks, adapters."""

@@ -1,0 +1,145 @@
+"""PaddleNLP: `config.json` beside `model_state*.pdparams` or Paddle's own safetensors, whole, sharded or one per rank.
+
+Layout: `paddle_file.py` (the pickle), `paddle_shards.py` (the folder), `paddle_families.py` (the names). Linear weights
+are (in, out). Its safetensors look like Hugging Face's, but have Paddle's names and layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.convert.algebra.operations import equal, listing
+from llmconv.convert.formats import Format
+from llmconv.convert.formats.paddle.config import number, to_config
+from llmconv.convert.formats.paddle.generation import read_generation_config
+from llmconv.convert.formats.paddle.names import FAMILIES
+from llmconv.convert.formats.paddle.pdparams import is_pdparams
+from llmconv.convert.formats.paddle.read import (
+    ADAPTER_FILES,
+    has_pdparams,
+    names_paddle,
+    open_ranks,
+    peek,
+    weight_files,
+)
+from llmconv.convert.formats.paddle.rows import place
+from llmconv.convert.formats.paddle.tokenizer import read_paddle_tokenizer
+from llmconv.convert.formats.paddle.write import save
+from llmconv.convert.models.config_file import with_architecture, without_code
+from llmconv.convert.state_dicts.training_files import left_beside
+from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.tensors import LazyTensor
+
+QUANTIZED = (".quant_weight", ".quant_scale", ".weight_scale", ".activation_quanter")
+HEAD = "lm_head.weight"
+
+
+def _detect(path: Path) -> bool:
+    if path.is_file():
+        return is_pdparams(path) or (path.suffix == ".safetensors" and names_paddle(path))
+    return path.is_dir() and (has_pdparams(path) or names_paddle(path))
+
+
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    _refuse_adapter(path)
+    folder = path if path.is_dir() else path.parent
+    stored = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    paddle, dropped = without_code({**stored, **config})
+    if not paddle:
+        raise InputRefused(f"`{path.name}` has no `config.json` beside it", hint="give the run's with `--config`")
+    warnings: list[str] = []
+    if dropped:
+        warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
+    settings = to_config(paddle, path.name, warnings)
+    family = FAMILIES[paddle["model_type"]]
+    ranks = open_ranks(path, paddle)
+    if len(ranks) > 1 and not family.tensor_parallel:
+        raise UnsupportedInput(
+            f"`{path.name}` is a {paddle['model_type']} split over {len(ranks)} tensor-parallel ranks",
+            hint="join it with PaddleNLP's `merge_tp_and_pp_params.py` first",
+        )
+    _refuse_quantized(path, ranks[0])
+    shapes = {name: tensor.shape for name, tensor in ranks[0].items()}
+    tensors = place(family.rows(settings, shapes), ranks, number(settings, family.layers, path.name), path.name)
+    _tie(tensors, family.embedding, settings, path, warnings)
+    side_files = {**_tokenizer(tokenizer, folder, paddle["model_type"], warnings), **read_generation_config(folder)}
+    release = stored.get("paddlenlp_version")
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        tensors,
+        with_architecture(settings),
+        side_files,
+        tuple(warnings),
+        version=f"paddlenlp {release}" if isinstance(release, str) else "",
+        shards=len(weight_files(path)),
+        dropped=left_beside(path),
+        source_type=str(paddle["model_type"]),
+    )
+
+
+def _refuse_adapter(path: Path) -> None:
+    names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
+    found = next((match for name in names if (match := ADAPTER_FILES.fullmatch(name))), None)
+    if found and found[1] == "prefix":
+        raise UnsupportedInput(
+            f"`{path.name}` is a prefix (`{found[0]}`), no model", hint="convert the model that it was trained on"
+        )
+    if found:
+        raise UnsupportedInput(
+            f"`{path.name}` is a LoRA adapter (`{found[0]}`), no model",
+            hint="convert its base model with `to-hf`, then `llmconv merge-lora BASE ADAPTER_FILES -o OUT`",
+        )
+
+
+def _refuse_quantized(path: Path, names: Iterable[str]) -> None:
+    found = [name for name in names if name.endswith(QUANTIZED)]
+    if found:
+        raise UnsupportedInput(
+            f"`{path.name}` is quantized: it holds {listing(found)}",
+            hint="give the weights from before quantization; Paddle's packed ones are ordered for its GPU kernels",
+        )
+
+
+def _tie(
+    tensors: dict[str, LazyTensor], embedding: str, settings: dict[str, Any], path: Path, warnings: list[str]
+) -> None:
+    """Drops a head that is the embedding, as transformers stores tied weights; the config says which it is."""
+    says = settings.get("tie_word_embeddings")
+    if HEAD not in tensors:
+        if says is False:
+            raise InputRefused(
+                f"`{path.name}` has no output head, and its configuration does not tie it to the embedding",
+                hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
+            )
+        settings["tie_word_embeddings"] = True
+    elif says is not False and equal(tensors[HEAD], tensors[embedding]):  # PaddleNLP leaves out its default, true
+        del tensors[HEAD]
+        settings["tie_word_embeddings"] = True
+    else:
+        if says:
+            warnings.append("the configuration ties the output head to the embedding, but they differ; both are kept")
+        settings["tie_word_embeddings"] = False
+
+
+def _tokenizer(given: Path | None, folder: Path, model_type: str, warnings: list[str]) -> dict[str, bytes]:
+    if given is None:
+        return read_paddle_tokenizer(folder, model_type, warnings)
+    files = read_paddle_tokenizer(given, model_type, warnings) if given.is_dir() else {}
+    return files or read_tokenizer(given)
+
+
+FORMAT = Format(
+    name="paddle",
+    title="PaddleNLP: a folder of `config.json` and `model_state*.pdparams`, or its safetensors",
+    covers="llama (and Baichuan-7B), mistral, qwen, qwen2, bloom, gpt, chatglm2/3; whole, sharded, or one file per "
+    "tensor- and pipeline-parallel rank",
+    detect=_detect,
+    open=_open,
+    peek=peek,
+    save=save,
+)

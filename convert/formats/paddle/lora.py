@@ -1,0 +1,231 @@
+"""A PaddleNLP LoRA adapter in Hugging Face names: `lora_config.json` beside `lora_model_state*.pdparams`.
+
+Layout (paddlenlp `peft/lora/lora_model.py`, `lora_layers.py`): `<module>.lora_A` (in×r) and `<module>.lora_B` (r×out),
+both the transpose of PEFT's, with trained biases and modules beside them; ranks split what they split of the module.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmconv.checkpoint import read_json
+from llmconv.convert.adapters.adapter import Adapter, Pair, check
+from llmconv.convert.adapters.lora.config import LoraConfig, parse_config
+from llmconv.convert.algebra.operations import concat, listing
+from llmconv.convert.formats.paddle.config import number, to_config
+from llmconv.convert.formats.paddle.names import FAMILIES, Family, Row
+from llmconv.convert.formats.paddle.read import open_rank_files
+from llmconv.convert.formats.paddle.rows import Rank, converted, numbered
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.tensors import Array, DType, LazyTensor
+
+CONFIG = "lora_config.json"
+FILE = re.compile(r"lora_model_state(?:\.(?:tp(\d{2,3}))?_?(?:pp(\d{2,3}))?)?\.pdparams")
+
+LAYER_LIMIT = 10_000
+"""No model has more; what is of a further layer is placed nowhere."""
+
+REFUSED: dict[str, str] = {
+    "pissa": "its training moved the base, and the file keeps no trace of where from",
+    "loraga": "its training moved the base",
+    "enable_lora_list": "the factors of its fused layers are shuffled by head",
+    "use_mora": "MoRA's update is no product of two factors",
+    "lora_use_mixer": "the mixer stands between the two factors",
+    "do_qat": "it was trained with fake quantization",
+    "nola": "its factors are combinations of random ones",
+}
+"""Fields that make the update something else than W + s·A·B."""
+
+
+def is_paddle_adapter(path: Path) -> bool:
+    """Whether `path` is a PaddleNLP LoRA folder, or the weights file in one."""
+    folder = path if path.is_dir() else path.parent
+    return (folder / CONFIG).is_file() and (path.is_dir() or FILE.fullmatch(path.name) is not None)
+
+
+def open_paddle_adapter(path: Path, alpha: float | None = None) -> Adapter:
+    """Opens a PaddleNLP LoRA folder as an adapter of the model that `to-hf` makes of its base.
+
+    Args:
+        path: the folder, or the weights file in it.
+        alpha: `lora_alpha` where the config does not carry it.
+
+    Raises:
+        InputRefused: a file is missing.
+        MalformedInput: tensors that no rule of the family places, or of shapes that do not fit.
+        UnsupportedInput: a kind of adapter that is not plain LoRA, or of a family that is not known.
+    """
+    folder = path if path.is_dir() else path.parent
+    files = {_place(match): folder / match[0] for entry in folder.iterdir() if (match := FILE.fullmatch(entry.name))}
+    if not files or not (folder / "config.json").is_file():
+        absent = "config.json" if files else "lora_model_state.pdparams"
+        raise InputRefused(
+            f"the adapter `{folder.name}` has no `{absent}`",
+            hint="copy the whole folder that PaddleNLP's `LoRAModel.save_pretrained` wrote",
+        )
+    fields = read_json(folder / CONFIG)
+    ranks = open_rank_files(folder, files, fields)
+    rows = _rows(read_json(folder / "config.json"), ranks, folder.name)
+    pairs, whole, joined = _sort(rows, ranks, folder.name)
+    config = _with_joined(_config(fields, alpha), joined)
+    kind = str(to_config(read_json(folder / "config.json"), folder.name, [])["model_type"])
+    adapter = Adapter(folder, tuple(sorted(files.values())), folder / CONFIG, config, pairs, whole, model_type=kind)
+    check(adapter)
+    return adapter
+
+
+def _place(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1] or 0), int(match[2] or 0)
+
+
+def _config(fields: Mapping[str, Any], alpha: float | None) -> LoraConfig:
+    """Paddle's fields under PEFT's names; its `scaling` must be what follows from them."""
+    for name, reason in REFUSED.items():
+        if fields.get(name):
+            raise UnsupportedInput(
+                f"the adapter sets `{name}`: {reason}", hint="merge it with PaddleNLP's `merge_lora_params.py`"
+            )
+    bias = "all" if fields.get("trainable_bias") in ("all", "lora") else "none"
+    config = parse_config(
+        {
+            "peft_type": "LORA",
+            "r": fields.get("r"),
+            "lora_alpha": fields.get("lora_alpha"),
+            "use_rslora": fields.get("rslora"),
+            "bias": bias,
+        },
+        alpha,
+    )
+    stated, rank = fields.get("scaling"), config.rank
+    if isinstance(stated, int | float) and rank and not _is_close(stated, config.scale("", rank)):
+        raise MalformedInput(
+            f"the adapter says `scaling` {str(stated)[:40]}, its `lora_alpha` and `r` give {config.scale('', rank):g}",
+            hint=f"repair `{CONFIG}`; PaddleNLP computes `scaling` from the other two",
+        )
+    return config
+
+
+def _is_close(stated: float, computed: float) -> bool:
+    return abs(stated) <= sys.float_info.max and math.isclose(stated, computed, rel_tol=1e-6)
+
+
+def _rows(config: dict[str, Any], ranks: Sequence[Rank], source: str) -> list[Row]:
+    """The rows of the model that the adapter is for, layers numbered."""
+    settings = to_config(config, source, [])
+    family: Family = FAMILIES[config["model_type"]]
+    layers = min(number(settings, family.layers, source), LAYER_LIMIT)
+    rows = family.rows(settings, _shapes(ranks[0]))
+    return [
+        row if layer is None else numbered(row, layer)
+        for row in rows
+        for layer in (range(layers) if "{}" in row.sources[0] else (None,))
+    ]
+
+
+def _shapes(tensors: Rank) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights that the tensors change: they tell whether the model's layers are fused."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if part == "lora_A" and tensor.shape and (b := tensors.get(f"{module}.lora_B")) is not None and b.shape:
+            shapes[f"{module}.weight"] = (tensor.shape[0], b.shape[-1])
+    return shapes
+
+
+def _with_joined(config: LoraConfig, joined: Mapping[str, int]) -> LoraConfig:
+    """The config with the ranks of modules that several were joined into, and the alphas that keep their scale."""
+    if not joined or config.rank is None:
+        return config
+    alphas = {count: config.alpha * (math.sqrt(count) if config.use_rslora else count) for count in joined.values()}
+    return replace(
+        config,
+        rank_pattern={re.escape(module): config.rank * count for module, count in joined.items()},
+        alpha_pattern={re.escape(module): alphas[count] for module, count in joined.items()},
+    )
+
+
+def _sort(
+    rows: Sequence[Row], ranks: Sequence[Rank], source: str
+) -> tuple[dict[str, Pair], dict[str, LazyTensor], dict[str, int]]:
+    """Pairs by module, whole tensors by name, and how many pairs a module was joined of.
+
+    Every tensor goes to exactly one place.
+    """
+    pairs: dict[str, Pair] = {}
+    whole: dict[str, LazyTensor] = {}
+    joined: dict[str, int] = {}
+    left = set(ranks[0])
+    for row in rows:
+        module = row.sources[0].removesuffix(".weight")
+        factors = {f"{module}.lora_A", f"{module}.lora_B"}
+        if row.sources[0] in left and left.issuperset(row.sources):
+            whole |= converted(row, ranks, source)
+            left -= set(row.sources)
+        if len(row.sources) == 1 and row.sources[0] != module and factors <= left:
+            pairs |= _pairs(row, module, ranks, source)
+            left -= factors
+        modules = [name.removesuffix(".weight") for name in row.sources if name.endswith(".weight")]
+        trained = [name for name in modules if {f"{name}.lora_A", f"{name}.lora_B"} <= left]
+        if len(row.sources) > 1 and len(row.targets) == 1 and trained:
+            target = row.targets[0].removesuffix(".weight")
+            pairs[target], joined[target] = _joined(row, modules, trained, ranks, source), len(trained)
+            left -= {f"{name}.lora_{half}" for name in trained for half in "AB"}
+    if left:
+        raise MalformedInput(
+            f"`{source}` holds {len(left)} tensors that no rule places: {listing(sorted(left))}",
+            hint="the adapter is of another model than its `config.json`, or of a kind that is not known",
+        )
+    return pairs, whole, joined
+
+
+def _pairs(row: Row, module: str, ranks: Sequence[Rank], source: str) -> dict[str, Pair]:
+    """The pair of each part of a module: a fused one shares its A, and each part has its rows of B."""
+    a, b = f"{module}.lora_A", f"{module}.lora_B"
+    inputs, outputs = row.shape
+    rank = ranks[0][a].shape[-1]
+    first = Row((a,), (a,), (inputs, rank), 0 if row.split == 0 else None, linear=True)
+    split = 1 if row.split == 1 else None
+    second = Row((b,), row.targets, (rank, outputs), split, linear=True, pieces=row.pieces, groups=row.groups)
+    shared = converted(first, ranks, source)[a]
+    parts = converted(second, ranks, source)
+    return {name.removesuffix(".weight"): Pair(shared, part) for name, part in parts.items()}
+
+
+def _joined(row: Row, modules: Sequence[str], trained: Sequence[str], ranks: Sequence[Rank], source: str) -> Pair:
+    """The pair of a matrix that the model of transformers has in one and Paddle in several, such as GPT's qkv.
+
+    Its A is that of the trained ones, one below the other; its B has each one's own where rows and columns are its.
+    """
+    parts = {
+        name: pair
+        for name in trained
+        for pair in _pairs(replace(row, sources=(name,), targets=(name,)), name, ranks, source).values()
+    }
+    rank = sum(pair.rank for pair in parts.values())
+    first = parts[trained[0]]
+    blocks, column = [], 0
+    for name in modules:
+        part = parts.get(name)
+        blocks.append(_placed(part.b if part else None, column, (first.b.shape[0], rank), first.b.dtype))
+        column += part.rank if part else 0
+    return Pair(concat([pair.a for pair in parts.values()], 0), concat(blocks, 0))
+
+
+def _placed(part: LazyTensor | None, column: int, shape: tuple[int, int], dtype: DType) -> LazyTensor:
+    """Zeros of `shape` with `part` from `column` on."""
+
+    def rows(start: int, stop: int) -> Array:
+        whole = np.zeros((stop - start, shape[1]), dtype.numpy)
+        if part is not None:
+            whole[:, column : column + part.shape[1]] = part.rows(start, stop)
+        return whole
+
+    return LazyTensor(dtype, shape, rows)

@@ -1,0 +1,1 @@
+"""torchtune: its checkpoints, and the adapters that its LoRA recipes write."""

@@ -1,0 +1,133 @@
+"""torchtune's adapters in its own names: `adapter_model.pt` or `adapter_N.pt`, with or without `adapter_config.json`.
+
+Layout (torchtune `modules/peft/{lora,dora}.py`, `models/convert_weights.py`): `<module>.lora_a.weight` (r×in),
+`.lora_b.weight` (out×r), DoRA's `.magnitude`; rows of queries and keys in the order of torchtune's weights. Its recipes
+write the same in PEFT's names beside it, with rows in transformers' order of Llama even where the model has another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.convert.adapters.adapter import Adapter
+from llmconv.convert.adapters.other_tools import AdapterFormat
+from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
+from llmconv.convert.adapters.other_tools.joining import join_modules
+from llmconv.convert.adapters.other_tools.layer_sizes import sizes_of
+from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
+from llmconv.convert.algebra.operations import permute_rows, rope_order
+from llmconv.convert.formats.torchtune.format import FAMILIES, NAMES, Family
+from llmconv.convert.models.completeness import WRAPPERS
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
+
+CONFIG = "adapter_config.json"
+FILE = re.compile(r"adapter_(?:model|\d{1,9})\.(?:pt|bin|pth|ckpt|safetensors)")
+TWIN = "adapter_model.pt"
+"""The same adapter as `adapter_model.safetensors`, in torchtune's names."""
+
+OWN_FILE = re.compile(r"adapter_(?:model|\d{1,9})\.pt")
+"""What only torchtune calls so."""
+
+FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|magnitude)(?:\.weight)?")
+SIGN = re.compile(r"(?:^|\.)layers\.\d+\.(?:attn|mlp)\.\w+\.(?:lora_[ab]\.weight|magnitude)$")
+QUERY_OR_KEY = re.compile(r"\.self_attn\.[qk]_proj$")
+
+MODULES = {name.removesuffix(".weight"): str(target).removesuffix(".weight") for name, target in NAMES.items()}
+
+
+def is_torchtune_adapter(path: Path) -> bool:
+    """Whether `path` is an adapter in torchtune's names, or the folder of an epoch with one."""
+    return bool(_files(path))
+
+
+def _files(path: Path) -> list[Path]:
+    candidates = sorted(path.iterdir()) if path.is_dir() else [path]
+    if path.name in WEIGHTS and (twin := path.with_name(TWIN)).is_file() and path.is_file():
+        candidates = [twin]
+    return [file for file in candidates if FILE.fullmatch(file.name) and file.is_file() and _is_own(file)]
+
+
+def _is_own(file: Path) -> bool:
+    """By the names in it; a file that cannot be read by its own name, so that the message is about it."""
+    try:
+        return any(SIGN.search(name) for name in read_tensors(file))
+    except (LlmconvError, OSError):
+        return OWN_FILE.fullmatch(file.name) is not None
+
+
+def open_torchtune_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -> Adapter:
+    """Opens an adapter in torchtune's names.
+
+    Args:
+        path: the file, or the folder of an epoch.
+        base: the model to merge into; its config tells the order of rows.
+        alpha: `lora_alpha`, which old recipes keep only in their YAML.
+
+    Raises:
+        InputRefused: several adapters, or nobody says what alpha is.
+        MalformedInput: names or shapes that the base has not.
+        UnsupportedInput: a model whose order of rows is not known.
+    """
+    files = _files(path)
+    if len(files) > 1:
+        raise InputRefused(
+            f"`{path.name}` holds {len(files)} adapters: {', '.join(file.name for file in files[:5])}",
+            hint=f"name one, such as `{files[-1]}`",
+        )
+    file, family = files[0], _family(base)
+    settings = file.parent / CONFIG
+    fields = _fields(read_json(settings)) if settings.is_file() else {}
+    tensors = {WRAPPERS.sub("", name): tensor for name, tensor in read_tensors(file).items()}
+    left = [name for name in tensors if not FACTOR.fullmatch(name)]
+    if left:
+        raise unplaced(left, [f"{module}.lora_a.weight" for module in MODULES], file.name, "a torchtune adapter")
+    factors = _placed(pair_up(tensors, FACTOR, file.name), family, base, file.name)
+    return as_adapter([file], settings if settings.is_file() else None, fields, factors, alpha)
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What torchtune writes; where and how the adapter was trained stays away."""
+    return {name: config[name] for name in ("r", "lora_alpha") if config.get(name) is not None}
+
+
+def _family(base: Checkpoint) -> Family:
+    kind = str(base.config.get("model_type"))
+    if kind not in FAMILIES:
+        raise UnsupportedInput(
+            f"the base is a {kind[:40]}, of which the order of rows in torchtune's adapters is not known",
+            hint=f"known are {', '.join(FAMILIES)}; for others give the folder that torchtune wrote for PEFT, alone",
+        )
+    return FAMILIES[kind]
+
+
+def _placed(factors: Mapping[str, Factors], family: Family, base: Checkpoint, source: str) -> dict[str, Factors]:
+    """The factors of the base's modules, their rows in its order."""
+    placed = renamed(factors, MODULES, source, "a torchtune adapter")
+    sizes = sizes_of(base)
+    try:
+        if family.neighbours:
+            placed = {
+                module: own.with_rows(lambda rows: permute_rows(rows, rope_order(sizes.dim)))
+                if QUERY_OR_KEY.search(module)
+                else own
+                for module, own in placed.items()
+            }
+    except ValueError as error:
+        raise MalformedInput(
+            f"the heads of `{source}` do not add up: {error}", hint="the adapter was trained on another model"
+        ) from error
+    for whole, parts in family.fused.items():
+        counts = sizes.attention if len(parts) == 3 else (sizes.inner, sizes.inner)
+        placed = join_modules(placed, parts, whole, counts, source)
+    return placed
+
+
+ADAPTER = AdapterFormat(
+    title="torchtune (`adapter_model.pt` or `adapter_N.pt` in its own names)",
+    detect=is_torchtune_adapter,
+    open=open_torchtune_adapter,
+)

@@ -1,0 +1,194 @@
+"""torchtune's own checkpoints: a state dict in torchtune's names, beside the `config.json` that its recipes copy.
+
+Layout (pytorch/torchtune `models/convert_weights.py`, `models/{qwen2,phi3}/_convert_weights.py`): Llama, Mistral
+and Gemma rotate neighbours as Meta does, so rows of queries and keys change places; Qwen 2 and Phi-3 rotate halves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.algebra.operations import concat, listing, permute_rows, rename, require, rope_order
+from llmconv.convert.formats import Format, has_sign_of
+from llmconv.convert.models.completeness import WRAPPERS, whole
+from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.state_dicts.checkpoint import left_around, side_files_of, stored_config
+from llmconv.convert.state_dicts.files import StateFile, open_state, torch_files
+from llmconv.convert.state_dicts.signs import Sign
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.tensors import LazyTensor
+
+NAMES: dict[str, str | None] = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.{}.attn.q_proj.weight": "model.layers.{}.self_attn.q_proj.weight",
+    "layers.{}.attn.k_proj.weight": "model.layers.{}.self_attn.k_proj.weight",
+    "layers.{}.attn.v_proj.weight": "model.layers.{}.self_attn.v_proj.weight",
+    "layers.{}.attn.output_proj.weight": "model.layers.{}.self_attn.o_proj.weight",
+    "layers.{}.mlp.w1.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "layers.{}.mlp.w3.weight": "model.layers.{}.mlp.up_proj.weight",
+    "layers.{}.mlp.w2.weight": "model.layers.{}.mlp.down_proj.weight",
+    "layers.{}.sa_norm.scale": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.mlp_norm.scale": "model.layers.{}.post_attention_layernorm.weight",
+    "norm.scale": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+BIASES: dict[str, str | None] = {
+    f"layers.{{}}.attn.{one}_proj.bias": f"model.layers.{{}}.self_attn.{one}_proj.bias" for one in "qkv"
+}
+HEAD_NORMS: dict[str, str | None] = {
+    f"layers.{{}}.attn.{one}_norm.scale": f"model.layers.{{}}.self_attn.{one}_norm.weight" for one in "qk"
+}
+ROTATED = re.compile(r"\.self_attn\.[qk]_proj\.weight$")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the tensors of a model type differ from the common names.
+
+    Attributes:
+        names: rows over `NAMES`.
+        neighbours: rotary embedding of neighbours, so that rows of queries and keys change places.
+        fused: Hugging Face's name of a matrix to those it is stacked from.
+    """
+
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    neighbours: bool = True
+    fused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "gemma": Family(),
+    "qwen2": Family(BIASES, neighbours=False),
+    "qwen3": Family(HEAD_NORMS, neighbours=False),
+    "phi3": Family(
+        neighbours=False,
+        fused={
+            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+    ),
+}
+OWN_NAMES = re.compile(r"^(?:_orig_mod\.|module\.)*layers\.\d+\.(?:attn\.output_proj|sa_norm|mlp_norm)\.")
+"""Names that no other system has (its `modules/transformer.py`)."""
+
+
+def _detect(path: Path) -> bool:
+    return len(_files(path)) == 1
+
+
+def _files(path: Path) -> list[Path]:
+    candidates = list(torch_files(path)) if path.is_dir() else [path]
+    return [file for file in candidates if has_sign_of(FORMAT.name, file)]
+
+
+def _read(path: Path) -> StateFile:
+    found = open_state(_files(path)[0])
+    if found is None:
+        raise MalformedInput(f"`{path.name}` holds no state dict", hint="it should hold tensors by name")
+    return found
+
+
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    found, warnings = _read(path), list[str]()
+    _refuse_adapters(found, path.name)
+    settings = causal_lm_config(stored_config(found.path), config, path.name, warnings)
+    family = _family(settings, path.name)
+    stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
+    renamed = rename(stored, NAMES | dict(family.names), path.name)
+    tensors = {target: stored[name] for target, name in renamed.items()}
+    if family.neighbours:
+        tensors = _permuted(tensors, _head_dim(settings), path.name)
+    tensors = _fused(tensors, family.fused, path.name)
+    settings = whole(tensors, settings, path.name, warnings)
+    side_files = side_files_of(found.path, tokenizer)
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=left_around(found))
+
+
+def _family(config: Mapping[str, Any], source: str) -> Family:
+    kind = str(config["model_type"])
+    if kind == "gemma2":
+        raise UnsupportedInput(
+            f"`{source}` is a Gemma 2, of which torchtune exchanges two norms and caps the hidden states in place of "
+            "the logits; no model of transformers does",
+            hint="there is no equal model to convert it to; train it with another program",
+        )
+    if kind not in FAMILIES:
+        raise UnsupportedInput(
+            f"`{source}` is a {kind} in torchtune's names, whose order of rows is not known",
+            hint=f"known are {', '.join(FAMILIES)}; save it with torchtune's FullModelHFCheckpointer",
+        )
+    return FAMILIES[kind]
+
+
+def _refuse_adapters(found: StateFile, source: str) -> None:
+    names = [name for name in found.state if "lora_" in name or name.endswith(".magnitude")]
+    if names:
+        raise UnsupportedInput(
+            f"`{source}` holds LoRA matrices that are not merged: {listing(names)}",
+            hint="give the merged weights that the recipe saves beside the adapter, or merge it into the Hugging Face "
+            f"base: `llmconv merge-lora BASE {source} -o OUT`",
+        )
+
+
+def _head_dim(config: Mapping[str, Any]) -> int | None:
+    """Elements of one attention head: `head_dim`, or the hidden size over the heads."""
+    fields = [config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")]
+    size, hidden, heads = [value if type(value) is int and value > 0 else None for value in fields]
+    return size or (hidden // heads if hidden and heads else None)
+
+
+def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) -> dict[str, LazyTensor]:
+    """The tensors with queries and keys as Hugging Face rotates them, in heads of `size` rows."""
+    if size is None or size % 2:
+        raise InputRefused(
+            f"the configuration of `{source}` gives its heads no even size",
+            hint="give the model's own `config.json` with `--config`",
+        )
+    try:
+        return {
+            name: permute_rows(tensor, rope_order(size)) if ROTATED.search(name) else tensor
+            for name, tensor in tensors.items()
+        }
+    except ValueError as error:
+        raise MalformedInput(
+            f"the heads of `{source}` do not add up: {error}", hint="the configuration is of another model"
+        ) from error
+
+
+def _fused(tensors: Mapping[str, LazyTensor], fused: Mapping[str, Sequence[str]], source: str) -> dict[str, LazyTensor]:
+    """The tensors with those of `fused` stacked.
+
+    Raises:
+        MalformedInput: a part is missing or does not fit.
+    """
+    result = dict(tensors)
+    for joined, parts in fused.items():
+        for first in [name for name in tensors if f".{parts[0]}." in name]:
+            names = [first.replace(parts[0], part) for part in parts]
+            require(names, result, source)
+            try:
+                result[first.replace(parts[0], joined)] = concat([result.pop(name) for name in names], 0)
+            except ValueError as error:
+                raise MalformedInput(
+                    f"`{first}` of `{source}` does not join: {error}", hint="the checkpoint is damaged or partial"
+                ) from error
+    return result
+
+
+FORMAT = Format(
+    name="torchtune",
+    title="torchtune's own names: a file, or the folder of an epoch",
+    detect=_detect,
+    sign=Sign(names=OWN_NAMES),
+    open=_open,
+    covers="Llama 2 to 3.3, Code Llama, Mistral, Qwen 2, 2.5 and 3, Gemma, Phi-3 and 4; no Gemma 2, of which it "
+    "computes another function",
+    peek=lambda path: _read(path).tensors(),
+)

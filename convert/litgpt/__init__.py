@@ -1,1 +1,0 @@
-"""LitGPT: its configuration, and its names as those of Hugging Face models."""

@@ -1,0 +1,235 @@
+"""merge_lora: adapters added to the weights of a base, streamed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Unpack
+
+from llmconv.argument_checks import checked
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
+from llmconv.convert.adapters.adapter import Adapter
+from llmconv.convert.adapters.merge_options import DEFAULTS, MergeOptions, Recipe, recipe_of
+from llmconv.convert.adapters.merging import merged
+from llmconv.convert.adapters.placement.edits import Edits
+from llmconv.convert.adapters.sample_check import Check, check_written
+from llmconv.convert.adapters.trained_base import warn_of_origin
+from llmconv.convert.models.completeness import why_incomplete
+from llmconv.convert.opening.adapters import open_adapters
+from llmconv.convert.quantization.quantized_base import QuantizedBase, check_choice, quantized_base
+from llmconv.convert.quantization.retention import Retention, measure
+from llmconv.convert.state_dicts.safetensors_files import is_model_folder
+from llmconv.errors import InputRefused, UsageProblem
+from llmconv.files.paths import Written
+from llmconv.files.sources import fetches, local_path, reading_safely
+from llmconv.model_kinds import require_model_type
+from llmconv.output.manifest import step, steps_of_weights
+from llmconv.output.plan import Plan, plan_checkpoint, require_shard_size
+from llmconv.output.writer import check_output, write_checkpoint
+from llmconv.progress import warn_all
+from llmconv.tensors import BLOCK_BYTES
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What a merge does; printed by `--dry-run`.
+
+    Attributes:
+        plan: the tensors and files to write.
+        merged: names of the tensors that an update is added to.
+        replaced: names of the tensors that an adapter replaces whole.
+        added: names of the tensors that the base does not have.
+        warnings: what a user should know, one line each.
+        edits: what is done to which tensor.
+        parts: name of a stored tensor to that of the quantized weight it is a part of.
+        retention: how much of the update survived, where the base is quantized and the result is too.
+        check: what comparing the written folder gave, when that was asked for.
+    """
+
+    plan: Plan
+    merged: tuple[str, ...]
+    replaced: tuple[str, ...]
+    added: tuple[str, ...]
+    warnings: tuple[str, ...]
+    edits: Edits = field(repr=False)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    retention: Retention | None = None
+    check: Check | None = None
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.merged)} merged, {len(self.replaced)} replaced, {len(self.added)} added"
+        return f"<Merge {self.plan.checkpoint.kind}: {counts}, {self.plan.nbytes:,} bytes>"
+
+
+@fetches
+@checked
+def merge_lora(
+    base: str | Path,
+    adapters: str | Path | Sequence[str | Path],
+    output: Written,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+    check: bool = False,
+    **options: Unpack[MergeOptions],
+) -> Merge:
+    """Writes `base` with adapters added, as a Hugging Face folder; tensors that no adapter names pass unchanged.
+
+    Of LoRA that is Σ wᵢ·sᵢ·Bᵢ·Aᵢ, made in float64 and rounded once. Memory follows the row blocks, not the model.
+
+    Args:
+        base: Hugging Face folder or hub id.
+        adapters: folders or files of PEFT or of another program, or hub ids; one, or several.
+        output: the folder to make.
+        overwrite, resume: replace an existing model folder; continue an interrupted run.
+        dry_run: plan and check everything, write nothing.
+        check: read a sample of the written tensors again and compare it with the sum in float64.
+        options: see `MergeOptions`.
+
+    Raises:
+        UsageProblem: the options contradict each other or the adapters.
+        InputRefused: `output` exists, the disk is too small, or an input is missing.
+        MalformedInput: an adapter for another base, incomplete, or not finite.
+        UnsupportedInput: a kind of adapter or base that this formula does not fit.
+        OutputFailed: writing failed.
+    """
+    options = DEFAULTS | options
+    _require_possible(options, check=check, dry_run=dry_run)
+    paths = [adapters] if isinstance(adapters, str | Path) else adapters
+    checkpoint = _open_base(base, paths)
+    opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])
+    recipe = recipe_of(options, opened)
+    merge = plan_merge(checkpoint, opened, recipe)
+    used = [_identity(adapter) for adapter in opened]
+    warn_all((*warn_of_origin(checkpoint, opened, str(base)), *_again(checkpoint, used, recipe), *merge.warnings))
+    inputs = [checkpoint.path, *map(Path, paths), *(file for item in opened for file in item.weights)]
+    check_output(merge.plan, Path(output), overwrite, inputs, resume=resume)
+    if not dry_run:
+        steps = [*steps_of_weights(checkpoint.path), _step(checkpoint, opened, used, recipe, options["alpha"])]
+        sources, plan = _sources(checkpoint, opened), merge.plan
+        done = write_checkpoint(plan, Path(output), steps=steps, sources=sources, overwrite=overwrite, resume=resume)
+        merge = replace(merge, plan=replace(merge.plan, found=done.found))
+    return _checked(merge, Path(output), recipe) if check else merge
+
+
+def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
+    """The base; refused where it and an adapter were given in each other's place."""
+    other = next((Path(path) for path in adapters if is_model_folder(Path(path))), None)
+    if other and (Path(base) / ADAPTER_CONFIG).is_file() and not is_model_folder(Path(base)):
+        raise InputRefused(
+            f"the arguments are swapped: BASE `{base}` is an adapter, and ADAPTER `{other}` is a model",
+            hint=f"give the base first: `llmconv merge-lora {other} {base} -o OUT`",
+        )
+    with reading_safely(base):
+        checkpoint = open_checkpoint(local_path(base))
+    require_model_type(checkpoint.config, base)
+    return checkpoint
+
+
+def _require_possible(options: MergeOptions, *, check: bool, dry_run: bool) -> None:
+    """Refuses options before anything is read.
+
+    Raises:
+        UsageProblem: an impossible size, or options that contradict `--check`.
+    """
+    require_shard_size(options["max_shard_size"])
+    if not check:
+        return
+    if dry_run:
+        raise UsageProblem("a dry run writes nothing that could be checked", hint="leave out `--dry-run` or `--check`")
+    if options["base_quant"] == "requantize":
+        problem = "`--check` compares with the exact sum, which no quantized weight holds"
+        raise UsageProblem(problem, hint="leave out `--check`; how much of the update survives is reported anyway")
+
+
+def _checked(merge: Merge, output: Path, recipe: Recipe) -> Merge:
+    summed = recipe.combination.is_sum
+    return replace(merge, check=check_written(merge.plan.checkpoint, merge.edits, output, summed=summed))
+
+
+def _again(base: Checkpoint, used: Sequence[Mapping[str, str]], recipe: Recipe) -> Iterator[str]:
+    """Warnings about adapters that are given twice, already merged into the base, or merged with weight 0."""
+    steps = [done.get("options", {}).get("adapters", ()) for done in steps_of_weights(base.path)]
+    merged = [one.get("sha256") for adapters in steps for one in adapters if isinstance(one, Mapping)]
+    for at, adapter in enumerate(used):
+        if any(adapter["sha256"] == other["sha256"] for other in used[:at]):
+            yield f"the adapter `{adapter['name']}` is given twice and is added twice"
+        if adapter["sha256"] in merged:
+            yield f"the adapter `{adapter['name']}` is already merged into `{base.path.name}` and is added again"
+        if recipe.weights[at] == 0:
+            yield f"the adapter `{adapter['name']}` has weight 0 and changes nothing"
+
+
+def _step(
+    base: Checkpoint,
+    adapters: Sequence[Adapter],
+    used: Sequence[Mapping[str, str]],
+    recipe: Recipe,
+    alpha: float | None,
+) -> dict[str, object]:
+    """For the manifest."""
+    initial = [_identity(adapter.initial) if adapter.initial else None for adapter in adapters]
+    told = recipe.provenance() | ({"initial_adapters": initial} if any(initial) else {})
+    return step("merge-lora", base.path.absolute(), adapters=used, alpha=alpha, **told)
+
+
+def _identity(adapter: Adapter) -> dict[str, str]:
+    settings = [adapter.settings] if adapter.settings not in adapter.weights else []
+    return {"name": adapter.name, "sha256": _sha256(adapter.weights), "config_sha256": _sha256(settings)}
+
+
+def _sha256(paths: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            while chunk := file.read(BLOCK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sources(checkpoint: Checkpoint, adapters: Sequence[Adapter]) -> list[Path]:
+    files = sorted(path for path in checkpoint.path.iterdir() if path.suffix in (".safetensors", ".json"))
+    every = [item for adapter in adapters for item in (adapter, adapter.initial) if item]
+    return files + [path for adapter in every for path in (*adapter.weights, adapter.settings)]
+
+
+def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) -> Merge:
+    """Places every tensor of every adapter and makes the lazy result; see `merge_lora` for errors."""
+    quantized = quantized_base(base)
+    check_choice(recipe.base_quant, quantized, recipe.dtype)
+    plain = quantized.plain if quantized else base
+    result, edits = merged(plain, adapters, recipe)
+    merge = Merge(
+        plan_checkpoint(result, recipe.max_shard_size),
+        merged=tuple(name for name in result if name in edits.changes),
+        replaced=tuple(name for name in result if edits.replaces(name) and name in plain),
+        added=tuple(name for name in result if name not in plain),
+        warnings=(*edits.warnings, *_incomplete(result)),
+        edits=edits,
+    )
+    return _stored(quantized, result, merge, recipe) if quantized else merge
+
+
+def _incomplete(result: Checkpoint) -> list[str]:
+    """A warning where transformers would initialize weights at random."""
+    why = why_incomplete(result.tensors, result.config, result.path.name)
+    return [f"the base is not the model that its config describes: {why}"] if why else []
+
+
+def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recipe) -> Merge:
+    """The merge of a quantized base, as the choice stores it; reads the weights where they are quantized again."""
+    if recipe.base_quant == "dequantize":
+        plan = plan_checkpoint(base.dequantized(result, recipe.dtype), recipe.max_shard_size)
+        return replace(merge, plan=plan, warnings=(*merge.warnings, base.dequantizing(recipe.dtype)))
+    checkpoint, changed = base.requantized(result)
+    retention = measure(base.plain, result, changed)
+    return replace(
+        merge,
+        plan=plan_checkpoint(checkpoint, recipe.max_shard_size),
+        parts=base.changed_parts(changed),
+        warnings=(*merge.warnings, *retention.require()),
+        retention=retention,
+    )

@@ -1,1 +1,0 @@
-"""What the format meta is made of: params.json and its tokenizers."""

@@ -1,1 +1,0 @@
-"""What the format mindformers is made of: MindSpore files, strategies, families of models."""

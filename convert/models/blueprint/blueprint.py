@@ -1,0 +1,149 @@
+"""The tensors of a model by its configuration: what transformers would build, without building it.
+
+Its own constructors are run, with modules that note names and shapes in place of torch's; so every model type that the
+installed transformers has is known as exactly as it is there, and no table has to be kept.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from llmconv.convert.models.architectures import causal_lm_classes
+from llmconv.convert.models.blueprint.config import Config, bounded
+from llmconv.convert.models.blueprint.names import model_folder
+from llmconv.convert.models.blueprint.source import PreTrainedModel, Source, remap_layer_types, source
+from llmconv.convert.models.blueprint.torch_stand_ins import Buffer, Module, Tensor
+from llmconv.convert.models.blueprint.unknown import Unreadable
+
+Shape = tuple[int, ...] | None
+"""None where only running the model's arithmetic would tell."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The tensors of a model.
+
+    Attributes:
+        class_name: transformers' class, such as `LlamaForCausalLM`.
+        model_type: as in the configuration.
+        shapes: name to shape, of everything that its state dict has.
+        buffers: those that are not trained, whose dtype may be any.
+        shared: name to the names that may stand for it: of the tensor it is tied to, or of the same object.
+        ignored: patterns of names that transformers passes over when it loads.
+        tied: whether the configuration, or else the class, ties the head to the embedding.
+    """
+
+    class_name: str
+    model_type: str
+    shapes: Mapping[str, Shape]
+    buffers: frozenset[str]
+    shared: Mapping[str, frozenset[str]]
+    ignored: tuple[re.Pattern[str], ...]
+    tied: bool
+
+    def ignores(self, name: str) -> bool:
+        """Whether transformers passes over a tensor of this name."""
+        return name not in self.shapes and any(pattern.search(name) for pattern in self.ignored)
+
+
+def blueprint(config: Mapping[str, Any]) -> Blueprint | None:
+    """The tensors of the causal language model of `config`; None where transformers' source does not tell.
+
+    Args:
+        config: content of `config.json`; whether it ties the head decides what is shared.
+    """
+    try:
+        return _blueprint(json.dumps(config, sort_keys=True))
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+@lru_cache(maxsize=4)
+def _blueprint(text: str) -> Blueprint | None:
+    config = json.loads(text)
+    kind = str(config.get("model_type"))
+    name, folder = causal_lm_classes().get(kind), model_folder(kind)
+    if name is None or folder is None:
+        return None
+    Module.count = 0
+    try:
+        settings = _config_class(source(folder / f"configuration_{folder.name}.py"), kind)(**_fields(config))
+        remap_layer_types(config=settings)
+        model = _modeling(name, folder)[name](settings)
+        return _described(model, kind)
+    except Exception:
+        return None
+
+
+def _modeling(name: str, folder: Path) -> Source:
+    """The source of the class `name`, which may be that of another model type."""
+    kinds = [kind for kind, other in causal_lm_classes().items() if other == name]
+    folders = [folder, *(found for kind in kinds if (found := model_folder(kind)))]
+    sources = (source(found / f"modeling_{found.name}.py") for found in folders)
+    return next(found for found in sources if name in found.classes)
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    left_out = ("model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "quantization_config")
+    fields = {name: value for name, value in config.items() if name not in left_out}
+    return dict(bounded(fields))
+
+
+def _config_class(configuration: Source, kind: str) -> type[Config]:
+    for name in configuration.classes:
+        found = configuration[name]
+        if isinstance(found, type) and issubclass(found, Config) and found.__dict__.get("model_type") == kind:
+            return found
+    raise Unreadable(f"no configuration of `{kind}`")
+
+
+def _described(model: Any, kind: str) -> Blueprint:
+    if not isinstance(model, PreTrainedModel):
+        raise Unreadable("no model")
+    tensors = dict(model.named_tensors())
+    shared = _same_objects(tensors)
+    ignored: dict[str, None] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            ignored |= dict.fromkeys(module._keys_to_ignore_on_load_unexpected or ())
+            _tie(module, prefix, tensors, shared)
+    shared = {name: set().union(others, *(shared[other] for other in others)) for name, others in shared.items()}
+    return Blueprint(
+        type(model).__name__,
+        kind,
+        {name: tensor.shape for name, tensor in tensors.items()},
+        frozenset(name for name, tensor in tensors.items() if isinstance(tensor, Buffer)),
+        {name: frozenset(others - {name}) for name, others in shared.items() if others - {name}},
+        tuple(re.compile(pattern) for pattern in ignored),
+        bool(getattr(model.config, "tie_word_embeddings", False)),
+    )
+
+
+def _same_objects(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
+    groups: dict[int, set[str]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(id(tensor), set()).add(name)
+    return {name: groups[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _tie(module: PreTrainedModel, prefix: str, tensors: Mapping[str, Tensor], shared: dict[str, set[str]]) -> None:
+    """Adds what `_tied_weights_keys` ties to another (patterns of names or of modules), where the configuration ties.
+
+    Source: `get_expanded_tied_weights_keys` in transformers `modeling_utils.py`.
+    """
+    pairs = module._tied_weights_keys
+    if not isinstance(pairs, dict) or not getattr(module.config, "tie_word_embeddings", False):
+        return
+    own = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+    for target, origin in pairs.items():
+        targets = [name for name in own if re.search(f"^{target}", name)]
+        origins = [name for name in own if re.search(f"^{origin}", name)]
+        many = zip(targets, origins * (len(targets) // max(1, len(origins))), strict=False)
+        for one, other in many:
+            shared[prefix + one] = shared[prefix + one] | shared[prefix + other] | {prefix + other}

@@ -1,0 +1,83 @@
+"""What a model type calls its parts, read from the installed transformers' source without importing it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from llmconv.convert.models.architectures import causal_lm_classes
+from llmconv.convert.models.blueprint.source import assigned, source, transformers_folder
+
+HEADS = ("lm_head.weight", "embed_out.weight")
+FOLDER_NAME = re.compile(r"[A-Za-z0-9_.]{1,100}", re.ASCII)
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """Names of a causal language model's parts.
+
+    Attributes:
+        base: the attribute that holds the model without its head, such as `model` or `transformer`.
+        embedding: the input embedding, such as `model.embed_tokens.weight`; empty where the source does not say.
+        head: the output head, such as `lm_head.weight`; empty where the source does not say.
+        tied: whether the head is the embedding where a configuration does not say; None where unknown.
+    """
+
+    base: str
+    embedding: str = ""
+    head: str = ""
+    tied: bool | None = None
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """What the names of a whole model begin with; heads had other names in older versions."""
+        return tuple(dict.fromkeys(f"{name.partition('.')[0]}." for name in (self.base, self.head, *HEADS) if name))
+
+
+@lru_cache(maxsize=8)
+def model_names(model_type: str) -> ModelNames:
+    """The names for `model_type`; where the installed transformers does not tell, `model` and no more.
+
+    Source: `base_model_prefix` and `_tied_weights_keys` in transformers `models/*/modeling_*.py`, and the default of
+    `tie_word_embeddings` in `configuration_*.py`.
+    """
+    folder = model_folder(model_type)
+    modeling = source(folder / f"modeling_{folder.name}.py").classes if folder else {}
+    causal = modeling.get(causal_lm_classes().get(model_type, ""))
+    bases = [found for body in modeling.values() if isinstance(found := _value(body, "base_model_prefix"), str)]
+    pairs = _value(causal, "_tied_weights_keys") if causal else None
+    head, embedding = next(iter(pairs.items())) if isinstance(pairs, dict) and pairs else ("", "")
+    base = next((name for name in bases if name and embedding.startswith(f"{name}.")), bases[0] if bases else "model")
+    return ModelNames(base, embedding, head, _tied(folder, model_type) if folder else None)
+
+
+def _tied(folder: Path, model_type: str) -> bool | None:
+    for body in source(folder / f"configuration_{folder.name}.py").classes.values():
+        if _value(body, "model_type") == model_type:
+            found = _value(body, "tie_word_embeddings")
+            return found if isinstance(found, bool) else None
+    return None
+
+
+def model_folder(model_type: str) -> Path | None:
+    """Where transformers keeps the source of a model type."""
+    root, name = transformers_folder(), model_type.replace("-", "_")
+    if not FOLDER_NAME.fullmatch(name):
+        return None
+    folders = [root / "models" / one for one in (name, name.removesuffix("_text"))] if root else []
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def _value(body: list[ast.stmt], field: str) -> Any:
+    """The literal that a class gives `field`, or None."""
+    for value in assigned(body, field):
+        try:
+            return ast.literal_eval(value)
+        except ValueError:
+            return None
+    return None

@@ -1,0 +1,154 @@
+"""config.json: what is taken out of one before it is written, and what is put in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmconv.checkpoint import read_json, require_shallow
+from llmconv.convert.algebra.operations import listing
+from llmconv.convert.models import mpt_config as mpt
+from llmconv.convert.models.architectures import causal_lm_classes
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+
+CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines", "_attn_implementation_internal")
+"""Fields that make a loader run code or fetch a repository that the file names."""
+
+TRACE_FIELDS = ("_name_or_path", "_commit_hash", "_attn_implementation_autoset", "_attn_implementation")
+"""Traces of the training machine."""
+
+YAML_LIMIT = 128 << 10
+YAML_NODES = 100_000
+YAML_DEPTH = 100
+"""A run's configuration has 20 kB, a thousand nodes and six levels; a parser in Python takes 7 s for a megabyte."""
+
+YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def merged_configs(paths: tuple[Path, ...]) -> dict[str, Any]:
+    """The JSON or YAML objects of `paths`, later ones over earlier ones.
+
+    Raises:
+        InputRefused: a file is not there.
+        MalformedInput: a file is no such object.
+    """
+    merged: dict[str, Any] = {}
+    for path in paths:
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            raise InputRefused(f"there is no configuration at `{path}`", hint="give a JSON file, or a folder with one")
+        merged |= read_config_file(file)
+    return merged
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or in a YAML file (told by its name); tags that would build other objects are refused.
+
+    Raises:
+        MalformedInput: not such an object, or far larger than a configuration.
+    """
+    if path.suffix not in (".yaml", ".yml"):
+        return read_json(path)
+    if path.stat().st_size > YAML_LIMIT:
+        raise MalformedInput(f"`{path.name}` is too large for a configuration", hint="give the YAML file of the run")
+    try:
+        content = _parse_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = str(getattr(error, "problem", None) or error or type(error).__name__).partition("\n")[0]
+        raise MalformedInput(
+            f"`{path.name}` is not valid YAML: {problem}", hint="repair or replace the file; plain values only"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise MalformedInput(f"`{path.name}` is not a YAML mapping of names", hint="give the YAML file of the run")
+    require_shallow(content, path.name)
+    return content
+
+
+def _parse_yaml(text: str) -> Any:
+    """The value of a document; its depth and its nodes are counted before anything is made of them.
+
+    Raises:
+        ValueError, YAMLError: it is none, or too large.
+    """
+    depth = 0
+    for event in yaml.parse(text, YAML_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > YAML_DEPTH:
+            raise ValueError(f"it is nested deeper than {YAML_DEPTH}")
+    loader = YAML_LOADER(text)
+    try:
+        node = loader.get_single_node()
+        _spend(node, [YAML_NODES])
+        return loader.construct_document(node) if node else None
+    finally:
+        loader.dispose()
+
+
+def _spend(node: Any, left: list[int]) -> None:
+    """Counts the nodes of a YAML document with every alias expanded, before anything is built from it."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise ValueError("aliases that expand without end")
+    for item in node.value if isinstance(node, yaml.CollectionNode) else ():
+        for part in item if isinstance(item, tuple) else (item,):
+            _spend(part, left)
+
+
+def without_code(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The config without code-execution fields and traces (at any depth), and the names of the former."""
+    kept: dict[str, Any] = {}
+    dropped: list[str] = []
+    for name, value in config.items():
+        if name in CODE_FIELDS:
+            dropped += [name] if value else []
+        elif isinstance(value, Mapping):
+            kept[name], inner = without_code(value)
+            dropped += [f"{name}.{field}" for field in inner]
+        elif name not in TRACE_FIELDS:
+            kept[name] = value
+    return kept, tuple(dropped)
+
+
+def causal_lm_config(
+    stored: Mapping[str, Any], given: Mapping[str, Any], source: str, warnings: list[str]
+) -> dict[str, Any]:
+    """The `config.json` of a causal language model: what is stored with it, and over that what the user gives.
+
+    Args:
+        stored: the checkpoint's own configuration, empty where it has none.
+        given: the user's fields.
+        source: file name for messages.
+        warnings: gets a line for what is left out.
+
+    Raises:
+        InputRefused: there is no `model_type`.
+        UnsupportedInput: it is none that transformers has, or an MPT that it cannot express.
+    """
+    config, dropped = without_code({**stored, **given})
+    if "model_type" not in config:
+        raise InputRefused(
+            f"`{source}` holds no model configuration", hint="give the model's `config.json` with `--config`"
+        )
+    if dropped:
+        warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
+    if config["model_type"] in mpt.MODEL_TYPES:
+        config = mpt.native_config(config, source, warnings)
+    return with_architecture(config)
+
+
+def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with `architectures` that fit its `model_type`.
+
+    Raises:
+        UnsupportedInput: the installed transformers has no causal language model of this type.
+    """
+    kind, known = str(config.get("model_type")), causal_lm_classes()
+    if known and kind not in known:
+        raise UnsupportedInput(
+            f"model_type `{kind[:80]}` is no causal language model that the installed transformers knows",
+            hint="models with code of their own cannot be converted yet; give the right type with `--config`",
+        )
+    return {**config, **({"architectures": [known[kind]]} if known else {})}

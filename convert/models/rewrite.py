@@ -1,0 +1,69 @@
+"""A Hugging Face folder that is written anew: with other element types, other shards, other side files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.convert.algebra.operations import listing
+from llmconv.convert.models.completeness import why_incomplete
+from llmconv.convert.models.config_file import CODE_FIELDS, merged_configs
+from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.model_kinds import require_model_type
+
+
+def open_again(
+    folder: Path, name: str, config: tuple[Path, ...], tokenizer: Path | None, options: Mapping[str, Any]
+) -> Checkpoint:
+    """The model of a Hugging Face folder, every tensor under its own name.
+
+    Args:
+        folder: the Hugging Face folder.
+        name: what messages call it.
+        config: JSON or YAML files whose fields replace those of `config.json`.
+        tokenizer: a tokenizer file or folder to use instead of the folder's own.
+        options: those of `to-hf` that only training formats have; refused.
+
+    Raises:
+        UsageProblem: one of `options` is given.
+        UnsupportedInput: the weights are quantized.
+        MalformedInput: the folder is damaged, or its weights are not those of the given configuration.
+    """
+    refuse_options({key: value for key, value in options.items() if value}, (), "a Hugging Face folder")
+    opened = open_checkpoint(folder)
+    if opened.config.get("quantization_config"):
+        raise UnsupportedInput(
+            f"`{name}` is quantized (`quantization_config`), and its packed weights have no other element type",
+            hint="give the weights from before quantization",
+        )
+    settings = {**opened.config, **merged_configs(config)}
+    require_model_type(settings, name)
+    code = [field for field in CODE_FIELDS if settings.pop(field, None)]
+    warnings = [f"dropped {listing(code)} from the configuration: no code comes from a checkpoint"] if code else []
+    side_files = dict(opened.side_files)
+    if tokenizer:
+        kept = {key: content for key, content in side_files.items() if key == "generation_config.json"}
+        side_files = kept | read_tokenizer(tokenizer)
+    result = replace(opened, config=settings, side_files=side_files)
+    if why := why_incomplete(result.tensors, result.config, result.path.name):
+        if config and not why_incomplete(opened.tensors, opened.config, opened.path.name):
+            raise MalformedInput(
+                f"the weights are not those of the configuration: {why}",
+                hint="give `--config` the configuration of these weights, or leave it out",
+            )
+        warnings.append(f"the folder is not the causal language model that its config describes: {why}")
+    return replace(result, warnings=tuple(warnings))
+
+
+def refuse_options(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Refuses options that mean nothing for a format.
+
+    Raises:
+        UsageProblem: names the first.
+    """
+    if foreign := sorted({*given} - {*known}):
+        raise UsageProblem(f"`--{foreign[0].replace('_', '-')}` means nothing for {what}", hint="leave it out")

@@ -1,0 +1,52 @@
+"""Opening either side of a delta: a Hugging Face folder, or a training checkpoint of any format, in the same names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, open_checkpoint
+from llmconv.convert.deltas import DELTA_FILE
+from llmconv.convert.formats import detect
+from llmconv.convert.models.dtype import with_cast
+from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.errors import UnsupportedInput
+from llmconv.files.sources import local_path, reading_safely
+from llmconv.model_kinds import require_model_type
+
+
+def open_model(name: str | Path) -> Checkpoint:
+    """A model in Hugging Face names, its tensors lazy.
+
+    Args:
+        name: a Hugging Face folder, or a checkpoint that `to-hf` reads without options; a path, URI or hub id.
+
+    Raises:
+        InputRefused: no model that can be read, or a delta or an adapter in place of one.
+    """
+    with reading_safely(name):
+        path = local_path(name)
+        if (path / DELTA_FILE).is_file():
+            raise UnsupportedInput(
+                f"`{path}` is a delta, no model", hint="the order is `llmconv delta apply BASE DELTA -o OUT`"
+            )
+        if (path / ADAPTER_CONFIG).is_file():
+            raise UnsupportedInput(
+                f"`{path}` is an adapter, no model", hint="merge it: `llmconv merge-lora BASE ADAPTER -o OUT`"
+            )
+        if is_hugging_face(path):
+            model = open_checkpoint(path)
+            require_model_type(model.config, path)
+            return model
+        opened = open_training(path)
+        if not opened.tensors:
+            raise UnsupportedInput(
+                f"`{path}` holds an adapter alone, no model", hint="convert it with `llmconv to-hf --base` first"
+            )
+        return replace(with_cast(opened, "keep"), path=path)
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether `path` is a folder with a config and safetensors weights, and no training format's."""
+    weights = any((path / name).is_file() for name in (SINGLE, INDEX))
+    return weights and (path / "config.json").is_file() and detect(path) is None

@@ -1,0 +1,122 @@
+"""What a path is that no format claims, so that the error can name it and the way out."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+from llmconv.convert.deltas import DELTA_FILE
+from llmconv.convert.formats import adapter_format, formats
+from llmconv.convert.opening.single_file import checkpoint_files
+from llmconv.convert.state_dicts.files import SUFFIXES
+from llmconv.convert.state_dicts.safetensors_files import is_model_folder
+from llmconv.convert.state_dicts.training_files import what_is_left
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
+from llmconv.files.pickles.machine import Stub
+from llmconv.files.torch.reader import explain_no_zip, is_torch_file, open_torch_file
+from llmconv.not_a_model_folder import foreign_file, known_refusal
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+MEGATRON = {"checkpoint_version", "args", "model"}
+
+OF_DEEPSPEED = "_optim_states.pt"
+"""How the names of DeepSpeed's files of an optimizer end."""
+
+
+def explain(path: Path) -> LlmconvError:
+    """The error for a path that is of no known format."""
+    if kind := adapter_format(path):
+        return UnsupportedInput(
+            f"`{path.name}` is an adapter of {kind.title}",
+            hint=f"merge it: `llmconv merge-lora BASE {path.name} -o OUT`",
+        )
+    return _explain_folder(path) if path.is_dir() else _explain_file(path)
+
+
+def _explain_folder(folder: Path) -> LlmconvError:
+    names = {entry.name for entry in folder.iterdir()}
+    if DELTA_FILE in names:
+        return UnsupportedInput(f"`{folder}` is a delta", hint="use `llmconv delta apply BASE DELTA -o OUT`")
+    if "adapter_config.json" in names:
+        return UnsupportedInput(f"`{folder}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
+    if is_model_folder(folder):
+        return UnsupportedInput(
+            f"`{folder}` already is a Hugging Face folder",
+            hint="go on with `merge-lora` or `export`; `--dtype` and `--max-shard-size` write it anew",
+        )
+    if any(name.endswith((".pdiparams", ".pdmodel")) for name in names):
+        return UnsupportedInput(
+            f"`{folder}` is a static graph of Paddle, which is not converted back",
+            hint="give the folder with `model_state.pdparams` that it was exported from",
+        )
+    if "checkpoint" in names and any(name.startswith("zero_to_fp32") or name == "latest" for name in names):
+        return UnsupportedInput(
+            f"`{folder}` is a Lightning checkpoint that DeepSpeed wrote",
+            hint=f"give the folder inside: `{folder / 'checkpoint'}`",
+        )
+    checkpoints = checkpoint_files(folder)
+    if checkpoints:
+        return InputRefused(
+            f"`{folder}` contains {len(checkpoints)} checkpoint files, and not as the shards of one",
+            hint=f"name the file, such as `{checkpoints[-1]}`",
+        )
+    return known_refusal(folder) or _unknown(folder)
+
+
+def _explain_file(path: Path) -> LlmconvError:
+    if not path.is_file():
+        return InputRefused(f"`{path}` is no regular file", hint="give a file or a folder")
+    if not path.stat().st_size:
+        return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
+    with open(path, "rb") as file:
+        head = file.read(300)
+    left = what_is_left(path.name)
+    if left and not path.name.endswith(OF_DEEPSPEED):  # whose optimizer holds the weights
+        return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=_weights_beside(path))
+    if path.suffix not in SUFFIXES and zipfile.is_zipfile(path) and not is_torch_file(path):
+        return known_refusal(path) or _unknown(path)
+    if head.startswith(b"PK") or is_torch_file(path):
+        return _explain_torch(path)
+    foreign = known_refusal(path) if path.suffix == ".onnx" else foreign_file(head, path.name)
+    if foreign:
+        return foreign
+    no_zip = explain_no_zip(path, head)
+    return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
+
+
+def _explain_torch(path: Path) -> LlmconvError:
+    try:
+        content = open_torch_file(path).content
+    except LlmconvError as problem:
+        return problem
+    if isinstance(content, Stub):
+        return UnsupportedInput(
+            f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
+            hint="load it where its code is, and save its `state_dict()`",
+        )
+    if isinstance(content, dict) and "ds_version" in content:
+        return InputRefused(
+            f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
+        )
+    if isinstance(content, dict) and {*content} >= MEGATRON:
+        return UnsupportedInput(
+            f"`{path.name}` is one rank's file of Megatron-LM, which is not converted",
+            hint="convert it with Megatron's own `tools/checkpoint/convert.py`, and go on from there",
+        )
+    keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "no dict"
+    return UnsupportedInput(
+        f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
+    )
+
+
+def _weights_beside(path: Path) -> str:
+    files = checkpoint_files(path.parent)
+    return f"give the weights next to it: `{files[0]}`" if files else "give the file or folder with the weights"
+
+
+def _unknown(path: Path) -> LlmconvError:
+    return UnsupportedInput(f"`{path.name}` is of no training format that llmconv knows", hint=_known())
+
+
+def _known() -> str:
+    return f"known formats: {', '.join(formats())}; `llmconv formats` tells what each looks like"

@@ -1,1 +1,0 @@
-"""What the format paddle is made of: pickles of arrays, ranks, families of models."""

@@ -1,0 +1,176 @@
+"""PackedWeight: one quantized weight of a checkpoint, its parts in the files, and its values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from threading import Lock
+from typing import Generic, NoReturn, Self, TypeVar
+
+import numpy as np
+
+from llmconv.errors import MalformedInput
+from llmconv.files.safetensors_file import FileTensor
+from llmconv.tensors import BY_NAME, Array, LazyTensor
+
+FLOAT32 = BY_NAME["float32"]
+TILE_ELEMENTS = 1 << 18
+"""Values that are made at once: a megabyte in float32, so the passes over them stay in the cache."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight(ABC):
+    """A weight that lies in the files as codes and what they mean.
+
+    Attributes:
+        name: what the weight is called once it is plain.
+        parts: the tensors of the files that it consists of, by their names there.
+        shape: of the plain weight.
+    """
+
+    name: str
+    parts: Mapping[str, LazyTensor]
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def values(self, start: int, stop: int) -> Array:
+        """Rows `start:stop` of the plain weight in float32, of shape `(stop - start, *shape[1:])`.
+
+        The arithmetic is the one of the library that wrote the files, in float32, before it rounds to another type.
+        """
+
+    @abstractmethod
+    def requantized(self, weight: LazyTensor) -> Self:
+        """Another weight of the same shape, stored in the same way: parts of the same names, dtypes and shapes."""
+
+    @property
+    def plain(self) -> LazyTensor:
+        """The values as a float32 tensor, made by tiles."""
+        return tiled(LazyTensor(FLOAT32, self.shape, self._finite_values), prod(self.shape[1:]))
+
+    def _finite_values(self, start: int, stop: int) -> Array:
+        try:
+            with np.errstate(over="raise"):
+                return self.values(start, stop)
+        except FloatingPointError:
+            refuse(self.name, "has scales so large that its values are infinite")
+
+
+def remembered(tensor: LazyTensor) -> LazyTensor:
+    """A computed tensor whose last small ranges of rows stay in memory: codes and scales are made from the same ones.
+
+    The arrays are shared, so they are not to be written to.
+    """
+
+    def load(start: int, stop: int) -> Array:
+        small = (stop - start) * prod(tensor.shape[1:]) <= TILE_ELEMENTS
+        return _remember(tensor, start, stop) if small else tensor.rows(start, stop)
+
+    return LazyTensor(tensor.dtype, tensor.shape, load)
+
+
+@lru_cache(maxsize=32)
+def _remember(tensor: LazyTensor, start: int, stop: int) -> Array:
+    return tensor.rows(start, stop)
+
+
+def tiled(tensor: LazyTensor, columns: int) -> LazyTensor:
+    """The same tensor, whose rows are computed few at a time.
+
+    Args:
+        tensor: what is computed.
+        columns: values that one row is computed from.
+    """
+    step = max(1, TILE_ELEMENTS // max(1, columns))
+
+    def load(start: int, stop: int) -> Array:
+        result = np.empty((stop - start, *tensor.shape[1:]), tensor.dtype.numpy)
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            result[first - start : last - start] = tensor.rows(first, last)
+        return result
+
+    return LazyTensor(tensor.dtype, tensor.shape, load)
+
+
+def peaks_of(weight: LazyTensor, start: int, stop: int) -> Array:
+    """The largest absolute value of every row, float32."""
+    rows = np.abs(weight.rows(start, stop).reshape(stop - start, -1))
+    largest: Array = rows.max(axis=1, initial=0)
+    return largest.astype(np.float32)
+
+
+class Once(Generic[T]):
+    """A value that is computed when it is first asked for, by whichever thread comes first."""
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        self._compute, self._lock, self._values = compute, Lock(), list[T]()
+
+    def __call__(self) -> T:
+        with self._lock:
+            if not self._values:
+                self._values.append(self._compute())
+        return self._values[0]
+
+
+def as_bytes(tensor: LazyTensor) -> LazyTensor:
+    """The data of a tensor as a row of uint8, however it is called and shaped."""
+    uint8 = BY_NAME["uint8"]
+    if isinstance(tensor, FileTensor):
+        return FileTensor(tensor.path, tensor.offset, uint8, (tensor.nbytes,), tensor.record)
+    size = max(1, tensor.nbytes // max(1, tensor.num_rows))
+
+    def load(start: int, stop: int) -> Array:
+        rows = tensor.rows(start // size, -(-stop // size)).reshape(-1).view(np.uint8)
+        return rows[start % size :][: stop - start]
+
+    return LazyTensor(uint8, (tensor.nbytes,), load)
+
+
+def finite(scales: Array, name: str) -> Array:
+    """Scales in float32.
+
+    Raises:
+        MalformedInput: one is no number.
+    """
+    wide = scales.astype(np.float32)
+    if not np.isfinite(wide).all():
+        refuse(name, "has a scale that is not finite")
+    return wide
+
+
+def require(tensor: LazyTensor, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> LazyTensor:
+    """`tensor`, of one of the element types and of the shape.
+
+    Raises:
+        MalformedInput: it is not.
+    """
+    if tensor.dtype.name not in dtypes:
+        refuse(name, f"is stored as {tensor.dtype.name}, not as {' or '.join(dtypes)}")
+    if tensor.shape != shape:
+        refuse(name, f"has shape {list(tensor.shape)}, the rest of the weight needs {list(shape)}")
+    return tensor
+
+
+def part(tensors: Mapping[str, LazyTensor], name: str, of: str) -> LazyTensor:
+    """The tensor called `name`.
+
+    Raises:
+        MalformedInput: the files have none.
+    """
+    if name not in tensors:
+        refuse(of, f"is quantized, but its `{name}` is missing")
+    return tensors[name]
+
+
+def refuse(name: str, problem: str) -> NoReturn:
+    """Raises MalformedInput about one tensor of the base."""
+    raise MalformedInput(
+        f"`{name}` of the base {problem}",
+        hint="the base is damaged, or not quantized as its `quantization_config` says; copy or download it again",
+    )

@@ -1,0 +1,161 @@
+"""A state dict in Hugging Face names becomes a Checkpoint, or is refused: nothing is left to random initialisation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint, read_json, read_side_files
+from llmconv.convert.algebra.operations import listing
+from llmconv.convert.models.architectures import causal_lm_classes
+from llmconv.convert.models.blueprint.names import model_names
+from llmconv.convert.models.completeness import BUFFERS, Leaf, select, whole
+from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.state_dicts.files import StateFile, refuse_objects, refuse_quantized
+from llmconv.convert.state_dicts.prefixes import Placement, place
+from llmconv.convert.tokenizers.source import read_tokenizer
+from llmconv.errors import UnsupportedInput
+
+OLD_NORM = {"gamma": "weight", "beta": "bias"}
+"""How models that came from TensorFlow called a LayerNorm's parameters (`LayerNorm.gamma`)."""
+
+AROUND = {
+    "optimizer": "the optimizer's state",
+    "optimizer_states": "the optimizer's state",
+    "optimizer_state_dict": "the optimizer's state",
+    "scheduler": "the learning rate schedule",
+    "lr_schedulers": "the learning rate schedule",
+    "scheduler_state_dict": "the learning rate schedule",
+    "callbacks": "the callbacks' state",
+    "loops": "the training loops' state",
+    "hyper_parameters": "the hyper-parameters",
+}
+
+
+def config_folder(path: Path) -> Path:
+    """The folder that a checkpoint's configuration and tokenizer lie in."""
+    return path if path.is_dir() else path.parent
+
+
+def stored_config(path: Path) -> dict[str, Any]:
+    """`config.json` in or beside `path`, or nothing; where it names only a class, as in 2019, with its `model_type`."""
+    file = config_folder(path) / "config.json"
+    config = read_json(file) if file.is_file() else {}
+    said = config.get("architectures")
+    if "model_type" in config or not isinstance(said, list):
+        return config
+    kinds = [kind for kind, name in causal_lm_classes().items() if said[:1] == [name] and model_names(kind).embedding]
+    return {**config, "model_type": kinds[0]} if len(kinds) == 1 else config
+
+
+def side_files_of(path: Path, tokenizer: Path | None) -> dict[str, bytes]:
+    """Tokenizer and generation files in or beside `path`; with `tokenizer`, that one instead."""
+    beside = read_side_files(config_folder(path))
+    if tokenizer is None:
+        return beside
+    return {name: beside[name] for name in beside if name == "generation_config.json"} | read_tokenizer(tokenizer)
+
+
+def left_around(file: StateFile) -> tuple[str, ...]:
+    """What lies in a file around its state dict, one phrase each."""
+    phrases = [AROUND.get(str(key), "") for key, value in file.around.items() if value not in (None, {}, [])]
+    return tuple(dict.fromkeys(phrase for phrase in phrases if phrase))
+
+
+def assemble(
+    file: StateFile, format: str, given: Mapping[str, Any], tokenizer: Path | None, version: str = ""
+) -> Checkpoint:
+    """The whole model in `file`.
+
+    Args:
+        file: the state dict, its names Hugging Face's behind any one prefix.
+        format: name of the format.
+        given: fields that the user adds to the configuration; `drop`: leave out what is of no part of the model.
+        tokenizer: the user's, instead of the files beside.
+        version: of the writer, where it is known.
+
+    Raises:
+        InputRefused: no configuration, or the state dict is not the whole of the model that it describes.
+    """
+    source, warnings = file.path.name, list[str]()
+    fields = {name: value for name, value in given.items() if name != "drop"}
+    settings = causal_lm_config(stored_config(file.path), fields, source, warnings)
+    _refuse_packed(file, settings, source)
+    state, dropped = _without_buffers(file.state)
+    stored = select(state, file.tensor, source, warnings)
+    model = model_names(str(settings["model_type"]))
+    placement = place(list(stored), model, source)
+    tensors = {_new_style(target): stored[name] for name, target in placement.names.items()}
+    dropped += _outside(placement, source, drop=bool(given.get("drop")))
+    settings = whole(tensors, settings, source, warnings)
+    if placement.added:
+        warnings.append(f"the names are those of the model without its head; `{placement.added}` was put in front")
+    return Checkpoint(
+        file.path,
+        format,
+        tensors,
+        settings,
+        side_files_of(file.path, tokenizer),
+        tuple(warnings),
+        version or _writer(settings),
+        file.shards,
+        (*left_around(file), *dropped),
+    )
+
+
+def _writer(config: Mapping[str, Any]) -> str:
+    """The transformers that wrote the configuration, which is mostly the one that wrote the weights."""
+    version = config.get("transformers_version")
+    return f"transformers {version[:20]}" if isinstance(version, str) else ""
+
+
+def _refuse_packed(file: StateFile, config: Mapping[str, Any], source: str) -> None:
+    refuse_quantized(file.state, source)
+    refuse_objects(file.state, source)
+    if config.get("quantization_config"):
+        raise UnsupportedInput(
+            f"the configuration of `{source}` says that it is quantized",
+            hint="give the weights from before quantization, and a configuration without `quantization_config`",
+        )
+    lora = [name for name in file.state if "lora_" in name]
+    if lora:
+        raise UnsupportedInput(
+            f"`{source}` holds LoRA matrices that are not merged: {listing(lora)}",
+            hint="merge them where it was trained, or save the adapter with PEFT and use `llmconv merge-lora`",
+        )
+
+
+def _without_buffers(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The state dict without what the model computes for itself, and what that was."""
+    counts: Counter[str] = Counter()
+    kept: dict[str, Any] = {}
+    for name, leaf in state.items():
+        what = next((what for what, sign, ranks in BUFFERS if sign.search(name) and _rank(leaf) in ranks), None)
+        if what:
+            counts[what] += 1
+        else:
+            kept[name] = leaf
+    return kept, [f"{count} {what}, which the model computes" for what, count in counts.items()]
+
+
+def _rank(leaf: Any) -> int:
+    return len(leaf.shape) if isinstance(leaf, Leaf) else -1
+
+
+def _new_style(name: str) -> str:
+    stem, dot, last = name.rpartition(".")
+    return stem + dot + OLD_NORM.get(last, last)
+
+
+def _outside(placement: Placement, source: str, *, drop: bool) -> list[str]:
+    if not placement.outside:
+        return []
+    if not drop:
+        raise UnsupportedInput(
+            f"`{source}` holds {len(placement.outside)} tensors that are no part of the model: "
+            f"{listing(placement.outside)}",
+            hint="`--drop` leaves them out, if the model computes its logits without them",
+        )
+    return [f"{len(placement.outside)} tensors outside the model: {listing(placement.outside)}"]

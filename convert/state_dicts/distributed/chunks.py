@@ -1,0 +1,73 @@
+"""The chunks of a distributed tensor as one LazyTensor: any grid, read where a block of rows touches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import numpy as np
+
+from llmconv.convert.state_dicts.distributed.metadata import Chunk
+from llmconv.tensors import Array, DType, LazyTensor
+
+CELL_LIMIT = 1 << 22
+"""Cells between all boundaries of all chunks: a regular grid has as many as chunks."""
+
+
+def is_tiled(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
+    """Whether the chunks cover a tensor of `shape` exactly: no gap, no overlap, nothing outside.
+
+    Boundaries are numbered along each dim, so that a chunk is a box of whole cells; each cell must be in one box.
+    """
+    boxes = [chunk for chunk in chunks if prod(chunk.sizes)]
+    if not prod(shape) or not boxes:
+        return not boxes and not prod(shape)
+    if sum(prod(chunk.sizes) for chunk in boxes) != prod(shape):
+        return False
+    spans: list[list[tuple[int, int]]] = []
+    counts: list[int] = []
+    for dim, size in enumerate(shape):
+        edges = [(chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for chunk in boxes]
+        number = {edge: index for index, edge in enumerate(sorted({edge for pair in edges for edge in pair}))}
+        if max(number) > size:
+            return False
+        spans.append([(number[low], number[high]) for low, high in edges])
+        counts.append(len(number) - 1)
+    areas = [prod(span[index][1] - span[index][0] for span in spans) for index in range(len(boxes))]
+    if prod(counts) > CELL_LIMIT or sum(areas) != prod(counts):
+        return False
+    cells = np.zeros(counts, dtype=bool)
+    for index in range(len(boxes)):
+        cells[tuple(slice(*span[index]) for span in spans)] = True
+    return bool(cells.all())
+
+
+def assemble(
+    dtype: DType, shape: tuple[int, ...], chunks: Sequence[Chunk], opened: Callable[[Chunk], LazyTensor]
+) -> LazyTensor:
+    """One tensor out of chunks that tile it.
+
+    Args:
+        dtype, shape: of the whole.
+        chunks: see `is_tiled`.
+        opened: gives the tensor of a chunk, of `dtype` and the chunk's sizes; asked for no chunk before a read
+            touches it.
+    """
+    boxes = [chunk for chunk in chunks if prod(chunk.sizes)]
+    if not shape:
+        return LazyTensor(dtype, shape, lambda start, stop: opened(boxes[0]).rows(start, stop))
+
+    def load(start: int, stop: int) -> Array:
+        touched = [box for box in boxes if box.offsets[0] < stop and box.offsets[0] + box.sizes[0] > start]
+        if len(touched) == 1 and touched[0].sizes[1:] == shape[1:]:
+            return opened(touched[0]).rows(start - touched[0].offsets[0], stop - touched[0].offsets[0])
+        rows = np.empty((stop - start, *shape[1:]), dtype=dtype.numpy)
+        for box in touched:
+            low, high = max(start, box.offsets[0]), min(stop, box.offsets[0] + box.sizes[0])
+            columns = (slice(at, at + size) for at, size in zip(box.offsets[1:], box.sizes[1:], strict=True))
+            rows[(slice(low - start, high - start), *columns)] = opened(box).rows(
+                low - box.offsets[0], high - box.offsets[0]
+            )
+        return rows
+
+    return LazyTensor(dtype, shape, load)

@@ -1,0 +1,251 @@
+"""The `.metadata` of a distributed checkpoint: which item lies where, as inert data.
+
+Layout (pytorch `torch/distributed/checkpoint/metadata.py`, `filesystem.py`): a pickle of `Metadata`:
+`state_dict_metadata` {name: tensor (properties, size, chunks) or bytes}, `storage_data` {index (fqn, offset): (file,
+offset, length)}, `planner_data` {name: path in the nested dict}. Torch 1.13 to 2.13 spell the fields the same way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, NoReturn
+
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.files.pickles.machine import Stub
+from llmconv.files.pickles.reader import RANK_LIMIT, Global, read_pickle
+from llmconv.tensors import BY_NAME, DType
+
+FILE = ".metadata"
+SIZE_LIMIT = 512 << 20
+DEPTH_LIMIT = 64
+"""Keys from the root of the nested dict to a leaf; JSON of a tokenizer is the deepest that trainers store."""
+
+Key = str | int
+Names = tuple[Key, ...]
+Sizes = tuple[int, ...]
+
+
+class Place(NamedTuple):
+    """Bytes `start:start + length` of one file of the folder; `transforms` names what was done to them."""
+
+    file: str
+    start: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor: its first element, its sizes, and where the blob with it lies."""
+
+    offsets: Sizes
+    sizes: Sizes
+    place: Place
+
+
+@dataclass(frozen=True, eq=False)
+class TensorItem:
+    """A tensor in chunks; `dtype` is None where `kind`, torch's name for it, is one that safetensors cannot hold."""
+
+    dtype: DType | None
+    kind: str
+    shape: Sizes
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class BytesItem:
+    """A value that is no tensor, saved on its own."""
+
+    place: Place
+
+
+Item = TensorItem | BytesItem
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The items by their path in the nested dict, in the order they were saved; `version` is the layout's."""
+
+    items: dict[Names, Item] = field(repr=False)
+    version: str
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The checked `.metadata` of `folder`; no other file is opened.
+
+    Raises:
+        MalformedInput: damaged, hostile, or parts that contradict each other.
+        UnsupportedInput: written by another library, or in a way that only that library reads.
+    """
+    stat = (folder / FILE).stat()
+    if stat.st_size > SIZE_LIMIT:
+        refuse(folder, f"has a `{FILE}` of {stat.st_size} bytes, over the limit of {SIZE_LIMIT}")
+    return _read(folder, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read(folder: Path, _size: int, _changed: int) -> Metadata:
+    """Kept, because a folder is first asked what it is and then opened."""
+    whole = read_pickle((folder / FILE).read_bytes(), FILE)
+    if isinstance(whole, Stub) and str(whole.function).startswith("megatron."):
+        raise UnsupportedInput(
+            f"`{folder.name}` was written by Megatron's own checkpoint library, not by torch's",
+            hint="convert it to a Hugging Face folder with Megatron Bridge, which knows the model's layout",
+        )
+    fields = _fields(folder, whole, "Metadata")
+    described, paths = fields.get("state_dict_metadata"), fields.get("planner_data") or {}
+    if not isinstance(described, dict) or not isinstance(paths, dict):
+        refuse(folder, f"has a `{FILE}` that lists no items")
+    places = _places(folder, fields.get("storage_data"))
+    items: dict[Names, Item] = {}
+    for name, entry in described.items():
+        path = _path(folder, name, paths.get(name, (name,)))
+        if path in items:
+            refuse(folder, f"gives two items the place {shown(name)}")
+        items[path] = _item(folder, name, entry, places)
+    return Metadata(items, str(fields.get("version") or "")[:20])
+
+
+def _fields(folder: Path, value: Any, kind: str) -> dict[Any, Any]:
+    """The fields of an object that was a torch class called `kind`, in whichever module of its age."""
+    fields = value.state if is_kind(value, kind) else None
+    if not isinstance(fields, dict):
+        refuse(folder, f"has a `{FILE}` in which something else stands for `{kind}`")
+    return fields
+
+
+def is_kind(value: Any, kind: str) -> bool:
+    """Whether `value` is what is left of an object of torch's distributed class `kind`."""
+    known = isinstance(value, Stub) and isinstance(value.function, Global) and value.function.name == kind
+    return known and value.function.module.startswith("torch.distributed.")
+
+
+def _path(folder: Path, name: Any, path: Any) -> Names:
+    if not isinstance(name, str) or not isinstance(path, tuple) or not 0 < len(path) <= DEPTH_LIMIT:
+        refuse(folder, f"gives item {shown(name)} no place in the nested dict")
+    if not all(isinstance(key, str) or (type(key) is int and key >= 0) for key in path):
+        refuse(folder, f"gives item {shown(name)} a place by what is no key")
+    return path
+
+
+def _places(folder: Path, stored: Any) -> dict[tuple[str, str], Place]:
+    """Where each chunk lies, by name and first element; no two share a byte.
+
+    Raises:
+        UnsupportedInput: the files are safetensors inside.
+    """
+    if not isinstance(stored, dict):
+        refuse(folder, f"has a `{FILE}` without `storage_data`")
+    places: dict[tuple[str, str], Place] = {}
+    for index, entry in stored.items():
+        key = _fields(folder, index, "MetadataIndex")
+        name, offset = key.get("fqn"), key.get("offset")
+        if not isinstance(name, str) or not (offset is None or _is_shape(offset)):
+            refuse(folder, f"has a `{FILE}` with an index that is none")
+        if (name, key_of(offset)) in places:
+            refuse(folder, f"has two places for {shown(name)}")
+        places[name, key_of(offset)] = _place(folder, name, _fields(folder, entry, "_StorageInfo"))
+    _check_apart(folder, places.values())
+    return places
+
+
+def _place(folder: Path, name: str, fields: Mapping[Any, Any]) -> Place:
+    file: Any = fields.get("relative_path")
+    span: Any = (fields.get("offset"), fields.get("length"))
+    if not isinstance(file, str) or PurePosixPath(file).name != file or "\\" in file or not file.isprintable():
+        refuse(folder, f"names the file {file!r:.80} for {shown(name)}, outside the folder")
+    if not _naturals(span):
+        refuse(folder, f"places {shown(name)} at impossible bytes of `{file}`")
+    transforms = fields.get("transform_descriptors") or ()
+    if not isinstance(transforms, list | tuple) or not all(isinstance(item, str) for item in transforms):
+        refuse(folder, f"has transforms of {shown(name)} that are none")
+    return Place(file, span[0], span[1], tuple(transforms))
+
+
+def _check_apart(folder: Path, places: Any) -> None:
+    """Writers append one blob after the other; torch's safetensors variant alone places all tensors at one byte."""
+    spans: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for place in places:
+        spans[place.file].append((place.start, place.length))
+    for file, found in spans.items():
+        found.sort()
+        for (start, length), (following, _) in zip(found, found[1:], strict=False):
+            if start == following and length and _is_safetensors(folder / file, start):
+                raise UnsupportedInput(
+                    f"`{folder.name}` was saved with `SerializationFormat.SAFETENSORS`, which torch cannot read back",
+                    hint="save it with torch's default format, or with its `HuggingFaceStorageWriter`",
+                )
+            if start + length > following:
+                refuse(folder, f"has items that overlap at byte {following} of `{file}`")
+
+
+def _is_safetensors(path: Path, start: int) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(9)[8:] == b"{"
+
+
+def _item(folder: Path, name: str, entry: Any, places: Mapping[tuple[str, str], Place]) -> TensorItem | BytesItem:
+    if is_kind(entry, "BytesStorageMetadata"):
+        return BytesItem(_stored(folder, places, name, None))
+    fields = _fields(folder, entry, "TensorStorageMetadata")
+    shape: Any = fields.get("size")
+    chunks: Any = fields.get("chunks")
+    if not _is_shape(shape) or not isinstance(chunks, list):
+        refuse(folder, f"gives {shown(name)} an impossible shape")
+    if len({*map(id, chunks)}) < len(chunks):
+        refuse(folder, f"gives {shown(name)} one chunk twice")
+    boxes = [_fields(folder, chunk, "ChunkStorageMetadata") for chunk in chunks]
+    pairs: list[Any] = [(box.get("offsets"), box.get("sizes")) for box in boxes]
+    if not all(_is_shape(part) and len(part) == len(shape) for pair in pairs for part in pair):
+        refuse(folder, f"gives {shown(name)} chunks of impossible shape")
+    kind = _dtype(folder, name, fields.get("properties"))
+    placed = tuple(Chunk(start, sizes, _stored(folder, places, name, start)) for start, sizes in pairs)
+    return TensorItem(BY_NAME.get(kind), kind, shape, placed)
+
+
+def _stored(folder: Path, places: Mapping[tuple[str, str], Place], name: str, offset: Sizes | None) -> Place:
+    if (name, key_of(offset)) not in places:
+        refuse(folder, f"says nowhere where the data of {shown(name)} lie")
+    return places[name, key_of(offset)]
+
+
+def key_of(offset: Sizes | None) -> str:
+    """An offset as text, whose hash no file can choose."""
+    return "" if offset is None else repr(offset)
+
+
+def _dtype(folder: Path, name: str, properties: Any) -> str:
+    """Torch's name of the element type: the first field of `TensorProperties`."""
+    state = properties.state if is_kind(properties, "TensorProperties") else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, Global) or dtype.module != "torch":
+        refuse(folder, f"gives {shown(name)} no element type")
+    return dtype.name
+
+
+def _naturals(values: Any) -> bool:
+    return isinstance(values, tuple) and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+
+
+def _is_shape(values: Any) -> bool:
+    return _naturals(values) and len(values) <= RANK_LIMIT
+
+
+def shown(name: Any) -> str:
+    """A name out of the file, fit for a message of one line."""
+    text = str(name) if isinstance(name, str | int) else "without a name"
+    return f"`{text[:120]}`" if text.isprintable() else f"{text[:120]!r}"
+
+
+def refuse(folder: Path, problem: str) -> NoReturn:
+    """Raises the error for a folder that contradicts itself."""
+    raise MalformedInput(
+        f"`{folder.name}` {problem}", hint="it was not written by torch's distributed checkpoint, or was changed since"
+    )

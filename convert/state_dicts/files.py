@@ -1,0 +1,139 @@
+"""A torch file with a state dict in it, or several files that share one: the names, the tensors, and what is around."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmconv.convert.algebra.operations import listing
+from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput
+from llmconv.files.pickles.machine import Stub
+from llmconv.files.pickles.reader import TensorRef
+from llmconv.files.torch.reader import is_torch_file, open_torch_file
+from llmconv.tensors import LazyTensor
+
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+"""Keys under which training scripts keep the state dict of the model."""
+
+SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+QUANTIZED = re.compile(
+    r"\.(?:qweight|qzeros|SCB|weight_format|absmax|quant_map|quant_state\b.*|_packed_params\b.*|weight_scale(?:_inv)?)$"
+)
+"""Parts of a quantized matrix: GPTQ, AWQ, bitsandbytes, torch's own, float8 with scales."""
+
+OBJECT = (
+    "is an object that was not rebuilt, no plain tensor",
+    "save a full (unsharded, unquantized) state dict of plain tensors",
+)
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """What lies in one file, or in the shards of one state dict.
+
+    Attributes:
+        path: the file or folder.
+        state: the state dict: name to a TensorRef, a LazyTensor, or whatever else is there.
+        tensor: `tensor(name, leaf)` gives the LazyTensor of a leaf.
+        around: the dict that the state dict lay in, empty where it lay in none.
+        shards: files.
+    """
+
+    path: Path
+    state: Mapping[str, Any]
+    tensor: Callable[[str, Any], LazyTensor] = field(repr=False)
+    around: Mapping[Any, Any] = field(default_factory=dict, repr=False)
+    shards: int = 1
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Every tensor under its own name.
+
+        Raises:
+            UnsupportedInput: an object stands where a tensor should, or the tensors are quantized.
+        """
+        refuse_quantized(self.state, self.path.name)
+        refuse_objects(self.state, self.path.name)
+        leaves = {name: leaf for name, leaf in self.state.items() if isinstance(leaf, TensorRef | LazyTensor)}
+        return {name: self.tensor(name, leaf) for name, leaf in leaves.items()}
+
+
+def refuse_quantized(names: Mapping[str, Any], source: str) -> None:
+    """Refuses the packed parts of quantized matrices.
+
+    Raises:
+        UnsupportedInput: there are such.
+    """
+    found = [name for name in names if QUANTIZED.search(name)]
+    if found:
+        raise UnsupportedInput(
+            f"`{source}` is quantized: it holds {listing(found)}", hint="give the weights from before quantization"
+        )
+
+
+def refuse_objects(state: Mapping[str, Any], source: str) -> None:
+    """Refuses objects (sharded or quantized tensors, such as `ShardedTensor` and `NF4Tensor`) among the tensors.
+
+    Raises:
+        UnsupportedInput: names the first.
+    """
+    name = next((name for name, leaf in state.items() if isinstance(leaf, Stub)), None)
+    if name is not None:
+        raise UnsupportedInput(f"`{name}` in `{source}` {OBJECT[0]}", hint=OBJECT[1])
+
+
+def open_state(path: Path) -> StateFile | None:
+    """The state dict in a torch file, flat or one level down under a key of `WRAPPERS`; None where there is none.
+
+    Raises:
+        InputRefused: the file is malformed, or of an unsupported kind.
+    """
+    file = open_torch_file(path)
+    content = file.content
+    if not isinstance(content, dict):
+        return None
+    if any(isinstance(leaf, TensorRef) and "." in str(key) for key, leaf in content.items()):
+        return StateFile(path, _named(content), file.tensor)
+    for key in WRAPPERS:
+        inner = content.get(key)
+        if isinstance(inner, dict) and any(isinstance(leaf, TensorRef) for leaf in inner.values()):
+            return StateFile(path, _named(inner), file.tensor, content)
+    return None
+
+
+def peek_state(path: Path) -> StateFile | None:
+    """As `open_state`, and None where the file is not to be read: for detection."""
+    try:
+        return open_state(path) if is_torch_file(path) else None
+    except LlmconvError:
+        return None
+
+
+def torch_files(folder: Path) -> Iterator[Path]:
+    """The torch files of a folder in name order, told by suffix and content."""
+    yield from (entry for entry in sorted(folder.iterdir()) if entry.suffix in SUFFIXES and is_torch_file(entry))
+
+
+def _named(state: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(key): leaf for key, leaf in state.items()}
+
+
+def union(path: Path, files: list[StateFile]) -> StateFile:
+    """The shards of one state dict as one.
+
+    Raises:
+        MalformedInput: a tensor lies in two of them.
+    """
+    homes: dict[str, StateFile] = {}
+    for file in files:
+        if doubled := sorted(homes.keys() & file.state.keys()):
+            raise MalformedInput(
+                f"`{path.name}` holds {len(doubled)} tensors in more than one file: {listing(doubled)}",
+                hint="shards of different checkpoints are mixed; copy the folder again",
+            )
+        homes |= dict.fromkeys(file.state, file)
+    state = {name: file.state[name] for name, file in homes.items()}
+    return StateFile(path, state, lambda name, leaf: homes[name].tensor(name, leaf), shards=len(files))

@@ -1,0 +1,130 @@
+"""What the traced model sees as its cache: transformers' own cache layers over tensors that are graph inputs.
+
+transformers updates the states of a layer in place, at addresses that stay; a trace needs new tensors instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+
+from llmconv.export.library_patches import EMPTY_LAYER
+from llmconv.runtime.cache_names import layer_of
+
+
+class PastLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer's cache; `update` concatenates, also where the family's own layer would keep a window only."""
+
+    keys: Any
+    values: Any
+
+    def __init__(self, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        super().__init__()
+        self.keys, self.values, self.is_initialized = keys, values, keys is not None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Appends along the sequence axis; inputs and results are `[batch, kv_heads, length, head_dim]`."""
+        past = self.keys is not None
+        self.keys = torch.cat([self.keys, key_states], dim=-2) if past else key_states
+        self.values = torch.cat([self.values, value_states], dim=-2) if past else value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Length of the cache."""
+        return 0 if self.keys is None else self.keys.shape[-2]
+
+
+class NotedStates(dict[int, Tensor]):
+    """Recurrent states by number; models read them through the cache, before transformers 5.21 from its layer."""
+
+    last_read: Tensor | None = None
+    """The state that was asked for last: some scans of transformers are not given the state to continue."""
+
+    def __getitem__(self, number: int) -> Tensor:
+        """A state, noted in `last_read`."""
+        NotedStates.last_read = super().__getitem__(number)
+        return NotedStates.last_read
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """One layer's windows `[batch, channels, kernel]` and recurrent states; a fresh one holds zeros, not nothing."""
+
+    def __init__(self, conv: Sequence[Tensor], recurrent: Sequence[Tensor]) -> None:
+        super().__init__(number_of_states=max(len(conv), len(recurrent)))
+        self.conv_states.update(enumerate(conv))
+        self.recurrent_states = NotedStates(enumerate(recurrent))
+        self.has_previous_state = dict.fromkeys(range(self.number_of_states), True)
+        self.is_conv_states_initialized = self.is_recurrent_states_initialized = self.has_previous_state
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """The window followed by the new columns; keeps the last of them."""
+        window = self.conv_states[state_idx]
+        columns = torch.cat([window, conv_states], dim=-1)
+        self.conv_states[state_idx] = columns[..., -window.shape[-1] :]
+        return columns
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Keeps the new state."""
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+
+class HybridLayer(StateLayer, PastLayer):
+    """A layer with attention beside its states."""
+
+    def __init__(self, keys: Tensor, values: Tensor, conv: Sequence[Tensor], recurrent: Sequence[Tensor]) -> None:
+        PastLayer.__init__(self, keys, values)
+        StateLayer.__init__(self, conv, recurrent)
+
+
+class TracedCache(Cache):  # type: ignore[misc]
+    """A cache over flat tensors.
+
+    Args:
+        names: the graph's names of the tensors, past or present.
+        tensors: one for each name.
+        num_layers: of the model.
+    """
+
+    is_step: Tensor | None = None
+    """Whether the call is one token after a past."""
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor], num_layers: int) -> None:
+        by_layer: list[dict[str, list[Tensor]]] = [{} for _ in range(num_layers)]
+        for name, tensor in zip(names, tensors, strict=True):
+            by_layer[layer_of(name) or 0].setdefault(_part(name), []).append(tensor)
+        super().__init__(layers=[_layer(**parts) for parts in by_layer])
+
+    def tensors(self) -> list[Tensor]:
+        """What the layers hold now, in the order of the graph's outputs."""
+        return [tensor for layer in self.layers for tensor in _tensors(layer)]
+
+
+def _part(name: str) -> str:
+    """`key`, `value`, `conv` or `recurrent`."""
+    prefix, _, rest = name.partition(".")
+    return rest.partition(".")[2] if prefix in {"past_key_values", "present"} else prefix.partition("_")[2]
+
+
+def _layer(
+    key: Sequence[Tensor] = (),
+    value: Sequence[Tensor] = (),
+    conv: Sequence[Tensor] = (),
+    recurrent: Sequence[Tensor] = (),
+) -> Any:
+    if not key:
+        return StateLayer(conv, recurrent) if conv or recurrent else EMPTY_LAYER()
+    if conv or recurrent:
+        return HybridLayer(key[0], value[0], conv, recurrent)
+    return PastLayer(key[0], value[0])
+
+
+def _tensors(layer: Any) -> list[Tensor]:
+    found = [layer.keys, layer.values] if isinstance(layer, PastLayer) else []
+    if isinstance(layer, StateLayer):
+        found += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return [tensor for tensor in found if tensor is not None]

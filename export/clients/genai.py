@@ -1,0 +1,157 @@
+"""ONNX Runtime GenAI: `genai_config.json`, over model.onnx, or over prefill.onnx and decode.onnx where only they are.
+
+One graph is preferred: a pipeline of two cannot be taken back (`rewind_to`), which is what a second turn needs. Its
+parser refuses every key it does not know and wants `pad_token_id` to be one number; the keys are those of
+onnxruntime-genai 0.18, `src/config.cpp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmconv.errors import UnsupportedInput
+from llmconv.export.clients import Graphs, Layout, Model
+from llmconv.export.input_maps import Port
+from llmconv.output.plan import json_bytes
+
+FILE = "genai_config.json"
+UNBOUNDED = 2048
+"""Context length of a family that states none, as BLOOM, whose ALiBi knows no bound and which was trained with it."""
+
+SEARCH = {
+    "do_sample": bool,
+    "top_k": int,
+    "top_p": float,
+    "temperature": float,
+    "repetition_penalty": float,
+    "no_repeat_ngram_size": int,
+    "min_length": int,
+}
+"""What `generation_config.json` and genai's `search` call alike."""
+
+
+def check(model: Model) -> None:
+    """Raises UnsupportedInput for a cache that `genai_config.json` cannot describe."""
+    keys = _past(model)
+    names = {f"past_key_values.{layer}.{part}" for layer in range(len(keys) // 2) for part in ("key", "value")}
+    if {port.name for port in keys} != names or len({port.axes for port in keys}) > 1:
+        raise UnsupportedInput(
+            "ONNX Runtime GenAI knows one number of heads and one head size for all layers, and this model has several",
+            hint="leave out `--layout genai`",
+        )
+
+
+def files(model: Model, graphs: Graphs) -> dict[str, bytes]:
+    """`genai_config.json`."""
+    return {FILE: json_bytes({"model": _model(model, graphs), "search": _search(model)})}
+
+
+def _model(model: Model, graphs: Graphs) -> dict[str, Any]:
+    is_pipeline = "unified" not in graphs.files
+    return {
+        "type": "decoder-pipeline" if is_pipeline else "decoder",
+        "vocab_size": int(model.config.vocab_size),
+        "context_length": context_length(model.config),
+        **_tokens(model),
+        "decoder": _decoder(model, graphs, is_pipeline),
+    }
+
+
+def _decoder(model: Model, graphs: Graphs, is_pipeline: bool) -> dict[str, Any]:
+    config, past = model.config, graphs.past() or _past(model)
+    _, kv_heads, _, head_size = past[0].axes
+    # Two sessions share one mapped file only where neither makes a packed copy of the weights.
+    packing = {"session.disable_prepacking": "1"} if is_pipeline else {}
+    decoder: dict[str, Any] = {
+        "session_options": {"log_id": "onnxruntime-genai", **packing, "provider_options": []},
+        "hidden_size": int(config.hidden_size),
+        "num_attention_heads": int(config.num_attention_heads),
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": len(past) // 2,
+        "head_size": head_size,
+        "inputs": {
+            **{port.name: port.name for port in model.input_map.inputs(config)[: -len(past)]},
+            "past_key_names": "past_key_values.%d.key",
+            "past_value_names": "past_key_values.%d.value",
+        },
+        "outputs": {
+            "logits": "logits",
+            "present_key_names": "present.%d.key",
+            "present_value_names": "present.%d.value",
+        },
+    }
+    if is_pipeline:
+        return {**decoder, "pipeline": [{role: _stage(model, graphs, role) for role in ("prefill", "decode")}]}
+    return {"filename": graphs.files["unified"], **decoder}
+
+
+def _stage(model: Model, graphs: Graphs, role: str) -> dict[str, Any]:
+    """One graph of the pipeline: `prompt` is a call with several tokens, `token_gen` one with a single token."""
+    return {
+        "filename": graphs.files[role],
+        "inputs": [port.name for port in model.input_map.inputs(model.config)],
+        "outputs": [port.name for port in model.input_map.outputs(model.config)],
+        "run_on_prompt": role == "prefill",
+        "run_on_token_gen": role == "decode",
+    }
+
+
+def _past(model: Model) -> list[Port]:
+    return [port for port in model.input_map.inputs(model.config) if port.name.startswith("past_key_values.")]
+
+
+def context_length(config: Any) -> int:
+    """Tokens that the model was made for."""
+    for name in ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return UNBOUNDED
+
+
+def _tokens(model: Model) -> dict[str, Any]:
+    """Special tokens; those of `generation_config.json` come first, as in transformers' `generate`.
+
+    The client insists on an end, and takes the padding where it is given none: a model without one ends at the last
+    token of its vocabulary, which is the least likely to be of use.
+    """
+    ends = _ids(model, "eos_token_id") or [int(model.config.vocab_size) - 1]
+    pads = _ids(model, "pad_token_id") or ends
+    starts = _ids(model, "bos_token_id")
+    return {
+        "eos_token_id": ends,
+        "pad_token_id": pads[0],
+        **({"bos_token_id": starts[0]} if starts else {}),
+    }
+
+
+def _ids(model: Model, name: str) -> list[int]:
+    for given in ((model.generation or {}).get(name), getattr(model.config, name, None)):
+        if given is not None:
+            return [int(token) for token in (given if isinstance(given, list | tuple) else [given])]
+    return []
+
+
+def _search(model: Model) -> Mapping[str, Any]:
+    """Greedy, unless `generation_config.json` says otherwise."""
+    given = model.generation or {}
+    told = {name: kind(given[name]) for name, kind in SEARCH.items() if isinstance(given.get(name), int | float)}
+    return {
+        "do_sample": False,
+        **told,
+        "max_length": context_length(model.config),
+        "past_present_share_buffer": model.cache == "shared-buffer",
+    }
+
+
+LAYOUT = Layout(
+    name="genai",
+    title="onnxruntime_genai.Model: genai_config.json over model.onnx, or over prefill.onnx and decode.onnx",
+    roles=("unified",),
+    serves=(frozenset({"unified"}), frozenset({"prefill", "decode"})),
+    caches=("growing", "shared-buffer"),
+    check=check,
+    names=(FILE,),
+    files=files,
+)

@@ -1,0 +1,11 @@
+"""Plain onnxruntime: the graphs, and nothing beside them."""
+
+from __future__ import annotations
+
+from llmconv.export.clients import Layout
+
+LAYOUT = Layout(
+    name="onnxruntime",
+    title="onnxruntime, and `llmconv generate`: prefill.onnx and decode.onnx",
+    roles=("prefill", "decode"),
+)

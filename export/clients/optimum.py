@@ -1,0 +1,99 @@
+"""optimum's `ORTModelForCausalLM`: model.onnx for both stages, with a cache input that takes the client's guess.
+
+Its first call feeds an empty cache whose shape it guesses from the config, and for some families wrongly
+(optimum-onnx 0.1.0, `optimum/onnxruntime/modeling_decoder.py`). Where the guess would be wrong, the graph declares
+heads and head size as symbols and gives the cache its shape itself: a Reshape, which copies nothing and is right for an
+empty cache of any shape. The config needs no change: transformers 4.57 reads those of 5, and what it does not know of
+them (`rope_parameters`) is in the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx
+from onnx import TensorProto, helper
+
+from llmconv.export.clients import Graphs, Layout, Model
+from llmconv.export.input_maps import Port
+
+OWN_HEAD_DIM = {"gemma", "gemma3_text", "gpt_oss", "nemotron"}
+"""Families whose `head_dim` it reads; for all others it divides `hidden_size`."""
+
+OWN_KV_HEADS = {
+    *("arcee", "cohere", "gemma", "gemma3_text", "glm", "granite", "gpt_oss", "helium", "mistral", "llama"),
+    *("nemotron", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm"),
+}
+"""Families whose `num_key_value_heads` it reads; for all others it takes every head to have its own."""
+
+KV_HEADS, HEAD_DIM = "kv_heads", "head_dim"
+
+
+def files(model: Model, graphs: Graphs) -> dict[str, bytes]:
+    """model.onnx again, where it would refuse the guess."""
+    past = graphs.past()
+    if all(guess(model.config, port) == (port.axes[1], port.axes[3]) for port in past):
+        return {}
+    return {graphs.files["unified"]: accept_any_empty_past(graphs.encoded["unified"], past)}
+
+
+def guess(config: Any, port: Port) -> tuple[int, int]:
+    """Heads and head size of the empty cache that it feeds into `port`."""
+    kind = config.model_type
+    if kind == "deepseek_v3":
+        is_key = port.name.endswith(".key")
+        size = config.qk_rope_head_dim + config.qk_nope_head_dim if is_key else config.v_head_dim
+        return config.num_key_value_heads, size
+    size = config.head_dim if kind in OWN_HEAD_DIM else config.hidden_size // config.num_attention_heads
+    return _guessed_heads(config), size
+
+
+def _guessed_heads(config: Any) -> int:
+    if config.model_type == "falcon":
+        shares = config.multi_query and not config.new_decoder_architecture
+        return 1 if shares else int(config.num_kv_heads)
+    if config.model_type == "gpt_bigcode" and config.multi_query:
+        return 1
+    own = config.model_type in OWN_KV_HEADS
+    return int(config.num_key_value_heads if own else config.num_attention_heads)
+
+
+def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:
+    """The graph with `Reshape(past, [0, kv_heads, -1, head_dim])` before every use of a past.
+
+    Args:
+        encoded: an ONNX file.
+        past: its cache inputs, `[batch_size, kv_heads, past_sequence_length, head_dim]`.
+    """
+    model = onnx.load_from_string(encoded)
+    graph = model.graph
+    renamed = {port.name: f"{port.name}/Reshape:0" for port in past}
+    for node in graph.node:
+        for index, name in enumerate(node.input):
+            node.input[index] = renamed.get(name, name)
+    for value in graph.input:
+        if value.name in renamed:
+            axes = value.type.tensor_type.shape.dim
+            axes[1].dim_param, axes[3].dim_param = KV_HEADS, HEAD_DIM
+    reshapes = []
+    for port in past:
+        heads, size = int(port.axes[1]), int(port.axes[3])
+        shape = f"past_shape_{heads}_{size}"
+        if shape not in {tensor.name for tensor in graph.initializer}:
+            graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [4], [0, heads, -1, size]))
+        node_name = f"{port.name}/Reshape"
+        reshapes.append(helper.make_node("Reshape", [port.name, shape], [renamed[port.name]], name=node_name))
+    nodes = [*reshapes, *graph.node]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+LAYOUT = Layout(
+    name="optimum",
+    title="optimum's ORTModelForCausalLM: model.onnx",
+    roles=("unified",),
+    serves=(frozenset({"unified"}),),
+    adds=True,
+    files=files,
+)

@@ -1,0 +1,105 @@
+"""Config -> the whole decoder as a graph without weights: trace few layers, replicate the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmconv.export.graph_spec import GROWING, Form
+from llmconv.export.input_maps import InputMap
+from llmconv.export.rewrite.gemm import bind_linear_layers
+from llmconv.export.rewrite.grouped_query import share_buffers
+from llmconv.export.rewrite.node_names import name_everything
+from llmconv.export.rewrite.nonpad_lengths import tell_length
+from llmconv.export.rewrite.ort_cpu import fuse
+from llmconv.export.rewrite.replicate import NotIsomorphic, replicate, warm_up
+from llmconv.export.traced_graph import TracedGraph
+from llmconv.export.tracing.fake_model import build, depth, period, refusing, shortened
+from llmconv.export.tracing.layer_kinds import factors, first_alike, layer_kinds
+from llmconv.export.tracing.trace import trace, trace_embeddings
+from llmconv.progress import say
+
+
+def build_graph(config: Any, input_map: InputMap, form: Form = GROWING) -> tuple[TracedGraph, int]:
+    """The graph of all layers, and how many of them were traced.
+
+    Three periods of layers are traced and the last is replicated; where the periods differ, all layers are traced.
+
+    Args:
+        config: a transformers config.
+        input_map: the row of its `model_type`.
+        form: how the cache is kept, and which axes are numbers.
+
+    Raises:
+        UnsupportedInput: transformers or torch cannot build or trace the model.
+    """
+    with refusing("trace this model"):
+        return _build(config, input_map, form)
+
+
+def build_embeddings(config: Any) -> TracedGraph:
+    """The graph of the embedding table.
+
+    Raises:
+        UnsupportedInput: transformers or torch cannot build or trace the model.
+    """
+    with refusing("trace this model"):
+        traced = trace_embeddings(shortened(config, period(config)))
+        name_everything(traced.model)
+        return traced
+
+
+def _build(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGraph, int]:
+    total = depth(config)
+    replicated = _replicated(config, input_map, form)
+    if replicated is not None:
+        return replicated
+    traced = trace(config, input_map, form)
+    _improve(traced)
+    name_everything(traced.model)
+    return traced, total
+
+
+def _replicated(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGraph, int] | None:
+    """The grown graph and how many layers were traced; None where that saves nothing, or layers are not alike.
+
+    The first layers may be others than the rest (dense ones before those with experts): they are traced too. Where that
+    does not show in their modules, one more period goes in front of those that are compared.
+    """
+    total, repeat = depth(config), period(config)
+    whole = build(config)
+    few = warm_up(total, repeat, first_alike(layer_kinds(whole), repeat)) + 2 * repeat
+    difference: NotIsomorphic | None = None
+    for traced_layers in (few, few + repeat):
+        if traced_layers < total:
+            short = shortened(config, traced_layers)
+            if not _is_part(build(short), whole):
+                difference = NotIsomorphic("with fewer of them the first ones are made otherwise")
+                continue
+            traced = trace(short, input_map, form)
+            _improve(traced)
+            try:
+                replicate(traced, total, repeat)
+            except NotIsomorphic as found:
+                difference = found
+            else:
+                name_everything(traced.model)
+                return traced, traced_layers
+    if difference is not None:
+        say(f"tracing all {total} layers: the layers are not alike ({difference})")
+    return None
+
+
+def _is_part(short: Any, whole: Any) -> bool:
+    """Whether a model cut short is made as the beginning of the whole one."""
+    kinds = layer_kinds(short)
+    return kinds == layer_kinds(whole)[: len(kinds)] and factors(short).items() <= factors(whole).items()
+
+
+def _improve(traced: TracedGraph) -> None:
+    """What the exporter's nodes become, in place."""
+    bind_linear_layers(traced)
+    tell_length(traced)
+    if traced.form.cache == "shared-buffer":
+        share_buffers(traced)
+    if traced.form.target == "ort-cpu":
+        fuse(traced)

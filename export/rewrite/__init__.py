@@ -1,0 +1,1 @@
+"""Rewriting traced graphs: layers replicated, linear layers as Gemm, names, passes, operators of one runtime."""

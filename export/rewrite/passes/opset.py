@@ -1,0 +1,170 @@
+"""`--opset`: the same graph for older runtimes (operators of opset 23 spelled out in primitive ones) or newer ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import onnx
+import onnx_ir as ir
+
+from llmconv.errors import UnsupportedInput
+from llmconv.export.rewrite.passes.node_editor import Editor, integers, scalar
+
+TO_THE_END = (1 << 63) - 1
+IR_VERSIONS = {21: 10, 23: 10, 24: 11}
+"""The file format that runtimes of that opset read."""
+
+
+def to_opset(model: ir.Model, opset: int) -> None:
+    """Rewrites a graph for another version of the standard operators.
+
+    Raises:
+        UnsupportedInput: an operator neither exists in that version nor can be spelled out.
+    """
+    for nodes in (model.graph, *model.functions.values()):
+        for node in list(nodes):
+            if node.domain == "" and not _exists(node.op_type, opset):
+                _spell_out(node, opset)
+    model.opset_imports[""] = opset
+    model.ir_version = IR_VERSIONS[opset]
+    for function in model.functions.values():
+        function.opset_imports[""] = opset
+
+
+def _exists(op_type: str, opset: int) -> bool:
+    try:
+        onnx.defs.get_schema(op_type, opset, "")
+    except onnx.defs.SchemaError:
+        return False
+    return True
+
+
+def _spell_out(node: ir.Node, opset: int) -> None:
+    spell = _SPELLED.get(node.op_type)
+    if spell is None or not isinstance(node.graph, ir.Graph):
+        _refuse(node, f"has no equal in opset {opset}")
+    result = spell(Editor(node.graph, node.name or node.op_type, node), node)
+    old = node.outputs[0]
+    result.name, result.shape, result.type = old.name, old.shape, old.type
+    old.name = None
+    old.replace_all_uses_with(result, replace_graph_outputs=True)
+    node.graph.remove(node, safe=True)
+
+
+def _attention(edit: Editor, node: ir.Node) -> ir.Value:
+    """Attention-23: `softmax(softcap(scale * q @ k^T) + mask) @ v`.
+
+    Query heads that share a key/value head are laid behind one another, so that keys and values need no repeating:
+    `[batch, heads, new, size]` and `[batch, kv_heads, heads / kv_heads * new, size]` are the same numbers in a row.
+    """
+    query, key, value, mask = _plain_attention(node)
+    per_key = edit.one("Shape", [key], {"start": 0, "end": 2})
+    per_query = edit.one("Shape", [query], {"start": 0, "end": 3})
+    size = edit.one("Shape", [query], {"start": 3, "end": 4})
+    total = edit.one("Shape", [key], {"start": 2, "end": 3})
+    rest = integers(edit.graph, -1)
+
+    def reshaped(content: ir.Value, *sizes: ir.Value) -> ir.Value:
+        return edit.one("Reshape", [content, edit.one("Concat", sizes, {"axis": 0})])
+
+    grouped = reshaped(query, per_key, rest, size)
+    scores = edit.one("MatMul", [grouped, edit.one("Transpose", [key], {"perm": [0, 1, 3, 2]})])
+    scores = edit.one("Mul", [scores, scalar(edit.graph, node.attributes.get_float("scale", 0.0))])
+    scores = reshaped(scores, per_query, rest)
+    softcap = node.attributes.get_float("softcap", 0.0)
+    if softcap:
+        cap = scalar(edit.graph, softcap)
+        scores = edit.one("Mul", [edit.one("Tanh", [edit.one("Div", [scores, cap])]), cap])
+    weights = edit.one("Softmax", [edit.one("Add", [scores, mask])], {"axis": -1})
+    mixed = edit.one("MatMul", [reshaped(weights, per_key, rest, total), value])
+    return reshaped(mixed, per_query, rest)
+
+
+def _plain_attention(node: ir.Node) -> Sequence[ir.Value]:
+    """Query, key, value and additive mask of an Attention that has nothing else."""
+    inputs = [value for value in node.inputs if value is not None]
+    given = {name for name, attribute in node.attributes.items() if attribute.value}
+    used = [value for value in node.outputs[1:] if value.uses()]
+    if len(inputs) != 4 or used or not given <= {"scale", "softcap"} or "scale" not in given:
+        _refuse(node, "is of a kind that is not spelled out")
+    return inputs
+
+
+def _rms_normalization(edit: Editor, node: ir.Node) -> ir.Value:
+    """RMSNormalization-23 over the last axis: `x / sqrt(mean(x^2) + epsilon) * scale`."""
+    content, scale = node.inputs[0], node.inputs[1]
+    if content is None or scale is None or node.attributes.get_int("axis", -1) != -1:
+        _refuse(node, "normalises more than the last axis")
+    mean = edit.one("ReduceMean", [edit.one("Mul", [content, content]), integers(edit.graph, -1)])
+    epsilon = scalar(edit.graph, node.attributes.get_float("epsilon", 1e-5))
+    root = edit.one("Sqrt", [edit.one("Add", [mean, epsilon])])
+    return edit.one("Mul", [edit.one("Div", [content, root]), scale])
+
+
+def _rotary_embedding(edit: Editor, node: ir.Node) -> ir.Value:
+    """RotaryEmbedding-23 on `[batch, heads, new, size]`: the first `rotary_embedding_dim` of each head are turned."""
+    content, cosines, sines, *positions = node.inputs
+    num_heads = node.attributes.get_int("num_heads", 0)
+    if content is None or cosines is None or sines is None or num_heads:
+        _refuse(node, "is of a kind that is not spelled out")
+    ones = integers(edit.graph, 1)
+    if positions and positions[0] is not None:  # tables by position; else they are given per token
+        cosines, sines = (edit.one("Gather", [table, positions[0]], {"axis": 0}) for table in (cosines, sines))
+    cosines, sines = (edit.one("Unsqueeze", [table, ones]) for table in (cosines, sines))
+    size = node.attributes.get_int("rotary_embedding_dim", 0)
+    turned, rest = content, None
+    if size:
+        turned, rest = _slice(edit, content, 0, size), _slice(edit, content, size, TO_THE_END)
+    halves = _pairs(edit, turned, bool(node.attributes.get_int("interleaved", 0)))
+    turned = _turn(edit, *halves, cosines, sines, bool(node.attributes.get_int("interleaved", 0)), turned)
+    return turned if rest is None else edit.one("Concat", [turned, rest], {"axis": -1})
+
+
+def _pairs(edit: Editor, content: ir.Value, interleaved: bool) -> tuple[ir.Value, ir.Value]:
+    """The two numbers of every pair: neighbours, or one half and the other."""
+    if interleaved:
+        return _slice(edit, content, 0, TO_THE_END, 2), _slice(edit, content, 1, TO_THE_END, 2)
+    first, second = edit.add("Split", [content], {"axis": -1, "num_outputs": 2}, outputs=2)
+    return first, second
+
+
+def _turn(
+    edit: Editor,
+    first: ir.Value,
+    second: ir.Value,
+    cosines: ir.Value,
+    sines: ir.Value,
+    interleaved: bool,
+    like: ir.Value,
+) -> ir.Value:
+    """Pairs turned by their angles and put back where they were."""
+
+    def product(left: ir.Value, right: ir.Value) -> ir.Value:
+        return edit.one("Mul", [left, right])
+
+    real = edit.one("Sub", [product(first, cosines), product(second, sines)])
+    imaginary = edit.one("Add", [product(first, sines), product(second, cosines)])
+    if not interleaved:
+        return edit.one("Concat", [real, imaginary], {"axis": -1})
+    last = integers(edit.graph, -1)
+    pairs = edit.one("Concat", [edit.one("Unsqueeze", [part, last]) for part in (real, imaginary)], {"axis": -1})
+    return edit.one("Reshape", [pairs, edit.one("Shape", [like])])
+
+
+def _slice(edit: Editor, content: ir.Value, start: int, end: int, step: int = 1) -> ir.Value:
+    """Along the last axis."""
+    return edit.one("Slice", [content, *(integers(edit.graph, number) for number in (start, end, -1, step))])
+
+
+_SPELLED: dict[str, Callable[[Editor, ir.Node], ir.Value]] = {
+    "Attention": _attention,
+    "RMSNormalization": _rms_normalization,
+    "RotaryEmbedding": _rotary_embedding,
+}
+
+
+def _refuse(node: ir.Node, problem: str) -> NoReturn:
+    raise UnsupportedInput(
+        f"`--opset`: the operator `{node.op_type}` of `{node.name}` {problem}", hint="export with `--opset 23`"
+    )

@@ -1,0 +1,85 @@
+"""`--postprocess`: the likeliest tokens and their log-probabilities instead of logits, chosen inside the graph."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from llmconv.errors import UsageProblem
+from llmconv.export.rewrite.passes.node_editor import Editor, integers, output_named
+
+TOKENS, SCORES = "tokens", "scores"
+"""The outputs, see `choose`."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How many tokens the graph chooses at every position.
+
+    Attributes:
+        text: as given and as recorded: `argmax` or `topk:K`.
+        count: K; None for `argmax`, whose outputs have no axis for it.
+    """
+
+    text: str
+    count: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """Reads `argmax` or `topk:K`.
+
+        Raises:
+            UsageProblem: it is neither.
+        """
+        if text == "argmax":
+            return cls(text, None)
+        found = re.fullmatch(r"topk:(\d{1,9})", text)
+        if found and not int(found[1]):
+            raise UsageProblem(f"`--postprocess {text}` chooses no token", hint="give a K of 1 or more")
+        if not found:
+            raise UsageProblem(
+                f"`--postprocess {text}` is unknown", hint="give `argmax` or `topk:K`, such as `topk:40`"
+            )
+        return cls(text, int(found[1]))
+
+
+def choose(model: ir.Model, choice: Choice) -> None:
+    """Replaces the output `logits` by `tokens` (int64) and `scores` (float32).
+
+    Both are `[batch_size, sequence_length]` for `argmax`, fit to be the next `input_ids`, and `[…, K]` for `topk:K`,
+    likeliest first; of equal ones the lower id. A score is the natural logarithm of the token's probability over the
+    whole vocabulary: `logit - logsumexp(logits)`.
+
+    Raises:
+        UsageProblem: K is more than the vocabulary has.
+    """
+    graph = model.graph
+    logits = output_named(graph, "logits")
+    assert logits is not None and logits.shape is not None
+    *axes, vocabulary = logits.shape
+    if choice.count and isinstance(vocabulary, int) and choice.count > vocabulary:
+        raise UsageProblem(
+            f"`--postprocess {choice.text}` is more than the vocabulary of {vocabulary} tokens", hint="give a smaller K"
+        )
+    logits.name = "postprocess/logits"
+    editor = Editor(graph, "postprocess")
+    best, tokens = _likeliest(editor, logits, choice.count)
+    total = editor.one("ReduceLogSumExp", [logits, integers(graph, -1)], {"keepdims": int(choice.count is not None)})
+    scores = editor.one("Sub", [best, total])
+    if choice.count is not None:
+        axes.append(choice.count)
+    for value, name, dtype in ((tokens, TOKENS, ir.DataType.INT64), (scores, SCORES, ir.DataType.FLOAT)):
+        value.name, value.shape, value.type = name, ir.Shape(axes), ir.TensorType(dtype)
+    logits.shape = logits.type = None
+    graph.outputs[:] = [tokens, scores, *(value for value in graph.outputs if value is not logits)]
+
+
+def _likeliest(editor: Editor, logits: ir.Value, count: int | None) -> tuple[ir.Value, ir.Value]:
+    """The largest logits and their tokens."""
+    if count is None:
+        best = editor.one("ReduceMax", [logits, integers(editor.graph, -1)], {"keepdims": 0})
+        return best, editor.one("ArgMax", [logits], {"axis": -1, "keepdims": 0})
+    best, tokens = editor.add("TopK", [logits, integers(editor.graph, count)], {"axis": -1}, outputs=2)
+    return best, tokens

@@ -1,0 +1,59 @@
+"""TracedGraph: a model as the tracer gives it, its weights still graph inputs."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from llmconv.export.graph_spec import Form
+
+SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+@dataclass
+class TracedGraph:
+    """A traced model.
+
+    Attributes:
+        model: the ONNX model; inputs are the input map's ports, then the weights by parameter name.
+        weights: the weight inputs, by parameter name.
+        layers_name: name of the list of layers, such as `model.layers`.
+        num_layers: how many layers were traced.
+        tied: parameter name -> name of the parameter it shares its memory with.
+        base_prefix: name of the inner model (`transformer`), which some checkpoints leave out of their tensor names.
+        transforms: how a checkpoint's tensors become parameters, see `llmconv.export.weights.parameter_sources`.
+        unused: shapes of parameters and buffers that no node reads, by name.
+        token_axes: the trace's symbols of batch size and sequence length.
+        form: how the cache is kept, and which axes are numbers.
+        ignored: patterns of names of stored tensors that the model has no use for.
+        own: what the names of the checkpoint's tensors begin with that are the graph's; those of all do with nothing.
+    """
+
+    model: ir.Model
+    weights: dict[str, ir.Value]
+    layers_name: str
+    num_layers: int
+    tied: dict[str, str]
+    base_prefix: str
+    transforms: list[Any]
+    unused: dict[str, tuple[int, ...]]
+    token_axes: tuple[str, ...]
+    form: Form
+    ignored: tuple[str, ...] = ()
+    own: tuple[str, ...] = ("",)
+
+
+def scopes(node: ir.Node) -> list[str]:
+    """Module names around a node, outermost first, as parameters are named (`model.layers.0.mlp`)."""
+    text = node.metadata_props.get(SCOPES)
+    names = ast.literal_eval(text)[:-1] if text else []
+    return [name.removeprefix("model").removeprefix(".") for name in names]
+
+
+def static_shape(value: ir.Value | None) -> tuple[int, ...]:
+    """The shape of a weight, whose axes are all known."""
+    assert value is not None and value.shape is not None
+    return tuple(int(size) for size in value.shape)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Tracing: a few layers of the eager model on fake weights become an ONNX graph."""

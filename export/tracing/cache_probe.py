@@ -1,0 +1,68 @@
+"""What a model keeps of each token: the shapes of its cache, found by running it on fake weights.
+
+A config does not say it reliably: families count key/value heads under many names, multi-head latent attention has
+values of another size than keys, and layers may share a cache or differ in their heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from llmconv.errors import UnsupportedInput
+from llmconv.export.caches.kind import STATE_TYPES
+from llmconv.export.caches.traced_layers import PastLayer
+from llmconv.export.input_maps import PAST, TOTAL, InputMap, Port, decoder_config
+
+HeadShape = tuple[int, int]
+"""(heads, size of one head)."""
+
+
+def ports_of(model: PreTrainedModel, input_map: InputMap) -> tuple[list[Port], list[Port]]:
+    """Inputs and outputs of the model's graph; heads of attention as the model has them."""
+    inputs, outputs = list(input_map.inputs(model.config)), list(input_map.outputs(model.config))
+    if input_map.kind.mixed:
+        return inputs, outputs
+    _require_no_states(model)
+    shapes = probe(model)
+    return with_shapes(inputs, shapes), with_shapes(outputs, shapes)
+
+
+def probe(model: PreTrainedModel) -> list[tuple[HeadShape, HeadShape]]:
+    """Key and value of every layer that keeps any, from one run over an empty cache."""
+    mode = next(model.parameters()).fake_mode
+    cache = Cache(layer_class_to_replicate=PastLayer)
+    tokens = torch.ones(2, 3, dtype=torch.int64)
+    with mode, torch.no_grad():
+        model(input_ids=tokens, attention_mask=tokens, past_key_values=cache, use_cache=True)
+    return [(_head_shape(layer.keys), _head_shape(layer.values)) for layer in cache.layers]
+
+
+def _require_no_states(model: PreTrainedModel) -> None:
+    """Refuses a family whose layers keep states, where its row says that they do not."""
+    kinds = STATE_TYPES & set(getattr(decoder_config(model.config), "layer_types", None) or ())
+    if kinds:
+        raise UnsupportedInput(
+            f"layers of type `{min(kinds)}` keep a state, and no kind of cache for it is known here",
+            hint="a row of `export/input_maps.py` names the kind; see docs/adding-a-family.md",
+        )
+
+
+def _head_shape(tensor: Tensor) -> HeadShape:
+    return tensor.shape[1], tensor.shape[3]
+
+
+def with_shapes(ports: Sequence[Port], shapes: Sequence[tuple[HeadShape, HeadShape]]) -> list[Port]:
+    """The same ports with the cache that was found in the place of the one that the config implies."""
+    prefix, length = ("past_key_values", PAST) if ports[0].name == "input_ids" else ("present", TOTAL)
+    like = next((port for port in ports if port.name.startswith(f"{prefix}.")), ports[0])
+    return [port for port in ports if not port.name.startswith(f"{prefix}.")] + [
+        replace(like, name=f"{prefix}.{layer}.{part}", axes=(like.axes[0], heads, length, size))
+        for layer, pair in enumerate(shapes)
+        for part, (heads, size) in zip(("key", "value"), pair, strict=True)
+    ]

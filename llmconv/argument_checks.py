@@ -1,0 +1,204 @@
+"""Calls: what a public function is given, compared with its annotations before anything else runs.
+
+A value of the wrong type would otherwise fail somewhere deep inside, or, worse, pass for something else: a text is a
+sequence of characters, `"false"` is true. One value where a sequence is expected stands for a sequence of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cache, wraps
+from numbers import Real
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
+
+from llmconv.errors import UsageProblem
+from llmconv.files.paths import WRITTEN, kind_of, output_path, path_of
+
+OWN = "compared by the function itself"
+"""In `Annotated`: a parameter that is not looked at here."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, called with what its annotations say, or refused with UsageProblem.
+
+    Checked are `bool`, `int`, `float`, `str`, paths, classes, unions and sequences of these; numpy's numbers become
+    Python's, an iterator becomes a tuple, and a place that is written (`paths.Written`) becomes a local path.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        hints = _hints(function)
+        _refuse_unknown(function.__name__, kwargs, _known(signature, hints))
+        bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
+                bound.arguments[name] = fitted(value, hints.get(name, Any), name)
+            elif get_origin(hints[name]) is Unpack:
+                fields = get_type_hints(get_args(hints[name])[0], include_extras=True)
+                bound.arguments[name] = {key: fitted(one, fields.get(key, Any), key) for key, one in value.items()}
+        return function(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _known(signature: inspect.Signature, hints: Mapping[str, Any]) -> set[str] | None:
+    """The names of all parameters and options; None where any name is taken."""
+    known: set[str] = set()
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            known.add(name)
+        elif get_origin(hints.get(name)) is Unpack:
+            known |= get_args(hints[name])[0].__annotations__.keys()
+        else:
+            return None
+    return known
+
+
+def _refuse_unknown(function: str, given: Mapping[str, Any], known: set[str] | None) -> None:
+    """Raises UsageProblem where a name is that of no parameter."""
+    unknown = sorted(given.keys() - known) if known is not None else []
+    if unknown:
+        near = get_close_matches(unknown[0], sorted(known or ()), n=1, cutoff=0.5)
+        raise UsageProblem(
+            f"`{function}` has no parameter `{unknown[0]}`",
+            hint=f"is `{near[0]}` meant?" if near else f"it has {', '.join(sorted(known or ()))}",
+        )
+
+
+@cache
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    return get_type_hints(function, include_extras=True)
+
+
+def fitted(value: Any, hint: Any, name: str) -> Any:
+    """`value` as an annotation wants it.
+
+    Args:
+        value: what the caller gave.
+        hint: the annotation, resolved.
+        name: of the parameter, for messages.
+
+    Raises:
+        UsageProblem: it is something else.
+        InputRefused: it is to be written, and not on this machine.
+    """
+    origin, options = get_origin(hint), get_args(hint)
+    if hint is Any or isinstance(hint, TypeVar):
+        return value
+    if origin is Annotated:
+        if OWN in options:
+            return value
+        return output_path(value, name) if WRITTEN in options else fitted(value, options[0], name)
+    if origin in (Union, UnionType):
+        return _one_of(value, options, name)
+    if origin is not None and issubclass(origin, Sequence):
+        return _several(value, options[0], name)
+    if hint in PLAIN:
+        return PLAIN[hint](value, name)
+    kind = origin or hint
+    fits = callable(value) if kind is Callable else isinstance(value, kind)
+    return value if fits else _refuse(value, name, f"a `{getattr(kind, '__name__', kind)}`")
+
+
+def _one_of(value: Any, options: Sequence[Any], name: str) -> Any:
+    """The value as the first of several annotations that takes it."""
+    if value is None and NoneType in options:
+        return None
+    if Path in options and isinstance(value, str | os.PathLike):
+        path_of(value, name)  # kept as it is given: pathlib would drop a slash of an address
+        return value
+    problems = []
+    for option in options:
+        if option is NoneType:
+            continue
+        try:
+            return fitted(value, option, name)
+        except UsageProblem as problem:
+            problems.append(problem)
+    raise path_problem(value, name) if Path in options else problems[-1]
+
+
+def path_problem(value: Any, name: str) -> UsageProblem:
+    """What `path_of` says of a value that is not a path."""
+    try:
+        path_of(value, name)
+    except UsageProblem as problem:
+        return problem
+    return UsageProblem(f"`{name}` is {kind_of(value)}", hint="give a path")
+
+
+def _several(value: Any, option: Any, name: str) -> tuple[Any, ...]:
+    """A tuple of what an iterable gives in order; one value stands for itself."""
+    if isinstance(value, set | frozenset):
+        _refuse(value, name, "a list: a set has no order")
+    if isinstance(value, str | bytes | os.PathLike | Mapping) or not isinstance(value, Iterable):
+        return (fitted(value, option, name),)
+    return tuple(fitted(one, option, f"{name}[{at}]") for at, one in enumerate(value))
+
+
+def _refuse(value: Any, name: str, wanted: str) -> Any:
+    shown = f" ({value!r:.40})" if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    raise UsageProblem(f"`{name}` is {kind_of(value)}{shown}, not {wanted}", hint=f"give {wanted}")
+
+
+def _bool(value: Any, name: str) -> bool:
+    if isinstance(value, bool) or type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    _refuse(value, name, "True or False")
+    raise AssertionError
+
+
+def _int(value: Any, name: str) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        _refuse(value, name, "a whole number")
+        raise AssertionError from None
+
+
+def _float(value: Any, name: str) -> float:
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    _refuse(value, name, "a number")
+    raise AssertionError
+
+
+def _str(value: Any, name: str) -> str:
+    return str(value) if isinstance(value, str) else _refuse(value, name, "a text")
+
+
+PLAIN: dict[Any, Callable[[Any, str], Any]] = {bool: _bool, int: _int, float: _float, str: _str, Path: path_of}
+"""Type to what makes such a value, or refuses."""
+
+
+def require_choice(value: str, choices: Sequence[str], name: str) -> None:
+    """Refuses a word that is none of a few.
+
+    Raises:
+        UsageProblem: it is none of them.
+    """
+    if value not in choices:
+        raise UsageProblem(f"`{name}` is {value!r}", hint=f"one of: {', '.join(choices)}")
+
+
+def require_least(value: int, least: int, name: str) -> int:
+    """A number that is not too small.
+
+    Raises:
+        UsageProblem: it is below `least`.
+    """
+    if value < least:
+        raise UsageProblem(f"`{name}` is {value}", hint=f"give at least {least}")
+    return value

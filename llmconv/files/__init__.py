@@ -1,0 +1,1 @@
+"""Files: safetensors, torch, pickles, archives; checksums, copies, and where inputs come from."""

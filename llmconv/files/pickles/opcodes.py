@@ -1,0 +1,374 @@
+"""What the opcodes of pickle do to the machine (as in CPython's `pickletools`), and the loop that runs them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from llmconv.files.pickles.machine import CONTAINERS, NAME_LIMIT, Machine, Refused, Stub
+
+OPCODE_LIMIT = 100_000_000
+INT_BYTES_LIMIT = 64
+STRING_LIMIT = 64 << 20
+DEPTH_LIMIT = 1_000
+
+SET, DICT, LIST, ENTRY, ITEM = 232, 80, 72, 100, 64
+"""Bytes of an empty container of CPython, of an entry of a dict and of an item of a set."""
+
+CALL, ARGUMENT, CHARACTER = 100, 100, 8
+"""What a call costs, and an item or a character of its arguments: it may copy them, or make a dict of them."""
+
+LARGEST_KEY, LARGER_KEYS = (1 << 61) - 2, 100
+"""Numbers up to the first are their own hash; beyond, any number of keys could have one hash, and few are let in."""
+
+
+def run(machine: Machine) -> Any:
+    """The value of the pickle.
+
+    Raises:
+        Refused: a limit is exceeded, or an opcode is unknown.
+        IndexError, KeyError, TypeError, ValueError, struct.error: the pickle does not add up.
+    """
+    data, operations = machine.data, OPERATIONS
+    for _ in range(OPCODE_LIMIT):
+        code = data[machine.position]
+        machine.position += 1
+        if code == STOP:
+            value = machine.stack.pop()
+            if machine.alone and machine.position != len(data):
+                raise Refused(f"goes on after its end at byte {machine.position}")
+            return value
+        operation = operations[code]
+        if operation is None:
+            raise Refused(f"uses opcode 0x{code:02x} at byte {machine.position - 1}, which no checkpoint needs")
+        operation(machine)
+    raise Refused(f"has more than {OPCODE_LIMIT} opcodes")
+
+
+STOP = ord(".")
+Operation = Callable[[Machine], None]
+
+
+def _constant(make: Callable[[], Any]) -> Operation:
+    return lambda machine: machine.stack.append(make())
+
+
+def _container(make: Callable[[], Any], cost: int) -> Operation:
+    def operation(machine: Machine) -> None:
+        machine.spend(cost)
+        machine.stack.append(make())
+
+    return operation
+
+
+def _number(layout: str) -> Operation:
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def operation(machine: Machine) -> None:
+        machine.stack.append(unpack(machine.data, machine.position)[0])
+        machine.position += size
+
+    return operation
+
+
+def _sized(layout: str, decode: Callable[[bytes], Any], limit: int = STRING_LIMIT) -> Operation:
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def operation(machine: Machine) -> None:
+        (length,) = unpack(machine.data, machine.position)
+        machine.position += size
+        machine.stack.append(machine.sized(length, decode, limit))
+
+    return operation
+
+
+def text(data: bytes) -> str:
+    """Text as pickle writes it."""
+    return data.decode("utf-8", "surrogatepass")
+
+
+def python2_text(data: bytes) -> str:
+    """A `str` of Python 2, which may hold any bytes."""
+    return data.decode("latin1")
+
+
+def _long(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _skip(size: int) -> Operation:
+    def operation(machine: Machine) -> None:
+        machine.take(size)
+
+    return operation
+
+
+def _mark(machine: Machine) -> None:
+    if len(machine.marks) >= DEPTH_LIMIT:
+        raise Refused(f"is nested deeper than {DEPTH_LIMIT}")
+    machine.marks.append(machine.stack)
+    machine.stack = []
+
+
+def _pop(machine: Machine) -> None:
+    if machine.stack:
+        machine.stack.pop()
+    else:
+        machine.pop_mark()
+
+
+def _get(layout: str) -> Operation:
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def operation(machine: Machine) -> None:
+        machine.stack.append(machine.memo[unpack(machine.data, machine.position)[0]])
+        machine.position += size
+
+    return operation
+
+
+def _put(layout: str) -> Operation:
+    unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
+
+    def operation(machine: Machine) -> None:
+        machine.remember(unpack(machine.data, machine.position)[0])
+        machine.position += size
+
+    return operation
+
+
+def _tuple(size: int) -> Operation:
+    def operation(machine: Machine) -> None:
+        stack = machine.stack
+        if len(stack) < size:
+            raise IndexError
+        stack[-size:] = [tuple(stack[-size:])]
+
+    return operation
+
+
+def _from_mark(make: Callable[[list[Any]], Any], cost: int = 0) -> Operation:
+    def operation(machine: Machine) -> None:
+        items = machine.pop_mark()
+        machine.spend(cost)
+        machine.stack.append(make(items))
+
+    return operation
+
+
+def make_dict(items: list[Any], spend: Callable[[int], object] = id) -> dict[Any, Any]:
+    """A dict from keys and values in turn; `spend` counts what they cost, if the caller has not."""
+    made: dict[Any, Any] = {}
+    _fill_dict(made, items, spend)
+    return made
+
+
+def _fill_dict(target: Any, items: list[Any], spend: Callable[[int], object]) -> None:
+    spend(ENTRY // 2 * len(items))
+    if isinstance(target, dict):
+        for index in range(0, len(items), 2):
+            target[_key(items[index], len(target), spend)] = items[index + 1]
+    elif not isinstance(target, Stub):
+        raise Refused("sets items on what is no dict")
+
+
+def _key(value: Any, others: int, spend: Callable[[int], object]) -> Any:
+    """`value`, a key beside `others`, where its hash costs little and no file can choose it; else a Stub, which is
+    no other's equal.
+
+    The hash of a tuple takes as long as the tuple and is never kept, that of a deep one overflows the C stack, and
+    numbers and tuples of numbers with one hash are easily found: each such key is compared with all before it.
+    """
+    if isinstance(value, str):
+        return value
+    kind: Any = type(value)
+    if isinstance(value, int):
+        plain = others < LARGER_KEYS or -LARGEST_KEY <= value <= LARGEST_KEY
+    else:
+        plain = value is None or isinstance(value, bytes | float) or kind.__hash__ is object.__hash__
+    if plain:
+        return value
+    spend(CALL)
+    return Stub("key", (value,))
+
+
+def _setitem(machine: Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _fill_dict(machine.stack[-1], [key, value], machine.spend)
+
+
+def _setitems(machine: Machine) -> None:
+    items = machine.pop_mark()
+    _fill_dict(machine.stack[-1], items, machine.spend)
+
+
+def _append(machine: Machine) -> None:
+    value = machine.stack.pop()
+    _extend(machine.stack[-1], [value])
+
+
+def _appends(machine: Machine) -> None:
+    items = machine.pop_mark()
+    _extend(machine.stack[-1], items)
+
+
+def _extend(target: Any, items: list[Any]) -> None:
+    if isinstance(target, list):
+        target.extend(items)
+    elif not isinstance(target, Stub):
+        raise Refused("appends to what is no list")
+
+
+def _additems(machine: Machine) -> None:
+    items = machine.pop_mark()
+    target = machine.stack[-1]
+    if isinstance(target, set):
+        target.update(_keys(machine, items, len(target)))
+    elif not isinstance(target, Stub):
+        raise Refused("adds to what is no set")
+
+
+def _frozenset(machine: Machine) -> None:
+    machine.spend(SET)
+    items = machine.pop_mark()
+    machine.stack.append(frozenset(_keys(machine, items, 0)))
+
+
+def _keys(machine: Machine, items: list[Any], others: int) -> list[Any]:
+    machine.spend(ITEM * len(items))
+    return [_key(item, others + number, machine.spend) for number, item in enumerate(items)]
+
+
+def _dict(machine: Machine) -> None:
+    machine.spend(DICT)
+    items = machine.pop_mark()
+    machine.stack.append(make_dict(items, machine.spend))
+
+
+def _global(machine: Machine) -> None:
+    module = machine.line()
+    machine.stack.append(machine.hooks.name(module, machine.line()))
+
+
+def _stack_global(machine: Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise Refused("names a global by what is no text")
+    if len(module) > NAME_LIMIT or len(name) > NAME_LIMIT:
+        raise Refused(f"names a global by more than {NAME_LIMIT} characters")
+    machine.stack.append(machine.hooks.name(module, name))
+
+
+def _inst(machine: Machine) -> None:
+    module = machine.line()
+    function = machine.hooks.name(module, machine.line())
+    items = machine.pop_mark()
+    machine.spend(CALL)
+    machine.stack.append(Stub(function, tuple(items)))
+
+
+def _newobj(machine: Machine) -> None:
+    args, function = machine.stack.pop(), machine.stack.pop()
+    machine.spend(CALL)
+    machine.stack.append(Stub(function, _arguments(args)))
+
+
+def _newobj_ex(machine: Machine) -> None:
+    keywords, args, function = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
+    machine.spend(CALL + cost_of(args))
+    machine.stack.append(Stub(function, (*_arguments(args), keywords)))
+
+
+def _arguments(args: Any) -> tuple[Any, ...]:
+    if not isinstance(args, tuple):
+        raise Refused("calls something with what are no arguments")
+    return args
+
+
+def _build(machine: Machine) -> None:
+    state = machine.stack.pop()
+    if isinstance(machine.stack[-1], Stub):
+        machine.stack[-1].state = state
+
+
+def _reduce(machine: Machine) -> None:
+    args, function = _arguments(machine.stack.pop()), machine.stack.pop()
+    machine.spend(CALL)
+    for argument in args:
+        machine.spend(cost_of(argument))
+    machine.stack.append(machine.hooks.call(function, args))
+
+
+def cost_of(argument: Any) -> int:
+    """What a call may do with an argument: go through it once, or copy it."""
+    kind = type(argument)
+    if kind is str or kind is bytes:
+        return CHARACTER * len(argument)
+    return ARGUMENT * len(argument) if kind in CONTAINERS else 0
+
+
+def _refer(machine: Machine) -> None:
+    machine.spend(CALL)
+    machine.stack.append(machine.hooks.refer(machine.stack.pop()))
+
+
+NAMED_OPERATIONS: dict[bytes, Operation] = {
+    b"\x80": _skip(1),
+    b"\x95": _skip(8),
+    b"(": _mark,
+    b"0": _pop,
+    b"1": lambda machine: (machine.pop_mark(), None)[1],
+    b"2": lambda machine: machine.stack.append(machine.stack[-1]),
+    b"N": _constant(lambda: None),
+    b"\x88": _constant(lambda: True),
+    b"\x89": _constant(lambda: False),
+    b")": _constant(tuple),
+    b"]": _container(list, LIST),
+    b"}": _container(dict, DICT),
+    b"\x8f": _container(set, SET),
+    b"K": _number("<B"),
+    b"M": _number("<H"),
+    b"J": _number("<i"),
+    b"G": _number(">d"),
+    b"\x8a": _sized("<B", _long, INT_BYTES_LIMIT),
+    b"\x8b": _sized("<i", _long, INT_BYTES_LIMIT),
+    b"\x8c": _sized("<B", text),
+    b"X": _sized("<I", text),
+    b"\x8d": _sized("<Q", text),
+    b"U": _sized("<B", python2_text),
+    b"T": _sized("<i", python2_text),
+    b"C": _sized("<B", bytes),
+    b"B": _sized("<I", bytes),
+    b"\x8e": _sized("<Q", bytes),
+    b"\x96": _sized("<Q", bytes),
+    b"h": _get("<B"),
+    b"j": _get("<I"),
+    b"q": _put("<B"),
+    b"r": _put("<I"),
+    b"\x94": lambda machine: machine.remember(len(machine.memo)),
+    b"\x85": _tuple(1),
+    b"\x86": _tuple(2),
+    b"\x87": _tuple(3),
+    b"t": _from_mark(tuple),
+    b"l": _from_mark(list, LIST),
+    b"d": _dict,
+    b"\x91": _frozenset,
+    b"o": _from_mark(lambda items: Stub(items[0], tuple(items[1:])), CALL),
+    b"s": _setitem,
+    b"u": _setitems,
+    b"a": _append,
+    b"e": _appends,
+    b"\x90": _additems,
+    b"c": _global,
+    b"\x93": _stack_global,
+    b"i": _inst,
+    b"\x81": _newobj,
+    b"\x92": _newobj_ex,
+    b"R": _reduce,
+    b"b": _build,
+    b"Q": _refer,
+}
+
+
+OPERATIONS: tuple[Operation | None, ...] = tuple(NAMED_OPERATIONS.get(bytes([code])) for code in range(256))

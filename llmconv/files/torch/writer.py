@@ -1,0 +1,160 @@
+"""Torch files (zip format) as pieces to write: what `torch.save` of a dict of tensors gives, streamed.
+
+Layout (pytorch `caffe2/serialize/inline_container.cc`, `torch/serialization.py`): a zip of STORED members, each with
+its data at a multiple of 64 bytes (an extra field `FB` fills the local header up) and with its CRC, known only once the
+data has passed, in a data descriptor behind it. Zip records: PKWARE APPNOTE 4.3.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from llmconv.errors import UnsupportedInput
+from llmconv.files.pickles.encoder import Call, Name, Persistent, pickle_pieces
+from llmconv.files.pickles.reader import STORAGES
+from llmconv.tensors import LazyTensor, Piece
+
+ALIGNMENT = 64
+FLAGS = 0x0808
+"""A data descriptor follows; names are UTF-8."""
+VERSION, VERSION_ZIP64 = 20, 45
+FULL, FULL_COUNT = 0xFFFFFFFF, 0xFFFF
+"""Stand for a number that only a zip64 record has room for."""
+
+LOCAL = struct.Struct("<4s5H3L2H")
+CENTRAL = struct.Struct("<4s6H3L5H2L")
+END64 = struct.Struct("<4sQ2H2L4Q4sLQL")
+END = struct.Struct("<4s4H2LH")
+
+STORAGE_OF = {dtype: storage for storage, dtype in STORAGES.items()}
+
+
+def torch_pieces(tensors: Mapping[str, LazyTensor], *, inside: tuple[str, ...] = ()) -> Iterator[Piece]:
+    """A torch file that holds a dict of the tensors.
+
+    Args:
+        tensors: in the order of the file; each gets a storage of its own.
+        inside: keys of the dicts around it, outermost first: `("model",)` gives `{"model": {name: tensor}}`.
+
+    Raises:
+        UnsupportedInput: an element type for which torch has no storage class.
+    """
+    members = _members(tensors, inside)
+    for member in members:
+        yield _local_header(member)
+        yield member.content
+        yield partial(_descriptor, member)
+    yield partial(_directory, members)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One file of the zip: its name, content, the position of its local header, and its number if it is a tensor."""
+
+    name: bytes
+    content: bytes | LazyTensor
+    position: int
+    number: int | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of content."""
+        return len(self.content) if isinstance(self.content, bytes) else self.content.nbytes
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its size needs 64 bits."""
+        return self.size >= FULL
+
+    @property
+    def end(self) -> int:
+        """Position behind header, content and descriptor."""
+        return self.position + len(_local_header(self)) + self.size + (24 if self.is_large else 16)
+
+    def crc(self, crcs: Sequence[int]) -> int:
+        """CRC-32 of the content, given those of the tensors."""
+        return zlib.crc32(self.content) if isinstance(self.content, bytes) else crcs[self.number or 0]
+
+
+def _members(tensors: Mapping[str, LazyTensor], inside: tuple[str, ...]) -> list[_Member]:
+    """In the order of `torch.save`."""
+    contents: list[tuple[str, bytes | LazyTensor]] = [("data.pkl", _pickle(tensors, inside)), ("byteorder", b"little")]
+    contents += [(f"data/{number}", tensor) for number, tensor in enumerate(tensors.values())]
+    contents += [("version", b"3\n")]
+    members: list[_Member] = []
+    for place, (name, content) in enumerate(contents):
+        position = members[-1].end if members else 0
+        number = place - 2 if isinstance(content, LazyTensor) else None
+        members.append(_Member(b"archive/" + name.encode(), content, position, number))
+    return members
+
+
+def _pickle(tensors: Mapping[str, LazyTensor], inside: tuple[str, ...]) -> bytes:
+    content: Any = {name: _view(name, tensor, key) for key, (name, tensor) in enumerate(tensors.items())}
+    for name in reversed(inside):
+        content = {name: content}
+    return b"".join(piece for piece in pickle_pieces(content) if isinstance(piece, bytes))
+
+
+def _view(name: str, tensor: LazyTensor, key: int) -> Call:
+    """A tensor that is the whole of storage `key` (`torch/_utils.py`, `_rebuild_tensor_v2`)."""
+    if tensor.dtype.name not in STORAGE_OF:
+        raise UnsupportedInput(
+            f"`{name}` is {tensor.dtype.name}, which torch files of this kind do not hold",
+            hint="give `--dtype bfloat16`, or a checkpoint that is not quantized",
+        )
+    strides = [1]
+    for size in reversed(tensor.shape[1:]):
+        strides.append(strides[-1] * max(1, size))
+    stride = tuple(reversed(strides)) if tensor.shape else ()
+    elements = tensor.nbytes // tensor.dtype.itemsize
+    storage = Persistent(("storage", Name("torch", STORAGE_OF[tensor.dtype.name]), str(key), "cpu", elements))
+    no_hooks = Call(Name("collections", "OrderedDict"), ())
+    return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, 0, tensor.shape, stride, False, no_hooks))
+
+
+def _local_header(member: _Member) -> bytes:
+    extra = struct.pack("<2H2Q", 1, 16, member.size, member.size) if member.is_large else b""
+    size = FULL if member.is_large else 0
+    padding = -(member.position + LOCAL.size + len(member.name) + len(extra) + 4) % ALIGNMENT
+    extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    version = VERSION_ZIP64 if member.is_large else VERSION
+    fields = (b"PK\3\4", version, FLAGS, 0, 0, 0, 0, size, size, len(member.name), len(extra))
+    return LOCAL.pack(*fields) + member.name + extra
+
+
+def _descriptor(member: _Member, crcs: Sequence[int]) -> bytes:
+    layout = "<4sL2Q" if member.is_large else "<4s3L"
+    return struct.pack(layout, b"PK\7\x08", member.crc(crcs), member.size, member.size)
+
+
+def _directory(members: Sequence[_Member], crcs: Sequence[int]) -> bytes:
+    """The central directory and what ends the file."""
+    start, count = members[-1].end, len(members)
+    entries = b"".join(_entry(member, member.crc(crcs)) for member in members)
+    sizes = (len(entries), start)
+    end = b""
+    if max(sizes) >= FULL or count >= FULL_COUNT:
+        fields = (b"PK\6\6", 44, VERSION_ZIP64, VERSION_ZIP64, 0, 0, count, count, *sizes)
+        end = END64.pack(*fields, b"PK\6\7", 0, start + len(entries), 1)
+    counts = (min(count, FULL_COUNT),) * 2
+    return entries + end + END.pack(b"PK\5\6", 0, 0, *counts, *(min(size, FULL) for size in sizes), 0)
+
+
+def _entry(member: _Member, crc: int) -> bytes:
+    """The member's entry in the central directory; numbers over 32 bits go to the zip64 extra field."""
+    wide = _over(((member.size,) * 2 if member.is_large else ()), member.position)
+    extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    version = VERSION_ZIP64 if wide else VERSION
+    sizes = (min(member.size, FULL),) * 2
+    fields = (b"PK\1\2", version, version, FLAGS, 0, 0, 0, crc, *sizes, len(member.name), len(extra), 0, 0, 0, 0)
+    return CENTRAL.pack(*fields, min(member.position, FULL)) + member.name + extra
+
+
+def _over(sizes: Iterable[int], position: int) -> tuple[int, ...]:
+    return (*sizes, position) if position >= FULL else tuple(sizes)

@@ -1,0 +1,1 @@
+"""Chats: messages, chat templates, and turns over one cache."""

@@ -1,0 +1,192 @@
+"""Chats as text: the tokenizer's own template, and those of Alpaca and of LLaMA2-Accessory's conversations by name.
+
+All are Jinja, which transformers renders in a sandbox: a template comes with a model and is data.
+
+    alpaca   instruction and response; a message may have an `input` beside its `content`
+    v1_2     LLaMA2-Accessory's usual one: `###` before every turn; a text ends at a line that begins with it
+    vicuna   its `vicuna_v1_1`, with two spaces before every role, as its models were trained
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateSyntaxError
+
+from llmconv.errors import InputRefused, UsageProblem, first_line
+from llmconv.generation.chat.bounded_render import Unbounded, bounded_text
+from llmconv.generation.chat.messages import require_contents
+from llmconv.runtime.tokenizer import require_text, token_ids
+
+TOKENIZER = "tokenizer"
+"""The name of the tokenizer's own template."""
+
+SYSTEM = """\
+{%- if messages and messages[0].role == 'system' -%}
+  {%- set system, turns = messages[0].content, messages[1:] -%}
+{%- else -%}
+  {%- set turns = messages -%}
+{%- endif -%}
+"""
+
+ALPACA = (
+    SYSTEM
+    + """\
+{%- set given = turns and turns[0].input and turns[0].input.strip() -%}
+{{- system or 'Below is an instruction that describes a task' + (
+    ', paired with an input that provides further context. ' if given else '. '
+  ) + 'Write a response that appropriately completes the request.' -}}
+{{- '\\n\\n' -}}
+{%- for message in turns -%}
+  {%- if message.role == 'assistant' -%}
+    {{- '### Response:' + message.content + '\\n\\n' -}}
+  {%- else -%}
+    {{- '### Instruction:\\n' + message.content + '\\n\\n' -}}
+    {{- '### Input:\\n' + message.input + '\\n\\n' if message.input and message.input.strip() else '' -}}
+  {%- endif -%}
+{%- endfor -%}
+{{- '### Response:' if add_generation_prompt else '' -}}
+"""
+)
+
+HASHES = (
+    SYSTEM
+    + """\
+{{- system or 'A chat between a curious human and an artificial intelligence assistant. '
+  + "The assistant gives helpful, detailed, and polite answers to the human's questions." -}}
+{{- '\\n\\n###' -}}
+{%- for message in turns -%}
+  {{- ' Assistant: ' if message.role == 'assistant' else ' Human: ' -}}{{- message.content + '\\n###' -}}
+{%- endfor -%}
+{{- ' Assistant:' if add_generation_prompt else '' -}}
+"""
+)
+
+VICUNA = (
+    SYSTEM
+    + """\
+{{- system or 'A chat between a curious user and an artificial intelligence assistant. '
+  + "The assistant gives helpful, detailed, and polite answers to the user's questions." -}}
+{{- ' ' -}}
+{%- for message in turns -%}
+  {%- if message.role == 'assistant' -%}
+    {{- ' ASSISTANT: ' + message.content + '</s>' -}}
+  {%- else -%}
+    {{- ' USER: ' + message.content + ' ' -}}
+  {%- endif -%}
+{%- endfor -%}
+{{- ' ASSISTANT:' if add_generation_prompt else '' -}}
+"""
+)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A way to write a chat down.
+
+    Attributes:
+        text: in Jinja; None for the tokenizer's own.
+        stops: texts that end an answer, where no token does.
+    """
+
+    text: str | None = None
+    stops: tuple[str, ...] = ()
+
+
+TEMPLATES = {
+    TOKENIZER: Template(),
+    "alpaca": Template(ALPACA),
+    "v1_2": Template(HASHES, ("\n###",)),
+    "vicuna": Template(VICUNA, ("</s>",)),
+}
+
+
+def find_template(name: str) -> Template:
+    """A template by its name, or by the path of a Jinja file.
+
+    Raises:
+        UsageProblem: there is neither.
+    """
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    path = Path(name)
+    if not path.is_file():
+        raise UsageProblem(
+            f"there is no chat template `{name}`", hint=f"give {', '.join(TEMPLATES)}, or a file in Jinja"
+        )
+    try:
+        return Template(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputRefused(f"`{path}` cannot be read: {error}", hint="give a text file in Jinja") from error
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> str:
+    """The text of a chat up to where the answer begins; a last message of the assistant is gone on with.
+
+    Raises:
+        InputRefused: the tokenizer has no template, a content is not a text, or the template refuses the messages.
+        UsageProblem: there is no such template.
+    """
+    found = find_template(template)
+    if found.text is None and not tokenizer.chat_template:
+        named = ", ".join(name for name in TEMPLATES if name != TOKENIZER)
+        raise InputRefused("the tokenizer has no chat template", hint=f"give `--template` {named}, or a file in Jinja")
+    if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+        raise InputRefused("a chat is a list of messages", hint='each has a "role" and a "content"')
+    require_contents(messages)
+    goes_on = messages[-1]["role"] == "assistant"
+    render = partial(
+        tokenizer.apply_chat_template,
+        [dict(message) for message in messages],
+        chat_template=found.text,
+        tokenize=False,
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+    )
+    try:
+        trusted = template in TEMPLATES and template != TOKENIZER
+        return _rendered(render) if trusted else bounded_text(lambda: _rendered(render))
+    except Unbounded as error:
+        raise InputRefused(
+            "the chat template takes more time or memory than any template needs", hint="give another `--template`"
+        ) from error
+    except ValueError as error:
+        raise InputRefused(
+            f"the chat template {error}", hint="look at the roles of the messages and their order, or at the template"
+        ) from error
+
+
+def _rendered(render: Callable[[], str]) -> str:
+    """The text of a template.
+
+    Raises:
+        ValueError: the words that follow "the chat template".
+    """
+    try:
+        return render()
+    except TemplateSyntaxError as error:
+        raise ValueError(f"is not Jinja: line {error.lineno}: {first_line(error)}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program: it fails in every way
+        raise ValueError(f"refuses the messages: {first_line(error)}") from error
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> list[int]:
+    """Tokens of `render_chat`; the tokenizer's own template writes the start token itself, the others do not.
+
+    Raises:
+        InputRefused: see `render_chat`; or the chat has no tokens.
+        UsageProblem: there is no such template.
+    """
+    text = render_chat(tokenizer, messages, template)
+    require_text(text)
+    starts = template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+    ids = token_ids(tokenizer, text, add_special_tokens=not starts)
+    if not ids:
+        raise InputRefused("the chat has no tokens", hint="give a message that is not empty")
+    return ids

@@ -1,0 +1,180 @@
+"""CompletionFile: one line of JSON per prompt, in their order; a run that was killed goes on behind them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from llmconv.errors import InputRefused, OutputFailed
+from llmconv.files.paths import Written, output_path
+from llmconv.files.safe_folder import Folder, require_plain
+from llmconv.generation.prompts import Prompt
+from llmconv.generation.report import Completion
+from llmconv.output.streaming import write_fully
+
+SIDE_FILE = ".{}.options.json"
+"""Hidden beside the file: what its lines are made with."""
+
+
+class CompletionFile:
+    """Lines of JSON, appended batch by batch.
+
+    Every line has the fields that came with the prompt, such as an `id`, and `prompt` or `messages`, `text`, `tokens`,
+    `prompt_tokens` and `finish`. What the file is made with lies hidden beside it, so that a run with other prompts or
+    options is refused. Nothing is made, and nothing that is there is touched, before the first batch is finished.
+
+    Args:
+        path: of the file.
+        prompts: all of them, in order.
+        options: all that the text depends on.
+        overwrite: start afresh; the first batch replaces what is there.
+
+    Raises:
+        InputRefused: the file is of other prompts or options, or no file of completions.
+        OutputFailed: it cannot be written.
+    """
+
+    def __init__(
+        self, path: Written, prompts: Sequence[Prompt], options: Mapping[str, Any], *, overwrite: bool = False
+    ) -> None:
+        path = output_path(path, "--output-file")
+        self._path, self._side = path, path.with_name(SIDE_FILE.format(path.name))
+        made_with = {"prompts": _digest(prompts), "count": len(prompts), "options": dict(options)}
+        self._made_with = json.dumps(made_with, sort_keys=True, default=_plain)
+        self._fields = [prompt.fields for prompt in prompts]
+        if path.exists() and not path.is_file():
+            raise InputRefused(
+                f"`{path}` is no file", hint="give another `--output-file`; text goes to stdout without it"
+            )
+        self._file: BinaryIO | None = None
+        self._replaces = overwrite or not path.exists()
+        if not overwrite:
+            require_plain(path)
+        self.done, self._size = (0, 0) if self._replaces else self._finished(prompts)
+        self._require_writable()
+
+    def write(self, completions: Sequence[Completion]) -> None:
+        """Appends a batch; it is on the disk when this returns.
+
+        Raises:
+            OutputFailed: it cannot be written.
+        """
+        given = self._fields[self.done : self.done + len(completions)]
+        made = [{**fields, **_as_dict(one)} for fields, one in zip(given, completions, strict=True)]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in made)
+        lines = text.encode("utf-8", errors="surrogatepass")
+        try:
+            if self._file is None:
+                self._file = self._replaced(lines) if self._replaces else self._continued()
+            if not self._replaces:
+                write_fully(self._file.fileno(), memoryview(lines))
+                os.fsync(self._file.fileno())
+            self._replaces = False
+        except OSError as error:
+            raise self._failed(error) from error
+        self.done += len(completions)
+
+    def __enter__(self) -> CompletionFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file:
+            self._file.close()
+
+    def _finished(self, prompts: Sequence[Prompt]) -> tuple[int, int]:
+        """Lines that are whole, and their bytes."""
+        if not self._path.exists():
+            return 0, 0
+        content = self._path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        lines = whole.splitlines()
+        if not content:
+            return 0, 0
+        if not self._side.is_file():
+            self._refuse("is there already, and nothing tells how it was made")
+        if self._side.read_bytes() != self._made_with.encode():
+            self._refuse("was begun with other prompts or options, or another model")
+        for line, prompt in zip(lines, prompts, strict=False):
+            if _prompt_of(line) != prompt.content:
+                self._refuse("holds other prompts")
+        if len(lines) > len(prompts):
+            self._refuse("holds more lines than there are prompts")
+        return len(lines), len(whole)
+
+    def _require_writable(self) -> None:
+        """Opens or makes what a batch will need, and leaves everything as it was."""
+        try:
+            with Folder.open(self._path.parent) as folder, folder.begin(self._side.name):
+                if self._replaces:
+                    with folder.begin(self._path.name):
+                        return
+                folder.open_to_append(self._path.name).close()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _replaced(self, lines: bytes) -> BinaryIO:
+        """The file with its first lines, in the place of what was there; open to append to it."""
+        with (
+            Folder.open(self._path.parent) as folder,
+            folder.begin(self._path.name) as file,
+            folder.begin(self._side.name) as side,
+        ):
+            for new, content in ((file, lines), (side, self._made_with.encode())):
+                new.write(content)
+                new.sync()
+            folder.remove(self._side.name)  # or a run that is killed here would leave options that are not the file's
+            file.place()
+            side.place()
+            folder.sync()
+            return folder.open_to_append(self._path.name)
+
+    def _continued(self) -> BinaryIO:
+        """The file that is there, without the half line of a run that was killed; open to append to it."""
+        with Folder.open(self._path.parent) as folder:
+            folder.write(self._side.name, self._made_with.encode())
+            file = folder.open_to_append(self._path.name)
+        file.truncate(self._size)
+        return file
+
+    def _refuse(self, problem: str) -> None:
+        raise InputRefused(
+            f"`{self._path}` {problem}", hint="give `--overwrite` to begin again, or another `--output-file`"
+        )
+
+    def _failed(self, error: OSError) -> OutputFailed:
+        hint = (
+            "make room or give another `--output-file`; the command without `--overwrite` goes on after the last line"
+        )
+        if not self._path.parent.is_dir():
+            hint = f"make the folder `{self._path.parent}` first"
+        return OutputFailed(f"`{self._path}` cannot be written: {error.strerror or error}", hint=hint)
+
+
+def _plain(value: Any) -> Any:
+    """Sets in the same order every time."""
+    return sorted(value) if isinstance(value, frozenset) else str(value)
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    said = [[prompt.content, dict(prompt.fields)] for prompt in prompts]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _as_dict(one: Completion) -> dict[str, Any]:
+    kind = "prompt" if isinstance(one.prompt, str) else "messages"
+    rest = {"text": one.text, "tokens": one.tokens, "prompt_tokens": one.prompt_tokens, "finish": one.finish}
+    return {kind: one.prompt, **rest}
+
+
+def _prompt_of(line: bytes) -> Any:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return said.get("prompt", said.get("messages")) if isinstance(said, dict) else None

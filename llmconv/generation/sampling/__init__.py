@@ -1,0 +1,1 @@
+"""Sampling: the settings of `GenerationConfig`, logits processors, and the choice of the next token."""

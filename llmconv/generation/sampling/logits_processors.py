@@ -1,0 +1,179 @@
+"""Fields of `GenerationConfig` that transformers computes: its logits processors, and its search with beams.
+
+Only this module of the room imports torch, and only where such a field is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from llmconv.errors import UnsupportedInput, UsageProblem, first_line
+from llmconv.generation.past import Past, Positions
+from llmconv.generation.sampling.settings import GenerationSettings
+from llmconv.runtime.array_cache import rows_of
+from llmconv.runtime.runner import Runner
+from llmconv.tensors import Array
+
+NEED_THE_MODEL = frozenset({"guidance_scale", "dola_layers", "penalty_alpha", "token_healing", "max_time"})
+NEED_BEAMS = frozenset({"num_beam_groups", "diversity_penalty", "constraints", "force_words_ids"})
+
+Processor = Callable[[Array, Array], Array]
+"""Tokens [length] and logits [vocabulary] to scores [vocabulary]."""
+
+
+class GraphModel(GenerationMixin):  # type: ignore[misc]
+    """Any runner as a model that transformers generates with.
+
+    transformers believes that it keeps no cache and gives all tokens at every step; the cache is kept here. Which row
+    of the step before a sequence goes on from is seen by its tokens, so that beams may change places.
+
+    Args:
+        runner: the graphs or the eager model.
+        positions: rule of its position ids.
+        vocabulary: size of the logits.
+    """
+
+    main_input_name = "input_ids"
+    device = torch.device("cpu")
+    dtype = torch.float32
+    _is_stateful = False
+    _supports_cache_class = False
+
+    def __init__(self, runner: Runner | None = None, positions: Positions | None = None, vocabulary: int = 0) -> None:
+        self._runner, self._positions = runner, positions
+        self.config = PreTrainedConfig(vocab_size=vocabulary, is_encoder_decoder=False)
+        self.generation_config = GenerationConfig()
+        self._past: Past | None = None
+        self._ids, self._mask = np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **given: Any
+    ) -> dict[str, Any]:
+        """All tokens."""
+        return {"input_ids": input_ids}
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **given: Any
+    ) -> CausalLMOutputWithPast:
+        """Logits of the last position, float32 [rows, 1, vocabulary], of rows without padding."""
+        assert self._runner and self._positions
+        ids = input_ids.numpy()
+        mask = np.ones_like(ids)
+        past = self._continued(ids)
+        done = past.tokens if past else 0
+        positions = self._positions(mask, ids.shape[1] - done)
+        call = self._runner.decode if past else self._runner.prefill
+        step = call(ids[:, done:], mask, positions, past.cache if past else None)
+        if step.choices is not None:
+            raise UsageProblem(
+                "a search with beams needs all logits, and the graph gives the tokens it chose",
+                hint="give `--num-beams 1`, or export without `--postprocess`",
+            )
+        self._past, self._ids = Past(step.present, ids.shape[1]), ids
+        return CausalLMOutputWithPast(logits=torch.from_numpy(step.logits[:, -1:].astype(np.float32)))
+
+    __call__ = forward
+
+    def _continued(self, ids: Array) -> Past | None:
+        """The cache of all columns but the last, its rows in the order of `ids`."""
+        if self._past is None or ids.shape[1] != self._past.tokens + 1:
+            return None
+        known = {tokens.tobytes(): row for row, tokens in enumerate(self._ids)}
+        rows = [known.get(tokens.tobytes(), -1) for tokens in ids[:, :-1]]
+        if -1 in rows:
+            return None
+        is_same = rows == list(range(len(self._ids)))
+        return self._past if is_same else Past(rows_of(self._past.cache, rows), self._past.tokens)
+
+
+def search(
+    model: GraphModel, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int = 1
+) -> list[list[int]]:
+    """New tokens of a prompt as transformers' search with beams finds them, up to an end token; the best ones first.
+
+    Args:
+        model: what gives logits.
+        prompt: its tokens.
+        limit: how many may follow.
+        settings: with the number of beams.
+        count: of the sequences, at most as many as there are beams.
+
+    Raises:
+        UsageProblem: transformers refuses the settings.
+    """
+    ids = torch.tensor([list(prompt)])
+    torch.manual_seed(settings.seed)
+    try:
+        config = generation_config(settings, limit)
+        config.num_return_sequences = count
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    except (ValueError, NotImplementedError) as error:
+        raise UsageProblem(f"transformers refuses: {first_line(error)}", hint="see docs/generation.md") from error
+    return [_up_to_end(sequence, settings.eos_token_id) for sequence in found[:, len(prompt) :].tolist()]
+
+
+def _up_to_end(tokens: list[int], ends: Collection[int]) -> list[int]:
+    """Without the padding behind an end token."""
+    length = next((at for at, token in enumerate(tokens, start=1) if token in ends), len(tokens))
+    return tokens[:length]
+
+
+def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> Processor:
+    """All that transformers does to the logits of one sequence, its filters included.
+
+    Raises:
+        UnsupportedInput: a field that is no matter of logits.
+    """
+    refused = sorted(settings.extra.keys() & (NEED_THE_MODEL | NEED_BEAMS))
+    if refused:
+        raise UnsupportedInput(
+            f"`{refused[0]}` of the generation config is not supported", hint="remove it from generation_config.json"
+        )
+    model = GraphModel()
+    try:
+        config = generation_config(settings, limit)
+        config.max_length = prompt_tokens + limit  # as `generate` sets it; a forced last token looks at it
+        model._prepare_special_tokens(config, kwargs_has_attention_mask=True)
+        steps = model._get_logits_processor(config, input_ids_seq_length=prompt_tokens, device="cpu")
+    except Exception as error:  # whatever its checks and constructors raise for a value of another kind
+        raise _refused(error) from error
+
+    def scores(ids: Array, logits: Array) -> Array:
+        given = torch.from_numpy(logits.astype(np.float32))[None]
+        try:
+            return np.asarray(steps(torch.from_numpy(ids)[None], given)[0].numpy())
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise _refused(error) from error
+
+    return scores
+
+
+def _refused(error: Exception) -> UsageProblem:
+    return UsageProblem(
+        f"transformers refuses the generation config: {first_line(error)}", hint="mend generation_config.json"
+    )
+
+
+def generation_config(settings: GenerationSettings, limit: int) -> GenerationConfig:
+    """As transformers' own object, for `limit` new tokens; stop strings are left to the text."""
+    ends = sorted(settings.eos_token_id)
+    sampling = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
+    return GenerationConfig(
+        max_new_tokens=limit,
+        do_sample=not settings.is_greedy,
+        **({} if settings.is_greedy else {**sampling, "min_p": settings.min_p}),
+        repetition_penalty=settings.repetition_penalty,
+        num_beams=settings.num_beams,
+        eos_token_id=ends or None,
+        pad_token_id=settings.pad_token_id if settings.pad_token_id is not None else (ends or [0])[0],
+        bos_token_id=settings.bos_token_id,
+        use_cache=False,
+        **settings.extra,
+    )

@@ -1,0 +1,97 @@
+"""What kind of model a `config.json` describes: llmconv's commands run causal language models, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import read_json
+from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.files.paths import kind_of
+
+OTHER_HEADS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForNextSentencePrediction",
+    "ForImageClassification",
+    "ForAudioClassification",
+    "ForSpeechSeq2Seq",
+    "ForCTC",
+    "ForReward",
+    "RewardModel",
+    "EncoderModel",
+    "ForSequenceEmbedding",
+)
+"""How the classes of transformers end whose heads do not predict the next token."""
+
+CAUSAL = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel", "ForConditionalGeneration", "WithLMHead")
+ENCODER_DECODERS = {"t5", "mt5", "umt5", "longt5", "switch_transformers", "t5gemma", "led", "m2m_100", "whisper"}
+"""Model types without a decoder that transformers has a causal language model for."""
+
+
+def require_model_type(config: Mapping[str, Any], source: str | Path) -> None:
+    """Refuses a configuration that does not name a kind of model; whether anything knows that kind is not asked.
+
+    Args:
+        config: content of `config.json`.
+        source: what the message calls the folder.
+
+    Raises:
+        MalformedInput: `model_type` is missing, empty, or not a text.
+    """
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind.strip():
+        return
+    problem = f"`config.json` has a `model_type` that is {kind_of(kind)}, not a text"
+    if kind is None or isinstance(kind, str):
+        problem = "`config.json` names no `model_type`"
+    raise MalformedInput(
+        f"`{source}` is not a usable Hugging Face model folder: its {problem}",
+        hint="copy the model's own `config.json` into the folder; a `model_type` is a text such as `llama`",
+    )
+
+
+def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
+    """Refuses a configuration of an encoder, a classifier, or an encoder-decoder.
+
+    Args:
+        config: content of `config.json`; one without `architectures` is let pass.
+        source: what the message calls the model.
+
+    Raises:
+        UnsupportedInput: names the class that `architectures` declares.
+    """
+    declared = config.get("architectures")
+    names = [name for name in declared if isinstance(name, str)] if isinstance(declared, list) else []
+    shown = f": `architectures` says {names[0]}" if names else ""
+    kind = str(config.get("model_type"))
+    has_decoder = any(name.endswith("ForCausalLM") for name in names)
+    if not has_decoder and (kind in ENCODER_DECODERS or config.get("is_encoder_decoder") is True):
+        raise UnsupportedInput(
+            f"`{source}` is an encoder-decoder ({kind}), which is not supported{shown}",
+            hint="only decoder-only (causal) language models are exported; `optimum-cli export onnx` exports this one",
+        )
+    if names and not any(_is_causal(name) for name in names):
+        raise UnsupportedInput(
+            f"`{source}` is not a causal language model{shown}",
+            hint="give a model with a language-modeling head, such as LlamaForCausalLM; `optimum-cli export onnx` "
+            "exports encoders and classifiers",
+        )
+
+
+def _is_causal(name: str) -> bool:
+    """Whether a class may predict the next token; one that is not known may."""
+    if name.endswith(OTHER_HEADS):
+        return False
+    return any(part in name for part in CAUSAL) or not name.endswith("Model")
+
+
+def require_causal_folder(folder: Path) -> None:
+    """As `require_causal`, of the `config.json` of a folder, where there is one."""
+    if (folder / "config.json").is_file():
+        require_causal(read_json(folder / "config.json"), folder)

@@ -1,0 +1,263 @@
+"""What a path is that is not a Hugging Face model folder: the error that names it, and the way out.
+
+Told by names and first bytes alone, so that every command can ask, and asks no library.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.files.pointer_files import refuse_git_lfs
+from llmconv.files.torch.reader import is_torch_file
+
+FOREIGN = {
+    b"<!DOCTYPE html": "a web page; the download may need a login",
+    b"<html": "a web page; the download may need a login",
+    b"GGUF": "a GGUF file of llama.cpp",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file, as Keras writes",
+    b"\x7fELF": "a program",
+    b"\x93NUMPY": "a numpy array",
+}
+"""First bytes of files that people take for models."""
+
+TO_HF = "convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`"
+SUFFIXES_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
+TORCH_WEIGHTS = re.compile(r"pytorch_model.*\.bin(?:\.index\.json)?|(?:pytorch_)?model-\d+-of-\d+\.bin")
+TRAINERS_STATE = re.compile(
+    r"(?:.*[-_.])?optim(?:izer)?[-_.]|scheduler|training_args|rng_state|random_state|scaler|sampler"
+)
+"""How the names of torch files begin that are not weights."""
+
+OTHER_LIBRARIES = {
+    "tf_model.h5": "TensorFlow",
+    "flax_model.msgpack": "Flax",
+    "flax_model.msgpack.index.json": "Flax",
+    "saved_model.pb": "TensorFlow",
+    "model.ckpt.index": "TensorFlow",
+    "rust_model.ot": "rust-bert",
+}
+ZIP = b"PK\x03\x04"
+HEAD = 300
+
+
+def refused_model(path: Path) -> InputRefused:
+    """The error for a path that should be a Hugging Face model folder and is not."""
+    found = _folder(path) if path.is_dir() else _file(path)
+    return found or InputRefused(
+        f"`{path}` is not a Hugging Face model folder: it has no `config.json`"
+        if path.is_dir()
+        else f"`{path}` is a file, not a Hugging Face model folder",
+        hint=TO_HF,
+    )
+
+
+def known_refusal(path: Path) -> InputRefused | None:
+    """As `refused_model`, None where nothing particular is known of the path."""
+    return _folder(path) if path.is_dir() else _file(path)
+
+
+def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
+    """The error for a file of another kind, from its first bytes; None where they say nothing.
+
+    Raises:
+        UnsupportedInput: a pointer of Git LFS.
+    """
+    refuse_git_lfs(head, name)
+    what = next((what for magic, what in FOREIGN.items() if head.startswith(magic)), None)
+    if what is None:
+        return None
+    hints = {
+        "a GGU": "give the Hugging Face folder or training checkpoint that it was made from",
+        "a web": "log in (`hf auth login`) and download it again",
+    }
+    return UnsupportedInput(
+        f"`{name}` is {what}", hint=hints.get(what[:5], "give a checkpoint, or a Hugging Face model folder")
+    )
+
+
+def _file(path: Path) -> InputRefused | None:
+    try:
+        with open(path, "rb") as file:
+            head = file.read(HEAD)
+    except OSError:
+        return None
+    if not head:
+        return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
+    if found := foreign_file(head, path.name):
+        return found
+    if path.suffix == ".safetensors":
+        return _safetensors(path)
+    if path.suffix == ".onnx":
+        return UnsupportedInput(
+            f"`{path.name}` is an ONNX graph, not a model folder",
+            hint="give the Hugging Face folder that it was exported from",
+        )
+    if TRAINERS_STATE.match(path.name):
+        return InputRefused(
+            f"`{path.name}` is what a trainer keeps for itself (optimizer, schedule, settings), not a model",
+            hint="give the folder or file with the weights",
+        )
+    if path.suffix in SUFFIXES_OF_TORCH and is_torch_file(path):
+        return InputRefused(
+            f"`{path.name}` is a torch file, not a Hugging Face model folder",
+            hint=f"convert it first: `llmconv to-hf {path} -o OUT`",
+        )
+    if head.startswith(ZIP) or head[257:262] == b"ustar":
+        kind = "zip" if head.startswith(ZIP) else "tar"
+        return UnsupportedInput(f"`{path.name}` is a {kind} archive", hint="unpack it, and give the folder inside")
+    return None
+
+
+def _safetensors(path: Path) -> InputRefused:
+    if (path.parent / "config.json").is_file():
+        return InputRefused(
+            f"`{path.name}` is a weights file, not a model folder", hint=f"give its folder: `{path.parent}`"
+        )
+    return InputRefused(
+        f"`{path.name}` is a weights file without the model's `config.json`",
+        hint=f"put `config.json` next to it and give the folder, or `llmconv to-hf {path} --config CONFIG -o OUT`",
+    )
+
+
+def _folder(folder: Path) -> InputRefused | None:
+    names = {entry.name for entry in folder.iterdir()}
+    if not names:
+        return InputRefused(f"`{folder}` is an empty folder", hint="is the copy or the download complete?")
+    checks: tuple[Callable[[Path, set[str]], InputRefused | None], ...] = (
+        _adapter_or_delta,
+        _weights_of_others,
+        _weights_without_config,
+        _folders_inside,
+        _config_alone,
+    )
+    return next((found for check in checks if (found := check(folder, names))), None)
+
+
+def _adapter_or_delta(folder: Path, names: set[str]) -> InputRefused | None:
+    if "delta.json" in names:
+        return UnsupportedInput(
+            f"`{folder}` is a delta, not a model", hint=f"use `llmconv delta apply BASE {folder} -o OUT`"
+        )
+    if "adapter_config.json" in names:
+        base = adapter_base(folder)
+        of = f" of `{base}`" if base else ""
+        return UnsupportedInput(
+            f"`{folder}` is an adapter{of}, not a model",
+            hint=f"merge it first: `llmconv merge-lora {base or 'BASE'} {folder} -o OUT`",
+        )
+    return None
+
+
+def adapter_base(folder: Path) -> str:
+    """What an adapter of PEFT says that it was trained on; empty where it does not say."""
+    try:
+        config = json.loads((folder / "adapter_config.json").read_bytes()[: 1 << 20])
+    except (OSError, ValueError, RecursionError):
+        return ""
+    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    return base if isinstance(base, str) else ""
+
+
+def _weights_of_others(folder: Path, names: set[str]) -> InputRefused | None:
+    if any(name.endswith(".safetensors") for name in names):
+        return None
+    if found := sorted(name for name in names if TORCH_WEIGHTS.fullmatch(name)):
+        return InputRefused(
+            f"the weights in `{folder}` are torch files (`{found[0]}`), not safetensors",
+            hint=f"convert them: `llmconv to-hf {folder} -o OUT`",
+        )
+    if found := sorted(name for name in names if _is_checkpoint(folder / name)):
+        return InputRefused(
+            f"`{folder}` contains a torch checkpoint (`{found[0]}`), and no safetensors weights",
+            hint=f"convert it: `llmconv to-hf {folder} -o OUT`",
+        )
+    if found := sorted(name for name in names if name in OTHER_LIBRARIES):
+        return UnsupportedInput(
+            f"the weights in `{folder}` are those of {OTHER_LIBRARIES[found[0]]} (`{found[0]}`)",
+            hint="load them with transformers 4 (`from_tf=True` or `from_flax=True`), and save them with "
+            "`save_pretrained`",
+        )
+    if found := sorted(name for name in names if name.lower().endswith(".gguf")):
+        return UnsupportedInput(
+            f"`{folder}` contains a GGUF file of llama.cpp (`{found[0]}`)",
+            hint="give the Hugging Face folder that it was made from",
+        )
+    if found := sorted(name for name in names if name.endswith(".onnx")) or _graphs_inside(folder, names):
+        return UnsupportedInput(
+            f"`{folder}` contains ONNX graphs (`{found[0]}`) and no weights of the model",
+            hint="give the Hugging Face folder that they were exported from; to compare them: "
+            f"`llmconv verify --graph {folder / found[0]} --reference HF_FOLDER`",
+        )
+    return None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.suffix in SUFFIXES_OF_TORCH and not TRAINERS_STATE.match(path.name) and is_torch_file(path)
+
+
+def _graphs_inside(folder: Path, names: set[str]) -> list[str]:
+    return sorted(f"onnx/{graph.name}" for graph in (folder / "onnx").glob("*.onnx")) if "onnx" in names else []
+
+
+def _weights_without_config(folder: Path, names: set[str]) -> InputRefused | None:
+    weights = sorted(name for name in names if name.endswith((".safetensors", ".safetensors.index.json")))
+    if not weights:
+        return None
+    if odd := next((name for name in weights if not (folder / name).is_file()), None):
+        return MalformedInput(
+            f"`{folder}` contains no safetensors weights: `{odd}` is not a regular file",
+            hint="a folder, a pipe or a broken link is in its place; copy the folder again",
+        )
+    if (folder / "config.json").is_file():
+        return InputRefused(
+            f"`{folder}` contains no safetensors weights of the name `model.safetensors`, only `{weights[0]}`",
+            hint=f"write it as a Hugging Face folder: `llmconv to-hf {folder} -o OUT`",
+        )
+    return InputRefused(
+        f"`{folder}` contains weights (`{weights[0]}`), but no `config.json`",
+        hint=f"put `config.json` into the folder, or `llmconv to-hf {folder} --config CONFIG -o OUT`",
+    )
+
+
+def _folders_inside(folder: Path, names: set[str]) -> InputRefused | None:
+    """A Trainer's output folder, or one with models and adapters inside."""
+    steps = sorted(int(match[1]) for name in names if (match := TRAINER_FOLDER.fullmatch(name)))
+    if steps:
+        return InputRefused(
+            f"`{folder}` contains {len(steps)} checkpoint(s) of a Trainer, and no model of its own",
+            hint=f"give one of them, such as the last: `{folder / f'checkpoint-{steps[-1]}'}`",
+        )
+    found = {name: mark for name in sorted(names) if (mark := _mark(folder / name))}
+    if not found:
+        return None
+    shown = ", ".join(f"`{name}` ({mark})" for name, mark in list(found.items())[:5])
+    first = next((name for name, mark in found.items() if mark == "a model"), next(iter(found)))
+    return InputRefused(
+        f"`{folder}` is not a model itself; it contains {shown}", hint=f"give one of them: `{folder / first}`"
+    )
+
+
+def _mark(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "an adapter"
+    weights = (folder / "model.safetensors", folder / "model.safetensors.index.json")
+    return "a model" if (folder / "config.json").is_file() and any(file.is_file() for file in weights) else ""
+
+
+def _config_alone(folder: Path, names: set[str]) -> InputRefused | None:
+    if "config.json" not in names:
+        return None
+    if not (folder / "config.json").is_file():
+        return MalformedInput(
+            f"`{folder}` has no `config.json` that is a regular file",
+            hint="a folder, a pipe or a broken link is in its place; copy the folder again",
+        )
+    return InputRefused(
+        f"`{folder}` contains no safetensors weights next to its `config.json`",
+        hint="it needs `model.safetensors`, or shards with `model.safetensors.index.json`; is the copy complete?",
+    )

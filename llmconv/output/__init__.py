@@ -1,0 +1,1 @@
+"""Writing a checkpoint: the plan, the shards, the staged folder, the stream of bytes, the manifest."""

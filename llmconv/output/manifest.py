@@ -1,0 +1,121 @@
+"""llmconv.json: what was made, by which steps, with the size and sha256 of every file.
+
+    {
+      "manifest_version": 1,
+      "steps":  [{"command": "to-hf", "llmconv": "0.1.0", "source": "ep0-ba2-rank0.pt", "options": {…}}, …],
+      "files":  {"model.safetensors": {"bytes": 123, "sha256": "…"}, …},
+      "graphs": {"prefill": {"file": "prefill.onnx", …}, …}            # once exported
+    }
+
+It holds no time, host or absolute path, so the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from llmconv import __version__
+from llmconv.checkpoint import own_file, read_json
+from llmconv.errors import MalformedInput
+from llmconv.files.named_file import is_inner
+
+MANIFEST = "llmconv.json"
+
+
+@dataclass
+class Manifest:
+    """The content of `llmconv.json`; see the module's docstring.
+
+    `found` is no part of it: the folder was complete before the run, which wrote nothing.
+    """
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    graphs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    manifest_version: int = 1
+    found: bool = False
+
+    def encode(self) -> bytes:
+        """The file's bytes: stable key order, so equal manifests are equal files."""
+        content = {
+            "manifest_version": self.manifest_version,
+            "steps": self.steps,
+            "files": dict(sorted(self.files.items())),
+            "graphs": self.graphs,
+        }
+        return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of `folder`, or an empty one where there is none.
+
+    Raises:
+        MalformedInput: the file is not JSON or not of the form in the module's docstring, or names a file elsewhere.
+    """
+    if not (folder / MANIFEST).is_file():
+        return Manifest()
+    content = read_json(own_file(folder, MANIFEST))
+    steps, files, graphs = (content.get(name, empty) for name, empty in (("steps", []), ("files", {}), ("graphs", {})))
+    if not isinstance(steps, list) or not all(isinstance(done, dict) for done in steps):
+        _refuse("`steps` is not a list of objects")
+    for name, entries in (("files", files), ("graphs", graphs)):
+        if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+            _refuse(f"`{name}` is not a map of objects")
+    for name, entry in files.items():
+        if not is_inner(name) or not name.isprintable():
+            _refuse(f"`files` names {name[:80]!r}, which is not a file of the folder")
+        if not all(isinstance(entry.get(field, empty), kind) for field, kind, empty in FIELDS):
+            _refuse(f"the entry of `{name[:80]}` has a field of a wrong kind")
+    if not all(_names_files(entry) for entry in graphs.values()):
+        _refuse("`graphs` names no plain files")
+    return Manifest(steps, files, graphs)
+
+
+FIELDS: tuple[tuple[str, type, Any], ...] = (
+    ("bytes", int, 0),
+    ("sha256", str, ""),
+    ("link", str, ""),
+    ("clone_of", str, ""),
+)
+
+
+def _names_files(entry: dict[str, Any]) -> bool:
+    """Whether a graph's entry names its files, or those of its stages, and of a prefix, by plain names."""
+    stages = entry.get("stages", [entry])
+    parts = [*(stages if isinstance(stages, list) else [None]), entry.get("prefix", {})]
+    return all(isinstance(part, dict) and _is_plain(part.get("file", "x")) for part in parts)
+
+
+def _is_plain(name: Any) -> bool:
+    return isinstance(name, str) and is_inner(name) and "/" not in name and name.isprintable()
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise MalformedInput(
+        f"`{MANIFEST}` is not a manifest of llmconv: {problem}", hint="remove it, or make the folder again"
+    )
+
+
+def steps_of_weights(folder: Path) -> list[dict[str, Any]]:
+    """The steps that made the weights in `folder`; graphs exported beside them do not come along to another folder."""
+    return [done for done in read_manifest(folder).steps if done.get("command") != "export"]
+
+
+def step(command: str, source: Path, **options: Any) -> dict[str, Any]:
+    """One entry of `steps`: the command, the source's name and the options that were not left out."""
+    given = {name: value for name, value in options.items() if value not in (None, (), False)}
+    return {"command": command, "llmconv": __version__, "source": source.name, "options": given}
+
+
+def file_entry(content: bytes) -> dict[str, Any]:
+    """The entry of `files` for a file of this content."""
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def link_entry(target: str) -> dict[str, Any]:
+    """The entry of `files` for a symbolic link."""
+    return {"link": target}

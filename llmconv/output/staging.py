@@ -1,0 +1,355 @@
+"""StagedFolder: a hidden sibling of OUT that becomes OUT in one rename.
+
+    .OUT.llmconv-partial/     lock, journal.jsonl, finished files, one `.part` file
+    └── commit: fsync, then rename to OUT (exchanged in one call where OUT exists and `--overwrite` was given)
+
+A reader never sees a partial OUT. After kill -9 the folder is either gone, or `--resume` continues it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from llmconv.errors import InputRefused, LlmconvError, OutputFailed
+from llmconv.files.named_file import is_inner
+from llmconv.files.safe_folder import FULL, NOFOLLOW, Folder, Link, NewFile
+from llmconv.files.sources import PARTIAL
+from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest
+from llmconv.progress import say
+
+JOURNAL = "journal.jsonl"
+LOCK = "lock"
+LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | NOFOLLOW
+JOURNAL_BYTES = 256 << 20
+RENAME_NOREPLACE, RENAME_EXCHANGE, AT_FDCWD = 1, 2, -100
+MACOS_FLAGS = {RENAME_NOREPLACE: 4, RENAME_EXCHANGE: 2}
+
+
+class StagedFolder:
+    """Builds a folder out of sight and commits it by rename.
+
+    Args:
+        output: the folder to make.
+        key: fingerprint of sources and options; a journal with another key is not resumed.
+        overwrite: an existing `output` may be replaced.
+        resume: finished files of an interrupted run with the same key are kept.
+
+    Raises:
+        InputRefused: `output` exists and `overwrite` is not given.
+        OutputFailed: another run holds the folder, or any I/O fails (what is finished stays for `--resume`).
+    """
+
+    def __init__(self, output: Path, *, key: str, overwrite: bool, resume: bool) -> None:
+        require_free(output, overwrite)
+        self.output = output
+        self.path = _partial(output)
+        self.finished: dict[str, dict[str, Any]] = {}
+        self._key, self._overwrite = key, overwrite
+        self._resume = resume
+        self._lock = -1
+
+    def __enter__(self) -> StagedFolder:
+        with ExitStack() as stack, failing_safely():
+            if not self.path.parent.is_dir():
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._folder = stack.enter_context(_open_partial(self.path))
+            stack.callback(self._close_lock)
+            self._take_lock()
+            self._open_journal()
+            self._disposable, self._open = self._folder, stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Keeps the folder after an I/O error or an interrupt, removes it after anything else."""
+        with self._open:
+            resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)
+            if not (resumable and self.finished) and self._disposable.is_at(self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
+
+    def _close_lock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _take_lock(self) -> None:
+        """Of the file, and of the folder where the disk can: an ending run removes the file a moment before it ends."""
+        found = self._folder.find(LOCK)
+        if found and not stat.S_ISREG(found.st_mode):
+            self._folder.remove(LOCK)
+        self._lock = os.open(LOCK, LOCK_FLAGS, 0o666, dir_fd=self._folder.descriptor)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_folder(self._folder.descriptor)
+        except BlockingIOError as error:
+            raise self._taken() from error
+        if not self._folder.is_at(self.path):
+            raise self._taken()
+
+    def _taken(self) -> OutputFailed:
+        return OutputFailed(f"another run is writing `{self.output}`", hint="wait until it has ended")
+
+    def _open_journal(self) -> None:
+        if self._resume:
+            self.finished = self._read_journal()
+            if not self.finished and (self.path / JOURNAL).is_file():
+                say("nothing to resume: no finished file, or another input or other options; starting over")
+        kept = {self.path / name for name in (*self.finished, LOCK)}
+        for item in sorted(self.path.rglob("*"), reverse=True):
+            if item.is_dir() and not item.is_symlink():
+                if not any(item in path.parents for path in kept):
+                    item.rmdir()
+            elif item not in kept:
+                item.unlink()
+        self._folder.write(JOURNAL, self._encode_journal())
+
+    def _read_journal(self) -> dict[str, dict[str, Any]]:
+        """Finished files whose bytes still have the recorded sha256; nothing when the key differs."""
+        try:
+            text = (self._folder.read(JOURNAL, JOURNAL_BYTES) or b"").decode()
+            lines = [json.loads(line) for line in text.splitlines()]
+        except (ValueError, RecursionError):
+            return {}
+        if not lines or lines[0] != {"key": self._key}:
+            return {}
+        return {line.pop("file"): line for line in lines[1:] if self._intact(line)}
+
+    def _intact(self, line: Any) -> bool:
+        if not isinstance(line, dict) or not isinstance(name := line.get("file"), str) or not is_inner(name):
+            return False
+        try:
+            with self._folder.holding(name) as (folder, last), folder.open_file(last) as file:
+                same = os.fstat(file.fileno()).st_size == line.get("bytes") and "sha256" in line
+                return same and bool(hashlib.file_digest(file, "sha256").hexdigest() == line["sha256"])
+        except (OSError, InputRefused):
+            return False
+
+    def _encode_journal(self) -> bytes:
+        lines = [{"key": self._key}] + [{"file": name, **entry} for name, entry in self.finished.items()]
+        return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+    def record(self, name: str, entry: dict[str, Any]) -> None:
+        """Notes that the file `name` is complete and on disk."""
+        self.finished[name] = entry
+        with failing_safely():
+            self._folder.write(JOURNAL, self._encode_journal())
+
+    @contextmanager
+    def new_file(self, name: str) -> Iterator[NewFile]:
+        """The file `name` to write, which the caller places; `rank_0/model.ckpt` lies one folder down."""
+        assert is_inner(name), name
+        with self._folder.holding(name, make=True) as (folder, last), folder.begin(last) as new:
+            yield new
+
+    def write_file(self, name: str, content: bytes | Link) -> None:
+        """Writes one small file, or a relative symbolic link; see `new_file` for `name`."""
+        assert is_inner(name), name
+        with failing_safely():
+            self._folder.write_together({name: content})
+            self.record(name, file_entry(content) if isinstance(content, bytes) else link_entry(content.target))
+
+    def commit(self, manifest: Manifest) -> None:
+        """Adds the manifest and makes the folder visible as `output`."""
+        manifest.files = dict(self.finished)
+        with failing_safely():
+            for folder in {(self.path / name).parent for name in self.finished} - {self.path}:
+                sync_folder(folder)
+            self._folder.write(MANIFEST, manifest.encode())
+            self._folder.remove(JOURNAL)
+            self._folder.remove(LOCK)
+            self._publish()
+            sync_folder(self.path.parent)
+
+    def _publish(self) -> None:
+        """Replaces only what may be replaced: somebody may have made OUT since the run began, or moved what it made."""
+        if not self._folder.is_at(self.path):
+            raise OutputFailed(
+                f"`{self.path}` was moved or replaced while `{self.output}` was made",
+                hint="write to a folder that nobody else can change",
+            )
+        if self._overwrite and os.path.lexists(self.output):
+            require_free(self.output, overwrite=True)
+            replaced = self._open.enter_context(Folder.open_own(self.output))
+            rename_at(self.path, self.output, RENAME_EXCHANGE)
+            self._disposable = replaced
+            return
+        try:
+            rename_at(self.path, self.output, RENAME_NOREPLACE)
+        except FileExistsError as error:
+            raise OutputFailed(
+                f"`{self.output}` appeared while it was being made", hint="move it away and run again with `--resume`"
+            ) from error
+
+
+def require_free(output: Path, overwrite: bool, inputs: Sequence[Path] = (), *, resume: bool = False) -> None:
+    """`--overwrite` replaces a folder that llmconv made, and nothing else that happens to have that name.
+
+    Args:
+        output: the folder to make.
+        overwrite: it may be replaced.
+        inputs: what the run reads; must not lie in it, nor it in one of them.
+        resume: a complete folder may be there; `write_checkpoint` looks whether it is the one to make.
+
+    Raises:
+        InputRefused: it is there, and may not be replaced, or it would lie in an input.
+    """
+    around = [path for path in inputs if path.resolve() in output.resolve().parents]
+    if around:
+        raise InputRefused(
+            f"`{output}` lies in `{around[0]}`, which is to be read", hint="choose an `-o` that is not inside an input"
+        )
+    if not os.path.lexists(output):
+        return
+    if not overwrite and is_complete(output):
+        if resume:
+            return
+        raise InputRefused(
+            f"`{output}` already exists and is complete",
+            hint="choose another `-o`, or give `--overwrite` to make it again",
+        )
+    if not overwrite:
+        raise InputRefused(f"`{output}` already exists", hint="choose another `-o`, or give `--overwrite`")
+    problem = _why_kept(output, [path.resolve() for path in inputs])
+    if problem:
+        raise InputRefused(
+            f"`{output}` {problem}, so it is not overwritten", hint="choose another `-o`, or remove it yourself"
+        )
+
+
+def is_complete(output: Path) -> bool:
+    """Whether llmconv made the folder, every file has the size that it had then, and no other run was to replace it."""
+    try:
+        files = read_manifest(output).files
+        sizes = {name: (output / name).stat().st_size for name in files}
+    except (OSError, InputRefused):
+        return False
+    same = all(isinstance(entry, dict) and entry.get("bytes") == sizes[name] for name, entry in files.items())
+    return bool(files) and same and not _partial(output).exists()
+
+
+def bytes_held(output: Path) -> int:
+    """Bytes on the disk that an interrupted run of `output` holds: the next one keeps them or gives them back."""
+    return sum(file.lstat().st_blocks * 512 for file in _partial(output).glob("*"))
+
+
+def _partial(output: Path) -> Path:
+    """Where `output` is made before it is one."""
+    return output.absolute().parent / f".{output.absolute().name}{PARTIAL}"
+
+
+def _open_partial(path: Path) -> Folder:
+    """The folder in which an output is made: a new one, or that of a run of the same user.
+
+    Raises:
+        InputRefused: it is a link, or somebody else's, who could change what is written.
+    """
+    with suppress(FileExistsError):
+        path.mkdir()
+        return Folder.open_own(path)
+    with ExitStack() as stack:
+        folder = stack.enter_context(Folder.open_own(path))
+        with folder.begin("owner") as own:
+            same = os.fstat(own.file.fileno()).st_uid == os.fstat(folder.descriptor).st_uid
+        if not same:
+            raise InputRefused(
+                f"`{path}` belongs to another user", hint="remove it, or choose an `-o` in a folder of your own"
+            )
+        stack.pop_all()
+    return folder
+
+
+def _lock_folder(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # a network disk on which only files have locks
+        return
+
+
+def _why_kept(output: Path, inputs: Sequence[Path]) -> str:
+    """What of a folder stands against replacing it; empty where nothing does."""
+    if not output.is_dir() or output.is_symlink():
+        return "is not a folder"
+    if any(path.is_relative_to(output.resolve()) for path in inputs):
+        return "holds what is to be read"
+    entries = [path for path in output.rglob("*") if not path.is_dir()]
+    if entries and not (output / MANIFEST).is_file():
+        return "was not made by llmconv"
+    known = {MANIFEST, *read_manifest(output).files}
+    foreign = sorted(str(path.relative_to(output)) for path in entries if str(path.relative_to(output)) not in known)
+    return f"also holds `{foreign[0]}`, which llmconv did not make" if foreign else ""
+
+
+@contextmanager
+def failing_safely() -> Iterator[None]:
+    """Turns an OSError into OutputFailed."""
+    try:
+        yield
+    except LlmconvError:
+        raise
+    except OSError as error:
+        full = "free some space and run again with `--resume`"
+        other = "see that the file can be read and its folder written, and run again with `--resume`"
+        raise OutputFailed(
+            f"reading or writing failed: {error.strerror or error} ({error.filename or 'output'})",
+            hint=full if error.errno in FULL else other,
+        ) from error
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames in `path` durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def rename_at(new: Path, old: Path, flag: int) -> None:
+    """Renames in one call: swaps two paths, so that `old` is never absent, or replaces nothing.
+
+    That is `renameat2(2)` of Linux and `renamex_np(2)` of macOS; elsewhere it takes several.
+
+    Raises:
+        FileExistsError: RENAME_NOREPLACE, and `old` is there.
+        OSError: any other failure.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        failed = libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), flag)
+    elif hasattr(libc, "renamex_np"):
+        failed = libc.renamex_np(os.fsencode(new), os.fsencode(old), MACOS_FLAGS[flag])
+    else:
+        _rename_in_steps(new, old, flag)
+        return
+    if failed:
+        code = ctypes.get_errno()
+        if code not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise OSError(code, os.strerror(code), str(old))
+        _rename_in_steps(new, old, flag)  # a file system that cannot do it at once
+
+
+def _rename_in_steps(new: Path, old: Path, flag: int) -> None:
+    if flag == RENAME_NOREPLACE:
+        if os.path.lexists(old):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(old))
+        new.rename(old)
+        return
+    aside = old.with_name(f".{old.name}.llmconv-swap")
+    old.rename(aside)
+    new.rename(old)
+    aside.rename(new)

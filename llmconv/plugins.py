@@ -1,0 +1,34 @@
+"""Plugins: the modules of a package that each define one constant, found by listing the package."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def plugins(package: str, constant: str, kind: type[T], inside: str = "") -> dict[str, T]:
+    """The constant of every module of `package`, by the module's name, in alphabetical order.
+
+    Args:
+        package: dotted name of the package that is listed.
+        constant: name of the constant; modules without it are left out.
+        kind: its type.
+        inside: where an entry is a package of its own, the module in it that defines the constant.
+    """
+    found: dict[str, T] = {}
+    for entry in sorted(pkgutil.iter_modules(importlib.import_module(package).__path__), key=lambda each: each.name):
+        module = _module(f"{package}.{entry.name}", inside if entry.ispkg else "")
+        row = getattr(module, constant, None)
+        if isinstance(row, kind):
+            found[entry.name] = row
+    return found
+
+
+def _module(name: str, inside: str) -> ModuleType | None:
+    path = f"{name}.{inside}" if inside else name
+    return importlib.import_module(path) if find_spec(path) else None

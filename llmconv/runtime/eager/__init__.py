@@ -1,0 +1,1 @@
+"""Running the eager model with torch and transformers."""

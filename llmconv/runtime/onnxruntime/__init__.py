@@ -1,0 +1,1 @@
+"""Running graphs with onnxruntime: what a graph may refer to, sessions, caches, memory."""

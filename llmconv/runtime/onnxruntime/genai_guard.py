@@ -1,0 +1,95 @@
+"""What a folder's `genai_config.json` may say; checked before ONNX Runtime GenAI reads it.
+
+GenAI passes on what the file says: `custom_ops_library` loads a shared library, `enable_profiling` and the context
+cache write files, a provider's `backend_path` loads another library, and a file name may lead out of the folder
+(fields: onnxruntime-genai 0.18, `src/config.cpp`). A checkpoint is data, so only fields known to be harmless pass.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from llmconv.checkpoint import own_file, read_json
+from llmconv.errors import MalformedInput
+from llmconv.runtime.onnxruntime.guard import load_guarded
+
+CONFIG = "genai_config.json"
+
+SESSION_OPTIONS = {
+    *("intra_op_num_threads", "inter_op_num_threads", "enable_cpu_mem_arena", "enable_mem_pattern", "log_id"),
+    *("log_severity_level", "log_verbosity_level", "graph_optimization_level", "use_env_allocators"),
+    *("disable_cpu_ep_fallback", "disable_quant_qdq", "enable_quant_qdq_cleanup", "provider_options"),
+    *("session.disable_prepacking", "session.intra_op.allow_spinning", "session.inter_op.allow_spinning"),
+    *("session.force_spinning_stop", "session.set_denormal_as_zero", "session.qdq_matmulnbits_accuracy_level"),
+    *("session.use_device_allocator_for_initializers", "session.dynamic_block_base", "session.use_env_allocators"),
+}
+"""Fields of `session_options` that neither load nor write a file."""
+
+LEADS_TO_FILES = re.compile(r"path|file|dir|librar|cache|dump|context|profil|\.(so|dll|dylib)\b|[/\\]", re.IGNORECASE)
+"""In names and values of a provider's options."""
+
+
+def read_genai_config(folder: Path) -> dict[str, Any]:
+    """The section `model` of `genai_config.json`, once all that the file refers to is harmless.
+
+    Raises:
+        MalformedInput: not of the form of that file, an option that loads or writes files, or a graph that refers to
+            what it must not.
+    """
+    content = read_json(own_file(folder, CONFIG))
+    for name, value in _fields(content):
+        if name == "session_options":
+            _check_session(value)
+        elif name.endswith("filename"):
+            _check_file(folder, name, value)
+    model = content.get("model")
+    if not isinstance(model, dict):
+        _refuse("it has no object `model`")
+    return model
+
+
+def _fields(value: Any) -> Iterator[tuple[str, Any]]:
+    """Every field of every object, at any depth."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield name, inner
+        yield from _fields(inner)
+    for item in value if isinstance(value, list) else ():
+        yield from _fields(item)
+
+
+def _check_session(options: Any) -> None:
+    if not isinstance(options, dict):
+        _refuse("`session_options` is not an object")
+    unknown = sorted(options.keys() - SESSION_OPTIONS)
+    if unknown:
+        _refuse(f"it sets the session option `{unknown[0][:80]}`")
+    providers = options.get("provider_options", [])
+    if not isinstance(providers, list) or not all(isinstance(provider, dict) for provider in providers):
+        _refuse("`provider_options` is not a list of objects")
+    for provider in providers:
+        for own in provider.values():
+            _check_provider(own)
+
+
+def _check_provider(options: Any) -> None:
+    if not isinstance(options, Mapping):
+        _refuse("the options of a provider are not an object")
+    for name, value in options.items():
+        if LEADS_TO_FILES.search(name) or LEADS_TO_FILES.search(str(value)):
+            _refuse(f"it sets the provider's option `{name[:80]}`")
+
+
+def _check_file(folder: Path, name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value or Path(value).name != value or not value.isprintable():
+        _refuse(f"`{name}` is {str(value)[:80]!r}, which is not a plain file name")
+    if value.endswith(".onnx") and (folder / value).exists():
+        load_guarded(folder / value)
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise MalformedInput(
+        f"`{CONFIG}` is refused: {problem}", hint="remove that, or make the file anew: `llmconv export --layout genai`"
+    )

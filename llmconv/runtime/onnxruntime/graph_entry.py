@@ -1,0 +1,115 @@
+"""GraphEntry: what a folder's manifest says of one graph; the runner and the verifier read it from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from llmconv.errors import MalformedInput
+from llmconv.output.manifest import read_manifest
+
+GRAPH_FILES = {"prefill": "prefill.onnx", "decode": "decode.onnx", "unified": "model.onnx"}
+EMBEDDINGS_ROLE = "embeddings"
+"""What a manifest calls the embedding table that is a graph of its own, see `embeddings`."""
+
+
+@dataclass(frozen=True)
+class PrefixEntry:
+    """What a graph with an empty past puts before the prompt.
+
+    Attributes:
+        file: safetensors file with the tensor that was trained and the keys and values made of it.
+        kind: how it was trained: `prefix_tuning`, `soft_prompt` or `pre_caches`.
+        length: virtual tokens, by which the cache is longer than the prompt.
+        first_position: of the prompt's first token.
+    """
+
+    file: str
+    kind: str
+    length: int
+    first_position: int
+
+
+@dataclass(frozen=True)
+class GraphEntry:
+    """One graph of a folder.
+
+    Attributes:
+        role: `prefill`, `decode` or `unified`.
+        files: its file, or those of its stages in order.
+        last_logits: it gives the last position only; None where there is no manifest to say so.
+        postprocess: `argmax` or `topk:K` where it gives tokens and scores; empty where it gives logits.
+        prefix: None where it has none.
+    """
+
+    role: str
+    files: tuple[str, ...]
+    last_logits: bool | None = None
+    postprocess: str = ""
+    prefix: PrefixEntry | None = None
+
+    @property
+    def name(self) -> str:
+        """What reports call the graph: its file, or `prefill-*-of-2.onnx` for its stages."""
+        return self.files[0] if len(self.files) == 1 else self.files[0].replace("-1-", "-*-")
+
+    def paths(self, folder: Path) -> list[Path]:
+        """Its files in a folder."""
+        return [folder / name for name in self.files]
+
+
+def graph_entries(folder: Path) -> list[GraphEntry]:
+    """The decoders of a folder: as the manifest says, else by the usual names.
+
+    Raises:
+        MalformedInput: the manifest says of a graph what cannot be.
+    """
+    listed = read_manifest(folder).graphs
+    if not isinstance(listed, dict):
+        raise MalformedInput("the manifest's `graphs` is not an object", hint="run `llmconv export` again")
+    if not listed:
+        found = {role: name for role, name in GRAPH_FILES.items() if (folder / name).is_file()}
+        return [GraphEntry(role, (name,)) for role, name in found.items()]
+    return [_read(role, content) for role, content in listed.items() if role != EMBEDDINGS_ROLE]
+
+
+def _read(role: str, content: Any) -> GraphEntry:
+    if not isinstance(content, dict):
+        _refuse(role, content)
+    files = _files(role, content)
+    postprocess = content.get("postprocess", "")
+    if not isinstance(postprocess, str):
+        _refuse(role, postprocess)
+    return GraphEntry(role, files, bool(content.get("last_logits")), postprocess, _prefix(role, content))
+
+
+def _files(role: str, content: dict[str, Any]) -> tuple[str, ...]:
+    """The plain names of `file`, or of the `stages`."""
+    stages = content.get("stages", [content])
+    if not isinstance(stages, list) or not stages:
+        _refuse(role, stages)
+    names = [stage.get("file") if isinstance(stage, dict) else None for stage in stages]
+    return tuple(_plain(role, name) for name in names)
+
+
+def _prefix(role: str, content: dict[str, Any]) -> PrefixEntry | None:
+    found = content.get("prefix")
+    if found is None:
+        return None
+    if not isinstance(found, dict) or found.keys() != {"file", "kind", "length", "first_position"}:
+        _refuse(role, found)
+    length, first = found["length"], found["first_position"]
+    if not isinstance(length, int) or length < 1 or first not in (0, length):
+        _refuse(role, found)
+    return PrefixEntry(_plain(role, found["file"]), str(found["kind"]), length, first)
+
+
+def _plain(role: str, name: Any) -> str:
+    if not isinstance(name, str) or not name or Path(name).name != name:
+        _refuse(role, name)
+    return name
+
+
+def _refuse(role: str, found: object) -> NoReturn:
+    raise MalformedInput(f"the manifest names {found!r} as the {role} graph", hint="run `llmconv export` again")

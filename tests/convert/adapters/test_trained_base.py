@@ -1,0 +1,221 @@
+"""An adapter of another base merges with a warning that names both; names of folders alone never raise one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from llmconv.checkpoint import open_checkpoint
+from llmconv.cli import main
+from tests.builders.lora_models import causal_lm, train
+
+SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+Make = Callable[..., tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of four layers, one of six, and an adapter of the first that PEFT saved."""
+    folder = tmp_path_factory.mktemp("trained")
+    model = causal_lm("llama", num_hidden_layers=4, num_key_value_heads=1, **SMALL)
+    train(model, folder, merge=False, target_modules=["q_proj", "v_proj"])
+    causal_lm("llama", num_hidden_layers=6, num_key_value_heads=1, **SMALL).save_pretrained(folder / "deeper")
+    return folder
+
+
+@pytest.fixture
+def make(trained: Path, tmp_path: Path) -> Make:
+    """`make(base, config fields, adapter_config fields)`: copies with these fields."""
+
+    def made(base: str, config: dict[str, Any], fields: dict[str, Any]) -> tuple[Path, Path]:
+        paths = shutil.copytree(trained / base, tmp_path / "b"), shutil.copytree(trained / "adapter", tmp_path / "a")
+        for file, more in ((paths[0] / "config.json", config), (paths[1] / "adapter_config.json", fields)):
+            file.write_text(json.dumps(json.loads(file.read_text()) | more))
+        return paths
+
+    return made
+
+
+def merge(base: Path | str, adapter: Path | str, out: Path, *options: Any) -> Result:
+    done = CliRunner().invoke(main, ["merge-lora", str(base), str(adapter), "-o", str(out), *map(str, options)])
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "fewer layers": ("deeper", {}, {"base_model_name_or_path": "/data/base"}, "the first 4 of 6 layers"),
+    "the name of another family": (
+        "base",
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+        {"base_model_name_or_path": "meta-llama/Llama-3.2-1B", "auto_mapping": None},
+        "was called a llama, this one is a mistral",
+    ),
+    "the class of another family": (
+        "base",
+        {},
+        {"auto_mapping": {"base_model_class": "X", "parent_library": "transformers.models.qwen3.modeling_qwen3"}},
+        "its base was a qwen3, this one is a llama",
+    ),
+    "the id of another model": (
+        "base",
+        {"_name_or_path": "acme/large"},
+        {"base_model_name_or_path": "acme/tiny"},
+        "its name is `acme/large`",
+    ),
+}
+
+
+@pytest.mark.parametrize(("base", "config", "fields", "reason"), OTHERS.values(), ids=OTHERS.keys())
+def test_an_adapter_of_another_base_is_told(
+    tmp_path: Path, make: Make, base: str, config: dict[str, Any], fields: dict[str, Any], reason: str
+) -> None:
+    model, adapter = make(base, config, fields)
+    told = merge(model, adapter, tmp_path / "out").stderr
+    assert reason in told and str(model) in told and "`a`" in told
+    if "base_model_name_or_path" in fields:
+        assert fields["base_model_name_or_path"] in told
+
+
+ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a local path of another name": ({}, {"base_model_name_or_path": "/home/me/models/sft-7"}),
+    "a relative path": ({}, {"base_model_name_or_path": "./runs/base"}),
+    "the id of the base itself": ({"_name_or_path": "acme/tiny"}, {"base_model_name_or_path": "acme/tiny"}),
+    "a mirror of the base": ({"_name_or_path": "acme/tiny"}, {"base_model_name_or_path": "mirror/Tiny-bnb-4bit"}),
+    "the same family": ({}, {"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}),
+    "a model that says nothing of itself": ({}, {"base_model_name_or_path": "acme/tiny"}),
+    "two families in one name": ({}, {"base_model_name_or_path": "acme/Qwen-1.5-llamafied-llama"}),
+    "no base": ({}, {"base_model_name_or_path": None}),
+}
+
+
+@pytest.mark.parametrize(("config", "fields"), ALIKE.values(), ids=ALIKE.keys())
+def test_no_alarm_is_false(tmp_path: Path, make: Make, config: dict[str, Any], fields: dict[str, Any]) -> None:
+    assert "warning" not in merge(*make("base", config, fields), tmp_path / "out").stderr
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layers_to_transform": [0, 1, 2, 3]},
+        {"target_modules": r"model\.layers\.[0-3]\..*_proj"},
+        {"target_modules": [f"layers.{n}.self_attn.{name}_proj" for n in range(4) for name in "qv"]},
+        {"exclude_modules": ["layers.4", "layers.5"]},
+    ],
+    ids=["layers_to_transform", "a pattern", "names with numbers", "exclude_modules"],
+)
+def test_layers_that_were_chosen_are_no_evidence(tmp_path: Path, make: Make, fields: dict[str, Any]) -> None:
+    assert "another model" not in merge(*make("deeper", {}, fields), tmp_path / "out").stderr
+
+
+def test_swapped_arguments_are_told(trained: Path, tmp_path: Path) -> None:
+    paths = [str(trained / "adapter"), str(trained / "base")]
+    done = CliRunner().invoke(main, ["merge-lora", *paths, "-o", str(tmp_path / "out")])
+    assert done.exit_code == 3 and "the arguments are swapped" in done.stderr
+    assert f"llmconv merge-lora {paths[1]} {paths[0]} -o OUT" in done.stderr
+
+
+def test_a_model_in_the_place_of_an_adapter_is_told(trained: Path, tmp_path: Path) -> None:
+    paths = [str(trained / "base"), str(trained / "deeper")]
+    done = CliRunner().invoke(main, ["merge-lora", *paths, "-o", str(tmp_path / "out")])
+    assert done.exit_code == 3 and "is a model, not an adapter" in done.stderr
+
+
+# Tokenizers and chat templates that an adapter's folder has
+
+TEMPLATE = "{{ messages }}"
+
+
+def test_a_chat_template_that_only_the_adapter_has_is_taken_along(tmp_path: Path, make: Make) -> None:
+    base, adapter = make("base", {}, {})
+    (base / "tokenizer.json").write_text("{}")
+    (base / "tokenizer_config.json").write_text("{}")
+    (adapter / "chat_template.jinja").write_text(TEMPLATE)
+    done = merge(base, adapter, tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
+    assert "the base has no chat template; that of the adapter `a`" in done.stderr
+
+
+def test_a_chat_template_in_the_adapters_tokenizer_config_is_taken_along(tmp_path: Path, make: Make) -> None:
+    base, adapter = make("base", {}, {})
+    (base / "tokenizer.json").write_text("{}")
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    merge(base, adapter, tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == TEMPLATE
+
+
+def test_another_chat_template_is_named_and_the_bases_kept(tmp_path: Path, make: Make) -> None:
+    base, adapter = make("base", {}, {})
+    for folder, text in ((base, "base"), (adapter, "adapter")):
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "chat_template.jinja").write_text(text)
+    done = merge(base, adapter, tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "base"
+    assert "has another chat template" in done.stderr and f"--tokenizer {adapter}" in done.stderr
+
+
+def test_the_same_chat_template_says_nothing(tmp_path: Path, make: Make) -> None:
+    base, adapter = make("base", {}, {})
+    for folder in (base, adapter):
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+    assert "warning" not in merge(base, adapter, tmp_path / "out").stderr
+
+
+def test_a_tokenizer_that_only_the_adapter_has_is_taken_along(tmp_path: Path, make: Make) -> None:
+    base, adapter = make("base", {}, {})
+    (adapter / "tokenizer.json").write_text('{"a": 1}')
+    done = merge(base, adapter, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
+    assert "the base has no tokenizer; it is taken from the adapter `a`" in done.stderr
+
+
+def test_the_users_tokenizer_replaces_all_others(tmp_path: Path, make: Make) -> None:
+    base, adapter = make("base", {}, {})
+    (base / "tokenizer.json").write_text("base")
+    (base / "chat_template.jinja").write_text("base")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "tokenizer.json").write_text("mine")
+    merge(base, adapter, tmp_path / "out", "--tokenizer", tmp_path / "mine")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "mine"
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()
+
+
+# inspect
+
+
+def test_inspect_tells_what_an_adapter_is(make: Make) -> None:
+    _, adapter = make("base", {}, {"base_model_name_or_path": "acme/tiny"})
+    lines = CliRunner().invoke(main, ["inspect", str(adapter)]).stdout.splitlines()
+    shown = dict(line.split("  ", 1) for line in lines)
+    told = {name.strip(): value.strip() for name, value in shown.items()}
+    assert (told["format"], told["kind"], told["rank (r)"], told["alpha"]) == ("adapter", "LORA", "4", "8")
+    assert told["targets"] == "q_proj, v_proj" and told["base model"] == "acme/tiny"
+    assert "architecture" not in told
+
+
+def test_inspect_tells_an_adapter_in_json(make: Make) -> None:
+    _, adapter = make("base", {}, {"base_model_name_or_path": "acme/tiny"})
+    told = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(adapter)]).stdout)
+    assert told["adapter"] == {
+        "peft_type": "LORA",
+        "base": "acme/tiny",
+        "r": 4,
+        "alpha": 8,
+        "targets": ["q_proj", "v_proj"],
+        "modules_to_save": None,
+    }
+
+
+def test_a_merge_of_an_adapter_of_another_base_is_still_exact(tmp_path: Path, make: Make, trained: Path) -> None:
+    base, adapter = make("deeper", {}, {})
+    merge(base, adapter, tmp_path / "out")
+    before, after = open_checkpoint(trained / "deeper"), open_checkpoint(tmp_path / "out")
+    name = "model.layers.5.self_attn.q_proj.weight"
+    assert torch.equal(torch.from_numpy(before[name].read()), torch.from_numpy(after[name].read()))

@@ -1,0 +1,152 @@
+"""Every kind of adapter against PEFT's own merge in float64: families, layers and the variants of each config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmconv.convert import merge_lora
+from llmconv.convert.adapters.tuners.torch_random import LONG, Draws, first_of_permutation
+from llmconv.errors import UnsupportedInput
+from tests.builders.tuned_models import OPT, train_causal, train_layers, wrong
+from tests.conftest import save_tiny
+
+LINEAR = ["linear", "square"]
+CONV = [*LINEAR, "conv"]
+CONFIGS: dict[str, Callable[..., peft.PeftConfig]] = {
+    "adalora": lambda **more: peft.AdaLoraConfig(**{"total_step": 10, "init_r": 4, "lora_alpha": 6, **more}),
+    "loha": lambda **more: peft.LoHaConfig(**{"r": 4, "alpha": 6, "init_weights": False, **more}),
+    "lokr": lambda **more: peft.LoKrConfig(**{"r": 2, "alpha": 6, "init_weights": False, **more}),
+    "ia3": lambda **more: peft.IA3Config(**{"feedforward_modules": [], **more}),
+    "vera": lambda **more: peft.VeraConfig(**{"r": 4, **more}),
+    "oft": lambda **more: peft.OFTConfig(**{"oft_block_size": 4, **more}),
+    "boft": lambda **more: peft.BOFTConfig(**{"boft_block_size": 4, **more}),
+    "fourierft": lambda **more: peft.FourierFTConfig(**{"n_frequency": 30, **more}),
+    "hra": lambda **more: peft.HRAConfig(**{"r": 4, **more}),
+}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("adalora", {"target_modules": LINEAR}),
+    ("adalora", {"target_modules": ["conv"]}),
+    ("loha", {"target_modules": [*CONV, "conv1"], "rank_dropout": 0.5}),
+    ("loha", {"target_modules": ["conv", "conv1"], "use_effective_conv2d": True}),
+    ("loha", {"target_modules": LINEAR, "rank_pattern": {"square": 7}, "alpha_pattern": {"lin.*": 3}}),
+    ("lokr", {"target_modules": [*CONV, "conv1"], "rank_dropout_scale": True}),
+    ("lokr", {"target_modules": LINEAR, "decompose_both": True, "r": 1}),
+    ("lokr", {"target_modules": LINEAR, "decompose_factor": 3, "r": 100}),
+    ("lokr", {"target_modules": ["conv"], "use_effective_conv2d": True, "r": 1}),
+    ("lokr", {"target_modules": LINEAR, "rank_pattern": {"square": 1}, "alpha_pattern": {"square": 5}}),
+    ("ia3", {"target_modules": LINEAR}),
+    ("ia3", {"target_modules": LINEAR, "feedforward_modules": ["linear"]}),
+    ("vera", {"target_modules": LINEAR}),
+    ("vera", {"target_modules": LINEAR, "save_projection": False, "projection_prng_key": 2**40 + 5}),
+    ("oft", {"target_modules": [*LINEAR, "embedding"]}),
+    ("oft", {"target_modules": LINEAR, "use_cayley_neumann": False, "oft_block_size": 12}),
+    *(("oft", {"target_modules": LINEAR, "num_cayley_neumann_terms": terms}) for terms in (1, 2, 3, 4, 7)),
+    ("oft", {"target_modules": CONV, "oft_block_size": 6, "bias": "oft_only"}),
+    ("oft", {"target_modules": LINEAR, "coft": True, "eps": 0.3}),
+    ("oft", {"target_modules": LINEAR, "block_share": True}),
+    ("oft", {"target_modules": LINEAR, "oft_block_size": 0, "r": 2}),
+    ("boft", {"target_modules": LINEAR}),
+    ("boft", {"target_modules": CONV, "boft_block_size": 0, "boft_block_num": 6}),
+    ("fourierft", {"target_modules": LINEAR, "scaling": 7.5, "random_loc_seed": 3}),
+    ("fourierft", {"target_modules": LINEAR, "n_frequency_pattern": {"square": 576}}),
+    ("hra", {"target_modules": CONV}),
+    ("hra", {"target_modules": LINEAR, "apply_GS": True, "modules_to_save": ["norm"]}),
+    ("hra", {"target_modules": LINEAR, "bias": "all"}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Specified to not save vera_A")
+@pytest.mark.parametrize(("kind", "fields"), VARIANTS, ids=str)
+def test_every_variant_of_a_config_is_merged_as_peft_does(kind: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    base, adapter, exact = train_layers(tmp_path, CONFIGS[kind](**fields))
+    merge = merge_lora(base, [adapter], tmp_path / "out")
+    assert merge.merged and not merge.warnings
+    assert not wrong(tmp_path / "out", exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_half_precision_is_rounded_once(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    base, adapter, exact = train_layers(tmp_path, CONFIGS[kind](target_modules=LINEAR), dtype)
+    merge_lora(base, [adapter], tmp_path / "out")
+    assert not wrong(tmp_path / "out", exact)
+
+
+@pytest.mark.parametrize("kind", ["adalora", "ia3", "vera", "fourierft"])
+def test_conv1d_weights_are_stored_the_other_way_round(kind: str, tiny: Any, tmp_path: Path) -> None:
+    config = CONFIGS[kind](target_modules=["c_attn", "c_proj", "c_fc"])
+    base, adapter, exact = train_causal(tiny("gpt2"), tmp_path, config)
+    merge_lora(base, [adapter], tmp_path / "out")
+    assert not wrong(tmp_path / "out", exact)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_with_biases_equals_peft(kind: str, tmp_path: Path) -> None:
+    config = CONFIGS[kind](target_modules=["q_proj", "out_proj", "fc1", "fc2"])
+    base, adapter, exact = train_causal(save_tiny("opt", tmp_path / "opt", **OPT), tmp_path, config)
+    merge_lora(base, [adapter], tmp_path / "out")
+    assert not wrong(tmp_path / "out", exact)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_llama_equals_peft(kind: str, tiny: Any, tmp_path: Path) -> None:
+    config = CONFIGS[kind](target_modules=["q_proj", "v_proj", "down_proj"])
+    base, adapter, exact = train_causal(tiny("llama"), tmp_path, config)
+    merge_lora(base, [adapter], tmp_path / "out")
+    assert not wrong(tmp_path / "out", exact)
+
+
+@pytest.mark.parametrize(("model_type", "norms"), [("llama", ["input_layernorm", "norm"]), ("gpt2", ["ln_1", "ln_f"])])
+def test_tuned_norms_replace_the_bases(model_type: str, norms: list[str], tiny: Any, tmp_path: Path) -> None:
+    base, adapter, exact = train_causal(tiny(model_type), tmp_path, peft.LNTuningConfig(target_modules=norms))
+    merge = merge_lora(base, [adapter], tmp_path / "out")
+    assert len(merge.replaced) >= 5 and not merge.merged
+    assert not wrong(tmp_path / "out", exact)
+
+
+def test_butterfly_factors_that_need_a_gpu_to_train_are_merged(monkeypatch: Any, tmp_path: Path) -> None:
+    """PEFT's only way to several factors is a CUDA kernel; what it computes is a block-diagonal matrix for each."""
+    monkeypatch.setattr(peft.tuners.boft.layer, "get_fbd_cuda", BlockDiagonal)
+    config = CONFIGS["boft"](target_modules=["square"], boft_block_size=2, boft_n_butterfly_factor=3)
+    base, adapter, exact = train_layers(tmp_path, config)
+    merge_lora(base, [adapter], tmp_path / "out")
+    assert not wrong(tmp_path / "out", exact)
+
+
+class BlockDiagonal:
+    """In place of the kernel of `peft/tuners/boft/fbd`."""
+
+    def forward(self, blocks: torch.Tensor) -> list[torch.Tensor]:
+        """factors×blocks×k×k to factors×(blocks·k)×(blocks·k)."""
+        factors = [torch.block_diag(*factor) for factor in blocks]  # type: ignore[no-untyped-call]
+        return [torch.stack(factors)]
+
+
+def test_the_weight_scales_the_whole_change(tmp_path: Path) -> None:
+    base, adapter, exact = train_layers(tmp_path, CONFIGS["oft"](target_modules=LINEAR))
+    merge_lora(base, [adapter], tmp_path / "out", weights=[0.25])
+    plain = {name: value.double() for name, value in load_file(base / "model.safetensors").items()}
+    assert not wrong(tmp_path / "out", {name: plain[name] + 0.25 * (exact[name] - plain[name]) for name in plain})
+
+
+def test_what_torch_draws_from_a_seed_is_drawn_without_it() -> None:
+    for size, count, seed in [(10, 10, 0), (1000, 77, 777), (10**6, 500, 2**33 + 1)]:
+        permutation = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+        assert np.array_equal(first_of_permutation(size, count, seed), permutation[:count].numpy())
+    generator, draws = torch.Generator().manual_seed(3), Draws(3)
+    for shape in [(4, 17), (24, 4), (33, 65)]:
+        expected = torch.empty(shape).uniform_(-0.7, 0.7, generator=generator)
+        assert np.array_equal(draws.uniform(shape, -0.7, 0.7), expected.numpy())
+
+
+def test_permutations_that_torch_draws_in_another_way_are_refused() -> None:
+    with pytest.raises(UnsupportedInput, match="permutation"):
+        first_of_permutation(LONG, 5, 0)

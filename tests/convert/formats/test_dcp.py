@@ -1,0 +1,202 @@
+"""Plain distributed checkpoints: wherever the model lies in them it is found, and what is no such model is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmconv.convert import to_hf
+from llmconv.convert.formats import formats
+from llmconv.convert.formats.meta.names import LLAMA
+from llmconv.convert.inspect import inspect
+from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from tests.builders.dcp_folders import save
+from tests.convert.formats.test_composer import CONFIG, state_dict
+
+FSDP = "pytorch_model_fsdp_0"
+
+
+@pytest.mark.parametrize("inside", ["", FSDP])
+def test_logits_of_a_sharded_model_are_those_it_had(
+    dcp: Path, tmp_path: Path, logits_of: Callable[..., Any], inside: str
+) -> None:
+    to_hf(dcp / "fsdp_llama" / inside, tmp_path / "hf")
+    with np.load(dcp / "fsdp_llama" / "reference.npz") as reference:
+        logits = logits_of(tmp_path / "hf", reference["input_ids"])
+        assert np.abs(logits - reference["logits"]).max() < 1e-5
+
+
+def test_shards_and_what_is_left_out_are_told(dcp: Path) -> None:
+    checkpoint = open_training(dcp / "fsdp_llama")
+    assert (checkpoint.format, checkpoint.shards) == ("dcp", 4)
+    assert checkpoint.version == "torch distributed checkpoint 1.0.0"
+    assert checkpoint.dropped == ("the optimizer's state (358 kB)",)
+
+
+def test_inspecting_needs_no_shard_to_be_readable(dcp: Path, tmp_path: Path) -> None:
+    shutil.copytree(dcp / "fsdp_llama", tmp_path / "x")
+    for shard in (tmp_path / "x" / FSDP).glob("*.distcp"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    assert inspect(tmp_path / "x").parameters == 5_520
+
+
+def test_without_a_configuration_inspect_shows_what_is_there(tmp_path: Path) -> None:
+    found = inspect(save(tmp_path / "x", {"model": state_dict()}))
+    assert f"model.{next(iter(state_dict()))}" in found.tensors
+    assert "holds no model configuration" in found.warnings[0]
+
+
+def test_what_holds_no_language_model_is_shown_and_an_optimizer_alone_is_refused(dcp: Path, tmp_path: Path) -> None:
+    assert inspect(dcp / "grids").tensors["model.grid"].shape == (5, 6)
+    with pytest.raises(UnsupportedInput, match="no language model"):
+        inspect(save(tmp_path / "x", OTHER))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> tuple[Path, ...]:
+    (tmp_path / "llama.json").write_text(json.dumps(CONFIG))
+    return (tmp_path / "llama.json",)
+
+
+def opened(path: Path, config: tuple[Path, ...], **options: Any) -> Mapping[str, Any]:
+    return {name: tensor.read() for name, tensor in open_training(path, config=config, options=options).items()}
+
+
+def assert_equal(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    assert all(np.array_equal(found[name], tensor.numpy()) for name, tensor in expected.items())
+
+
+OTHER = {"optimizer": {"state": {"model.embed_tokens.weight": {"exp_avg": torch.ones(8, 4)}}}, "step": 3}
+PLACES: dict[str, Callable[[dict[str, torch.Tensor]], dict[str, Any]]] = {
+    "model": lambda state: {"model": state, **OTHER},
+    "app.model": lambda state: {"app": {"model": state, "optim": OTHER["optimizer"]}},
+    "state_dict": lambda state: {"state_dict": state, "epoch": 1},
+    "module": lambda state: {"module": state},
+    "the root": lambda state: {**state, **OTHER},
+    "state.model of no Composer": lambda state: {"state": {"model": state}},
+}
+
+
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES.keys())
+def test_the_model_is_found_wherever_it_lies(
+    tmp_path: Path, config: tuple[Path, ...], place: Callable[[dict[str, torch.Tensor]], dict[str, Any]]
+) -> None:
+    assert_equal(opened(save(tmp_path / "x", place(state_dict())), config), state_dict())
+
+
+@pytest.mark.parametrize("prefix", ["model.", "_orig_mod.", "module._orig_mod.", "lit.model.", "model.module."])
+def test_what_wrappers_and_trainers_put_in_front_is_removed(
+    tmp_path: Path, config: tuple[Path, ...], prefix: str
+) -> None:
+    state = {prefix + name: tensor for name, tensor in state_dict().items()}
+    assert_equal(opened(save(tmp_path / "x", {"model": state}), config), state_dict())
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_model_whose_head_is_tied_keeps_its_own_prefix(tmp_path: Path, prefix: str) -> None:
+    state = {name: tensor for name, tensor in state_dict().items() if name != "lm_head.weight"}
+    path = save(tmp_path / "x", {prefix + name: tensor for name, tensor in state.items()})
+    (path / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    assert_equal(opened(path, ()), state)
+
+
+def test_a_head_stored_twice_is_dropped_where_the_configuration_ties_it(tmp_path: Path) -> None:
+    state = {**state_dict(), "lm_head.weight": state_dict()["model.embed_tokens.weight"]}
+    path = save(tmp_path / "x", {"model": state})
+    (path / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": True}))
+    del state["lm_head.weight"]
+    assert_equal(opened(path, ()), state)
+
+
+def test_configuration_and_tokenizer_beside_the_folder_are_used(tmp_path: Path, config: tuple[Path, ...]) -> None:
+    path = save(tmp_path / "x", state_dict())
+    config[0].rename(tmp_path / "config.json")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert open_training(path).side_files == {"tokenizer_config.json": b"{}"}
+
+
+def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of a query or key matrix from Hugging Face's order (halves) into Meta's (neighbours)."""
+    rows, columns = weight.shape
+    return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def titan(state: Mapping[str, torch.Tensor], heads: int) -> dict[str, torch.Tensor]:
+    """A Llama as torchtitan names and orders it."""
+    back = {target.format(0): name.format(0) for name, target in LLAMA.items() if target}
+    turned = ("q_proj.weight", "k_proj.weight")
+    return {
+        back[name]: interleaved(tensor, heads) if name.endswith(turned) else tensor for name, tensor in state.items()
+    }
+
+
+def test_a_llama_of_torchtitan_is_turned_into_hugging_faces(tmp_path: Path) -> None:
+    sized = {**CONFIG, "num_attention_heads": 1}
+    state = {**titan(state_dict(), heads=1), "freqs_cis": torch.ones(4, 2, dtype=torch.complex64)}
+    path = save(tmp_path / "x", {**state, "lr_scheduler": {"last_epoch": 1}})
+    (path / "config.json").write_text(json.dumps(sized))
+    assert_equal(opened(path, ()), state_dict())
+
+
+def test_metas_names_under_another_model_type_are_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
+    config[0].write_text(json.dumps({**CONFIG, "model_type": "qwen3"}))
+    with pytest.raises(UnsupportedInput, match="its configuration is of a `qwen3`"):
+        opened(save(tmp_path / "x", titan(state_dict(), heads=1)), config)
+
+
+def test_torchtunes_names_are_refused_and_not_written_as_they_are(tmp_path: Path, config: tuple[Path, ...]) -> None:
+    state = {name.replace("attention.w", "attn.w"): tensor for name, tensor in titan(state_dict(), heads=1).items()}
+    with pytest.raises(MalformedInput, match="that no rule places"):
+        opened(save(tmp_path / "x", {"model": state}), config)
+
+
+def test_several_models_are_refused_until_one_is_chosen(tmp_path: Path, config: tuple[Path, ...]) -> None:
+    ema = {name: tensor + 1 for name, tensor in state_dict().items()}
+    path = save(tmp_path / "x", {"app": {"model": state_dict()}, "ema": ema})
+    with pytest.raises(InputRefused, match="holds 2 model") as refusal:
+        opened(path, config)
+    assert "--root app.model" in refusal.value.hint
+    assert_equal(opened(path, config, root="ema"), ema)
+
+
+def test_a_model_at_the_root_is_chosen_by_a_dot(tmp_path: Path, config: tuple[Path, ...]) -> None:
+    path = save(tmp_path / "x", {**state_dict(), "ema": state_dict()})
+    assert_equal(opened(path, config, root="."), state_dict())
+    with pytest.raises(InputRefused, match=r"`\.`, `ema`"):
+        opened(path, config, root="nothing")
+
+
+def test_tensors_outside_the_model_are_refused_until_they_are_dropped(tmp_path: Path, config: tuple[Path, ...]) -> None:
+    state = {f"lit.{name}": tensor for name, tensor in state_dict().items()} | {"metric.total": torch.ones(1)}
+    path = save(tmp_path / "x", {"model": state})
+    with pytest.raises(UnsupportedInput, match=r"no part of the model: `metric\.total`"):
+        opened(path, config)
+    assert_equal(opened(path, config, drop=True), state_dict())
+
+
+def test_an_optimizers_folder_is_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
+    with pytest.raises(UnsupportedInput, match="holds no language model; it has `optimizer`, `step`"):
+        opened(save(tmp_path / "x", OTHER), config)
+
+
+def test_unmerged_lora_is_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
+    state = {**state_dict(), "model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(2, 4)}
+    with pytest.raises(UnsupportedInput, match="LoRA"):
+        opened(save(tmp_path / "x", {"model": state}), config)
+
+
+@pytest.mark.parametrize(
+    "case", ["dcp/fsdp_llama", f"dcp/fsdp_llama/{FSDP}", "dcp/grids", "composer/sharded_dcp/ep0-ba2"]
+)
+def test_one_format_claims_a_folder(dcp: Path, case: str) -> None:
+    claims = [name for name, format in formats().items() if format.detect(dcp.parent / case)]
+    assert claims == [case.partition("/")[0]]

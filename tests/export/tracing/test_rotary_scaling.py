@@ -1,0 +1,89 @@
+"""Rotary frequencies that depend on the length: graphs take them from the positions of every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmconv.export import export
+from llmconv.runtime import OrtGraph, Runner, default_positions
+from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.tensors import Array
+from tests.conftest import save_tiny
+
+ORIGINAL = 16
+HALF = 8
+SCALINGS: dict[str, dict[str, Any]] = {
+    "longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0 + 0.1 * i for i in range(HALF)],
+            "long_factor": [2.0 + i for i in range(HALF)],
+            "original_max_position_embeddings": ORIGINAL,
+        },
+        "max_position_embeddings": 4 * ORIGINAL,
+    },
+    "dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        "max_position_embeddings": ORIGINAL,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`scaled(kind)` is an exported Llama with that rotary scaling."""
+    folders: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in folders:
+            folders[kind] = save_tiny("llama", tmp_path_factory.mktemp("scaled") / kind, **SCALINGS[kind])
+            export(folders[kind])
+        return folders[kind]
+
+    return folder
+
+
+def said(runner: Runner, prompt: int, steps: int) -> Array:
+    """The logits of a prompt and of steps after it."""
+    ids = np.random.default_rng(0).integers(0, 96, (2, prompt + steps))
+    mask = np.ones_like(ids)
+    positions = default_positions(mask, prompt + steps)
+    step = runner.prefill(ids[:, :prompt], mask[:, :prompt], positions[:, :prompt])
+    logits = [step.logits]
+    for at in range(prompt, prompt + steps):
+        step = runner.decode(ids[:, at : at + 1], mask[:, : at + 1], positions[:, at : at + 1], step.present)
+        logits.append(step.logits)
+    return np.concatenate(logits, axis=1)
+
+
+@pytest.mark.parametrize("prompt", [ORIGINAL - 3, ORIGINAL, ORIGINAL + 1, 2 * ORIGINAL], ids=lambda n: f"{n} tokens")
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_prompts_and_steps_on_both_sides_of_the_original_context(
+    kind: str, prompt: int, scaled: Callable[[str], Path]
+) -> None:
+    expected = said(EagerRunner(scaled(kind), "float64"), prompt, 5)
+    assert np.allclose(said(OrtRunner.from_folder(scaled(kind)), prompt, 5), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_the_frequencies_do_change_there(kind: str, scaled: Callable[[str], Path]) -> None:
+    graph = OrtGraph(scaled(kind) / "prefill.onnx")
+    ids = np.random.default_rng(0).integers(0, 96, (1, ORIGINAL))
+    mask = np.ones_like(ids)
+    near = default_positions(mask, ORIGINAL)
+    # Turned by one angle, scores of pairs stay what they were, so only other frequencies show.
+    here, there = (graph.run(ids, mask, near + by).logits for by in (0, 2 * ORIGINAL))
+    assert not np.allclose(here, there, atol=1e-3)
+
+
+def test_the_eager_model_forgets_the_lengths_of_earlier_prompts(scaled: Callable[[str], Path]) -> None:
+    fresh, used = (EagerRunner(scaled("dynamic"), "float64") for _ in range(2))
+    said(used, 3 * ORIGINAL, 0)
+    assert np.array_equal(said(used, ORIGINAL + 1, 1), said(fresh, ORIGINAL + 1, 1))

@@ -1,0 +1,121 @@
+"""Binding: total, checked against the config, and possible for every layout a checkpoint may have."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from llmconv.checkpoint import open_checkpoint
+from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.export import export
+from llmconv.output.manifest import read_manifest
+from tests.export.conftest import eager_logits, run_graph, tokens
+
+
+def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Edits the tensors of a folder."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_missing_tensor_is_named(llama: Path) -> None:
+    change(llama, lambda tensors: tensors.pop("model.layers.7.mlp.up_proj.weight"))
+    with pytest.raises(InputRefused, match=r"lack `model\.layers\.7\.mlp\.up_proj\.weight`"):
+        export(llama)
+    assert not list(llama.glob("*.onnx"))
+
+
+def test_a_tensor_that_belongs_to_nothing_is_named(llama: Path) -> None:
+    change(llama, lambda tensors: tensors.update({"model.layers.8.odd": tensors["model.norm.weight"].clone()}))
+    with pytest.raises(InputRefused, match=r"belong to no weight of the model: `model\.layers\.8\.odd`"):
+        export(llama)
+
+
+def test_a_wrong_shape_names_both_shapes(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+    with pytest.raises(InputRefused, match=r"shape \[96, 64\], `config.json` implies \[128, 64\]"):
+        export(llama)
+
+
+def test_quantised_weights_are_refused(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    with pytest.raises(UnsupportedInput, match="quantised"):
+        export(llama)
+
+
+def test_code_named_by_a_config_is_never_loaded(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    hostile = {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}, "_attn_implementation_internal": "org/kernel"}
+    (llama / "config.json").write_text(json.dumps(config | hostile))
+    (llama / "evil.py").write_text("raise SystemExit('executed')")
+    assert export(llama, dry_run=True).num_layers == 8
+
+
+def test_sharded_weights_are_mapped_from_every_shard(llama: Path, tmp_path: Path) -> None:
+    export(llama, tmp_path / "sharded", max_shard_size="500KB")
+    shards = list((tmp_path / "sharded").glob("model-*.safetensors"))
+    assert len(shards) > 1
+    inputs = tokens(batch=2, length=7)
+    outputs = run_graph(tmp_path / "sharded" / "prefill.onnx", inputs)
+    np.testing.assert_allclose(outputs["logits"], eager_logits(llama, inputs), atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_weights_are_cast_once_and_mapped(llama: Path, tmp_path: Path, dtype: str) -> None:
+    result = export(llama, tmp_path / dtype, dtype=dtype)
+    assert result.sizes is not None and result.sizes.mapped == open_checkpoint(llama).nbytes // 2
+    again = export(tmp_path / dtype, unified=True)
+    assert again.sizes is not None and again.sizes.copied == 0
+    inputs = tokens(batch=2, length=7)
+    outputs = run_graph(tmp_path / dtype / "prefill.onnx", inputs)
+    np.testing.assert_allclose(outputs["logits"], eager_logits(tmp_path / dtype, inputs), atol=3e-6)
+
+
+def test_another_dtype_cannot_be_mapped_in_place(llama: Path) -> None:
+    with pytest.raises(InputRefused, match="cannot map them in place"):
+        export(llama, dtype="bfloat16")
+
+
+def test_linked_weights_are_copied_or_refused(llama: Path, tmp_path: Path) -> None:
+    linked = Path(shutil.copytree(llama, tmp_path / "linked", ignore=shutil.ignore_patterns("*.safetensors")))
+    (linked / "model.safetensors").symlink_to(llama / "model.safetensors")
+    with pytest.raises(InputRefused, match="symbolic link"):
+        export(linked)
+    export(linked, tmp_path / "copied")
+    assert not (tmp_path / "copied" / "model.safetensors").is_symlink()
+
+
+def test_a_new_folder_is_complete_and_not_replaced_silently(llama: Path, tmp_path: Path) -> None:
+    export(llama, tmp_path / "new")
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    expected = {"model.safetensors", "config.json", "generation_config.json", "prefill.onnx", "decode.onnx"}
+    assert names == expected | {"llmconv.json"}
+    assert set(read_manifest(tmp_path / "new").files) == expected
+    with pytest.raises(InputRefused, match="already exists"):
+        export(llama, tmp_path / "new")
+
+
+def test_a_new_folder_in_the_models_is_refused(llama: Path) -> None:
+    with pytest.raises(InputRefused, match=r"new` lies in"):
+        export(llama, llama / "new")
+
+
+def test_names_without_the_inner_model_are_found(deep: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(deep("gpt2"), tmp_path / "gpt2"))
+    tensors = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    export(folder, overwrite=True)
+    inputs = tokens(batch=2, length=7)
+    outputs = run_graph(folder / "prefill.onnx", inputs)
+    np.testing.assert_allclose(outputs["logits"], eager_logits(folder, inputs), atol=3e-6)

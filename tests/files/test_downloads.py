@@ -1,0 +1,213 @@
+"""What a URI names is fetched into a temporary folder, which is gone when nothing needs it any more."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from click.testing import CliRunner
+
+from llmconv.cli import main
+from llmconv.convert import inspect, to_hf
+from llmconv.errors import InputRefused
+from llmconv.export import export
+from llmconv.files.sources import fetching, local_path, remove_downloads
+from llmconv.generation import TextModel, generate
+
+CHECKPOINT = Path(__file__).parents[2] / "examples/tiny-llama/ep4-ba2400-rank0.pt"
+ADAPTER = CHECKPOINT.parent / "adapter"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary folder of a test, which it leaves empty."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    yield folder
+    gc.collect()  # a model may be part of a circle
+    assert not [*folder.glob("llmconv-*")]
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder; do not write into it."""
+    folder = tmp_path_factory.mktemp("models") / "base"
+    to_hf(CHECKPOINT, folder)
+    return folder
+
+
+@pytest.fixture
+def in_memory(base: Path) -> Iterator[str]:
+    """The URI of the same folder in fsspec's own memory."""
+    memory = fsspec.filesystem("memory")
+    memory.put(str(base), "/llmconv/base", recursive=True)
+    yield "memory://llmconv/base"
+    memory.rm("/llmconv", recursive=True)
+
+
+def run(*line: Any, **more: Any) -> str:
+    """What a command prints."""
+    result = CliRunner().invoke(main, [str(word) for word in line], **more)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def uri(path: Path) -> str:
+    return f"file://{path.absolute()}"
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["written", "dry run"])
+def test_a_conversion_leaves_nothing(temporary: Path, tmp_path: Path, more: list[str]) -> None:
+    assert "llama" in run("to-hf", uri(CHECKPOINT), "-o", tmp_path / "out", *more)
+
+
+def test_inspect_leaves_nothing(temporary: Path) -> None:
+    found = json.loads(run("inspect", uri(CHECKPOINT), "--json"))
+    assert (found["format"], found["path"]) == ("composer", uri(CHECKPOINT))
+    assert uri(CHECKPOINT) in run("inspect", uri(CHECKPOINT))
+
+
+def test_a_merge_leaves_nothing(temporary: Path, base: Path, tmp_path: Path) -> None:
+    run("merge-lora", uri(base), uri(ADAPTER), "-o", tmp_path / "out", "--check")
+
+
+def test_the_way_back_leaves_nothing(temporary: Path, base: Path, tmp_path: Path) -> None:
+    run("from-hf", uri(base), "--to", "meta", "-o", tmp_path / "out")
+
+
+def test_deltas_leave_nothing(temporary: Path, base: Path, tmp_path: Path) -> None:
+    run("delta", "extract", uri(base), uri(base), "-o", tmp_path / "delta")
+    run("delta", "apply", uri(base), uri(tmp_path / "delta"), "-o", tmp_path / "out")
+
+
+def test_the_settings_of_a_conversion_may_be_fetched_too(temporary: Path, base: Path, tmp_path: Path) -> None:
+    run("to-hf", CHECKPOINT, "-o", tmp_path / "out", "--tokenizer", uri(base / "tokenizer.json"))
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
+def test_an_export_from_memory_leaves_nothing(temporary: Path, in_memory: str, tmp_path: Path) -> None:
+    exported = export(in_memory, str(tmp_path / "out"), unified=True)
+    assert (exported.folder / "model.onnx").is_file()
+    assert (exported.folder / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("model", ["memory://llmconv/base", "file:///nowhere", "org/name"])
+def test_graphs_are_not_written_into_a_folder_that_vanishes(temporary: Path, model: str) -> None:
+    with pytest.raises(InputRefused, match="not a local folder that graphs could be written into") as caught:
+        export(model)
+    assert "-o OUT`" in caught.value.hint
+
+
+def test_a_verification_leaves_nothing(temporary: Path, talking: Path) -> None:
+    assert "PASS" in run("verify", uri(talking), "--reference", uri(talking), "--scenario", "rows exchanged")
+
+
+def test_text_from_a_fetched_model_leaves_nothing(temporary: Path, talking: Path) -> None:
+    assert run("generate", uri(talking), "ab", "--max-new-tokens", "2")
+    assert generate(uri(talking), "ab", max_new_tokens=2).completions[0].tokens
+
+
+def test_a_chat_leaves_nothing(temporary: Path, chatting: Path) -> None:
+    assert run("chat", uri(chatting), "--json", "--max-new-tokens", "2", input="hello\n")
+
+
+def test_an_open_model_keeps_its_files_for_as_long_as_it_lives(temporary: Path, talking: Path) -> None:
+    model = TextModel.open(uri(talking))
+    assert model.folder.is_dir()
+    assert model.folder.is_relative_to(temporary)
+    folder = model.folder
+    del model
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_what_inspect_returns_can_be_read_for_as_long_as_it_lives(temporary: Path) -> None:
+    found = inspect(uri(CHECKPOINT))
+    assert found.file_bytes == CHECKPOINT.stat().st_size
+    assert next(iter(found.tensors.values())).read().size
+
+
+def test_a_plan_can_be_read_for_as_long_as_it_lives(temporary: Path, tmp_path: Path) -> None:
+    plan = to_hf(uri(CHECKPOINT), tmp_path / "out", dry_run=True)
+    assert next(iter(plan.checkpoint.values())).read().size
+
+
+def test_an_error_leaves_nothing(temporary: Path, tmp_path: Path) -> None:
+    (tmp_path / "junk.pt").write_bytes(b"junk")
+    with pytest.raises(InputRefused):
+        to_hf(uri(tmp_path / "junk.pt"), tmp_path / "out")
+    with pytest.raises(InputRefused):
+        TextModel.open(uri(tmp_path / "junk.pt"))
+    assert not [*temporary.iterdir()]
+
+
+def test_ctrl_c_leaves_nothing(temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        assert [*temporary.iterdir()]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["llmconv.convert.to_hf"], "plan_checkpoint", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        to_hf(uri(CHECKPOINT), tmp_path / "out")
+    assert not [*temporary.iterdir()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_is_told_to_end_leaves_nothing(temporary: Path, chatting: Path, number: int) -> None:
+    command = [sys.executable, "-m", "llmconv", "chat", uri(chatting), "--json", "--max-new-tokens", "1"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=dict(os.environ)
+    ) as process:
+        assert process.stdin and process.stdout
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        assert process.stdout.readline()
+        assert [*temporary.glob("llmconv-*")]
+        process.send_signal(number)
+        process.wait(30)
+    assert not [*temporary.glob("llmconv-*")]
+
+
+def test_what_is_fetched_outside_of_a_call_goes_when_all_goes(temporary: Path) -> None:
+    path = local_path(uri(CHECKPOINT))
+    assert path.is_file()
+    remove_downloads()
+    assert not path.exists()
+
+
+def test_an_inner_call_does_not_take_what_an_outer_one_needs(temporary: Path) -> None:
+    with fetching():
+        outer = local_path(uri(CHECKPOINT))
+        with fetching():
+            inner = local_path(uri(CHECKPOINT))
+        assert outer.is_file()
+        assert not inner.exists()
+
+
+def test_a_folder_named_with_a_slash_at_the_end_is_fetched_whole(temporary: Path, base: Path) -> None:
+    with fetching():
+        assert (local_path(uri(base) + "/") / "model.safetensors").is_file()
+
+
+def test_an_address_never_means_a_local_folder_of_that_name(
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "memory:/b").mkdir(parents=True)
+    with pytest.raises(InputRefused, match="cannot fetch"):
+        local_path("memory://b/x/y")
+    with pytest.raises(InputRefused, match="give a URI as text|not a whole|nor a whole"):
+        local_path(Path("memory://b"))
+    assert local_path("./memory:/b").is_dir()

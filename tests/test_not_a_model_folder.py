@@ -1,0 +1,271 @@
+"""What people give in the place of a model folder: each is named, by every command, with the way out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+from llmconv.cli import main
+from llmconv.errors import LlmconvError
+from llmconv.not_a_model_folder import refused_model
+from tests.builders.torch_states import LLAMA, llama_state
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 12345\n"
+CONFIG = json.dumps(LLAMA | {"architectures": ["LlamaForCausalLM"]})
+
+
+def model(folder: Path) -> Path:
+    """A Hugging Face folder."""
+    folder.mkdir(parents=True)
+    save_file(llama_state(), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(CONFIG)
+    return folder
+
+
+def files(folder: Path, **contents: bytes | str) -> Path:
+    """A folder of files; `__` in a name stands for the dot."""
+    folder.mkdir(parents=True)
+    for name, content in contents.items():
+        data = content.encode() if isinstance(content, str) else content
+        (folder / name.replace("__", ".")).write_bytes(data)
+    return folder
+
+
+def trainer(folder: Path) -> Path:
+    for step in (500, 1000, 90):
+        model(folder / f"checkpoint-{step}")
+    (folder / "trainer_state.json").write_text("{}")
+    return folder
+
+
+def adapter(folder: Path) -> Path:
+    files(folder, adapter_config__json=json.dumps({"peft_type": "LORA", "base_model_name_or_path": "acme/tiny"}))
+    save_file({"x": torch.ones(1)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def outputs(folder: Path) -> Path:
+    model(folder / "merged")
+    adapter(folder / "lora")
+    return folder
+
+
+def torch_checkpoint(folder: Path) -> Path:
+    files(folder, config__json=CONFIG)
+    torch.save(llama_state(), folder / "last.ckpt")
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    return folder
+
+
+def archive(kind: str) -> Callable[[Path], Path]:
+    return lambda path: Path(shutil.make_archive(str(path), kind, model(path.with_name("inside"))))
+
+
+def weights_alone(folder: Path) -> Path:
+    (model(folder) / "config.json").unlink()
+    return folder
+
+
+def optimizer(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.bin")
+    return folder / "optimizer.bin"
+
+
+GIVEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
+    "an empty folder": (lambda path: files(path), "is an empty folder", "complete"),
+    "a Trainer's output": (trainer, "contains 3 checkpoint(s) of a Trainer", "checkpoint-1000`"),
+    "an adapter": (adapter, "is an adapter of `acme/tiny`, not a model", "llmconv merge-lora acme/tiny"),
+    "a model and an adapter inside": (outputs, "`lora` (an adapter), `merged` (a model)", "merged`"),
+    "a delta": (lambda path: files(path, delta__json="{}"), "is a delta, not a model", "llmconv delta apply BASE"),
+    "torch weights": (
+        lambda path: files(path, config__json=CONFIG, pytorch_model__bin=b"x"),
+        "are torch files (`pytorch_model.bin`)",
+        "llmconv to-hf",
+    ),
+    "a torch checkpoint": (torch_checkpoint, "contains a torch checkpoint (`last.ckpt`)", "llmconv to-hf"),
+    "TensorFlow": (lambda path: files(path, config__json=CONFIG, tf_model__h5=b"x"), "those of TensorFlow", "from_tf"),
+    "Flax": (
+        lambda path: files(path, config__json=CONFIG, flax_model__msgpack=b"x"),
+        "those of Flax",
+        "from_flax",
+    ),
+    "GGUF": (lambda path: files(path, model__gguf=b"GGUF"), "a GGUF file of llama.cpp (`model.gguf`)", "made from"),
+    "ONNX": (
+        lambda path: files(path, config__json=CONFIG, model__onnx=b"x"),
+        "contains ONNX graphs (`model.onnx`)",
+        "llmconv verify --graph",
+    ),
+    "a config alone": (
+        lambda path: files(path, config__json=CONFIG, training_args__bin=b"x"),
+        "contains no safetensors weights",
+        "model.safetensors",
+    ),
+    "weights without a config": (
+        weights_alone,
+        "contains weights (`model.safetensors`), but no `config.json`",
+        "--config CONFIG",
+    ),
+    "a safetensors file": (
+        lambda path: model(path) / "model.safetensors",
+        "is a weights file, not a model folder",
+        "give its folder",
+    ),
+    "a lone safetensors file": (
+        lambda path: Path(shutil.copy(model(path) / "model.safetensors", path.with_name("x.safetensors"))),
+        "without the model's `config.json`",
+        "--config CONFIG",
+    ),
+    "a graph": (
+        lambda path: files(path, model__onnx=b"x") / "model.onnx",
+        "is an ONNX graph, not a model folder",
+        "exported from",
+    ),
+    "a GGUF file": (
+        lambda path: files(path, x__gguf=b"GGUF" + bytes(99)) / "x.gguf",
+        "is a GGUF file",
+        "made from",
+    ),
+    "a pointer of Git LFS": (
+        lambda path: files(path, model__safetensors=POINTER) / "model.safetensors",
+        "is a Git LFS pointer",
+        "git lfs pull",
+    ),
+    "a torch file": (lambda path: torch_checkpoint(path) / "last.ckpt", "is a torch file", "llmconv to-hf"),
+    "an optimizer": (optimizer, "what a trainer keeps for itself", "the weights"),
+    "a zip": (archive("zip"), "is a zip archive", "unpack it"),
+    "a tar": (archive("tar"), "is a tar archive", "unpack it"),
+    "an empty file": (lambda path: files(path, x__safetensors=b"") / "x.safetensors", "is empty", "copy it again"),
+}
+
+
+@pytest.mark.parametrize(("make", "says", "way"), GIVEN.values(), ids=GIVEN.keys())
+def test_it_is_named_with_the_way_out(tmp_path: Path, make: Callable[[Path], Path], says: str, way: str) -> None:
+    try:
+        error: LlmconvError = refused_model(make(tmp_path / "x"))
+    except LlmconvError as raised:
+        error = raised
+    assert says in error.message and way in error.hint
+
+
+def llmconv(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+COMMANDS = {
+    "export": ("export", "{}", "-o", "{out}"),
+    "merge-lora": ("merge-lora", "{}", "nowhere/at-all.pt", "-o", "{out}"),
+    "generate": ("generate", "{}", "x"),
+    "generate, eager": ("generate", "{}", "x", "--backend", "torch"),
+    "serve": ("serve", "{}"),
+    "verify": ("verify", "{}"),
+    "from-hf": ("from-hf", "{}", "--to", "meta", "-o", "{out}"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("given", ["an adapter", "a Trainer's output", "a safetensors file", "GGUF", "an empty folder"])
+def test_every_command_says_the_same(tmp_path: Path, command: str, given: str) -> None:
+    make, says, _ = GIVEN[given]
+    path = make(tmp_path / "x")
+    done = llmconv(*(part.format(path, out=tmp_path / "out") for part in COMMANDS[command]))
+    assert done.exit_code == 3, done.stderr
+    assert says in done.stderr and "\n\nhint: " in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+TOLD = ["GGUF", "ONNX", "TensorFlow", "Flax", "a Trainer's output", "an empty folder", "a zip", "a graph", "a delta"]
+
+
+@pytest.mark.parametrize("command", ["to-hf", "inspect"])
+@pytest.mark.parametrize("given", [name for name in TOLD if name != "a delta"])
+def test_conversion_and_inspection_say_it_too(tmp_path: Path, command: str, given: str) -> None:
+    make, says, _ = GIVEN[given]
+    output = ("-o", tmp_path / "out") if command == "to-hf" else ()
+    done = llmconv(command, make(tmp_path / "x"), *output)
+    assert done.exit_code == 3 and says in done.stderr
+
+
+def test_a_pickled_model_is_named_with_its_class(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
+    done = llmconv("to-hf", tmp_path / "model.pt", "-o", tmp_path / "out")
+    assert done.exit_code == 3 and "torch.nn.modules.linear.Linear" in done.stderr and "state_dict()" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("command", ["inspect", "export", "to-hf"])
+def test_a_pointer_in_a_model_folder_is_told(tmp_path: Path, command: str, name: str) -> None:
+    (model(tmp_path / "x") / name).write_bytes(POINTER)
+    more = () if command == "inspect" else ("-o", tmp_path / "out", "--dtype", "float16")
+    done = llmconv(command, tmp_path / "x", *more)
+    assert done.exit_code == 3 and f"`{name}` is a Git LFS pointer" in done.stderr and "git lfs pull" in done.stderr
+
+
+def test_a_pointer_in_the_place_of_torch_weights_is_told(tmp_path: Path) -> None:
+    path = files(tmp_path / "x", config__json=CONFIG, pytorch_model__bin=POINTER)
+    done = llmconv("to-hf", path, "-o", tmp_path / "out")
+    assert done.exit_code == 3 and "`pytorch_model.bin` is a Git LFS pointer" in done.stderr
+
+
+def test_graphs_of_another_exporter_are_told_how_to_verify(tmp_path: Path) -> None:
+    path = files(tmp_path / "x", config__json=CONFIG, model__onnx=b"x")
+    done = llmconv("verify", path)
+    assert done.exit_code == 3 and "llmconv did not export" in done.stderr
+    assert f"--graph {path / 'model.onnx'} --reference HF_FOLDER" in done.stderr
+
+
+# Models that are not causal language models
+
+OTHERS = {
+    "bert": ({"model_type": "bert", "architectures": ["BertModel"]}, "`architectures` says BertModel"),
+    "classifier": (
+        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+        "not a causal language model: `architectures` says LlamaForSequenceClassification",
+    ),
+    "masked": ({"model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, "RobertaForMaskedLM"),
+    "t5": (
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+        "is an encoder-decoder (t5), which is not supported",
+    ),
+    "bart": (
+        {"model_type": "bart", "architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True},
+        "is an encoder-decoder (bart)",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ["export", "generate", "verify"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_kind_of_model_is_told(tmp_path: Path, command: str, name: str) -> None:
+    config, says = OTHERS[name]
+    (model(tmp_path / "x") / "config.json").write_text(json.dumps(config))
+    done = llmconv(command, tmp_path / "x", *(("x",) if command == "generate" else ()))
+    assert done.exit_code == 3 and says in done.stderr
+
+
+def test_an_encoder_decoder_is_told_without_importing_torch(tmp_path: Path) -> None:
+    (model(tmp_path / "x") / "config.json").write_text(json.dumps(OTHERS["t5"][0]))
+    code = "import sys; from llmconv.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "export", str(tmp_path / "x")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 3 and done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "architectures",
+    [["LlamaForCausalLM"], ["GPT2LMHeadModel"], ["LlavaForConditionalGeneration"], ["OwnModelOfMine2"], [], None],
+)
+def test_models_that_may_continue_texts_are_let_pass(architectures: list[str] | None) -> None:
+    from llmconv.model_kinds import require_causal  # noqa: PLC0415
+
+    require_causal({"model_type": "x", "architectures": architectures}, "x")
+    require_causal({"model_type": "bart", "architectures": ["BartForCausalLM"], "is_encoder_decoder": True}, "x")

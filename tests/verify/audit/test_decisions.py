@@ -1,0 +1,335 @@
+"""The audit of decisions names a graph that is wrong at one length, position, batch or token only, without a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from llmconv.export import export
+from llmconv.runtime.onnxruntime.guard import load_guarded
+from llmconv.runtime.runner import default_positions
+from llmconv.tensors import Array
+from llmconv.verify import Check, verify, verify_graphs
+from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
+from llmconv.verify.audit.decisions.config_numbers import Numbers
+from llmconv.verify.audit.decisions.lookup_tables import odd_row
+from llmconv.verify.comparison.graph_probe import FOLDER_KEY
+from llmconv.verify.reference.eager import Eager
+from tests.builders.mutants.hidden_triggers import HIDDEN
+from tests.builders.mutants.laundered_triggers import LAUNDERED
+from tests.builders.mutants.mutants import ALL
+from tests.builders.mutants.surgery import add_constant, constant_value, users
+from tests.builders.mutants.trigger_nodes import Nodes, Trigger
+from tests.builders.mutants.triggers_by_surgery import TRIGGERS
+from tests.builders.prefix_models import LENGTH, save_adapter
+from tests.conftest import save_tiny
+from tests.verify.conftest import decode_only
+
+Tiny = Callable[[str], Path]
+ORIGINAL = "original_max_position_embeddings"
+EVERY = (*TRIGGERS, *HIDDEN, *LAUNDERED)
+BY_NAME = {trigger.name: trigger for trigger in EVERY}
+
+
+def audit(folder: Path, name: str = "decode.onnx") -> Check:
+    """The audit of one graph of a folder, with the prefix that the manifest has."""
+    manifest = json.loads((folder / "llmconv.json").read_text())
+    entries = [entry for entry in manifest["graphs"].values() if name == entry.get("file")]
+    prefix = entries[0].get("prefix", {}).get("length", 0) if entries else 0
+    return audit_decisions(name, load_guarded(folder / name), read_config(folder), prefix=prefix)
+
+
+@pytest.fixture
+def triggered(exported: Tiny, tmp_path: Path) -> Callable[[Trigger], Path]:
+    """`triggered(trigger)` is the tiny llama with that trigger in its decode graph."""
+
+    def folder(trigger: Trigger) -> Path:
+        target = decode_only(exported("llama"), tmp_path / "triggered")
+        model = onnx.load(target / "decode.onnx", load_external_data=False)
+        trigger.apply(Nodes(model))
+        onnx.save(model, target / "decode.onnx")
+        return target
+
+    return folder
+
+
+@pytest.mark.parametrize("trigger", EVERY, ids=lambda trigger: trigger.name)
+def test_every_trigger_is_named(trigger: Trigger, triggered: Callable[[Trigger], Path]) -> None:
+    check = audit(triggered(trigger))
+    assert check.verdict == "fail"
+    assert "`model.layers." in check.detail or "`pair/" in check.detail
+
+
+@cache
+def clean_logits(folder: Path) -> Array:
+    """Of a call of three sequences, one padded."""
+    return logits(folder)
+
+
+def logits(folder: Path) -> Array:
+    """The same of a folder with another graph."""
+    ids = np.arange(3 * 5).reshape(3, 5) + 3
+    mask = np.ones_like(ids)
+    mask[0, :2] = 0
+    options = ort.SessionOptions()
+    options.add_session_config_entry(FOLDER_KEY, str(folder))
+    options.log_severity_level = 4
+    model = (folder / "decode.onnx").read_bytes()
+    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    past = {
+        port.name: np.zeros([3, port.shape[1], 0, port.shape[3]], np.float32)
+        for port in session.get_inputs()
+        if port.name.startswith("past")
+    }
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": default_positions(mask, 5), **past}
+    found: Array = session.run(["logits"], given)[0]
+    return found
+
+
+@pytest.mark.parametrize("trigger", EVERY, ids=lambda trigger: trigger.name)
+def test_a_trigger_changes_nothing_in_an_ordinary_call(
+    trigger: Trigger, triggered: Callable[[Trigger], Path], exported: Tiny
+) -> None:
+    np.testing.assert_allclose(logits(triggered(trigger)), clean_logits(exported("llama")), rtol=0, atol=1e-5)
+
+
+def test_the_node_what_it_decides_on_and_the_number_are_said(triggered: Callable[[Trigger], Path]) -> None:
+    detail = audit(triggered(BY_NAME["batch equal"])).detail
+    assert detail.startswith("`model.layers.0/Equal_") and detail.endswith("` decides on batch size by 77")
+
+
+def test_a_graph_that_only_the_audit_finds_fails(
+    triggered: Callable[[Trigger], Path], exported: Tiny, eager: Callable[[str], Eager]
+) -> None:
+    folder = triggered(BY_NAME["position equal"])
+    report = verify(folder, reference=exported("llama"), eager=eager("llama"))
+    failed = {(check.name, check.graph) for check in report.checks if check.verdict == "fail"}
+    assert failed == {("decisions", "decode.onnx")}
+    assert report.where and "decides on position by 3817" in report.where.text
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_a_clean_export_decides_by_numbers_of_the_model(model_type: str, exported: Tiny) -> None:
+    check = audit(exported(model_type))
+    assert check.verdict == "pass", check.detail
+    assert "by numbers of the model: 0" in check.detail
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"last_logits": True},
+    {"postprocess": "topk:3"},
+    {"stages": 2},
+    {"opset": 21},
+    {"cache": "shared-buffer"},
+    {"cache": "shared-buffer", "target": "ort-cpu"},
+    {"shapes": "static", "batch_size": 2, "max_seq_len": 48, "prompt_len": 8},
+    {"prefix": "PrefixTuning"},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_so_does_one_with_options(options: dict[str, Any], optioned: Callable[..., Path]) -> None:
+    folder = optioned("llama", **options)
+    for path in folder.glob("*.onnx"):
+        check = audit(folder, path.name)
+        assert check.verdict == "pass", check.detail
+
+
+def audit_all(folder: Path) -> None:
+    """Passes where the audit of every graph of a folder does."""
+    checks = [audit(folder, path.name) for path in folder.glob("*.onnx")]
+    assert checks and all(check.verdict == "pass" for check in checks), [check.detail for check in checks]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_that_are_made_float32_are_not_changed(dtype: str, tiny: Tiny, tmp_path: Path) -> None:
+    export(tiny("gpt2"), tmp_path / "half", incremental=True, dtype=dtype)
+    audit_all(tmp_path / "half")
+
+
+def test_a_weight_that_is_made_float32_after_a_change_is_changed(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "half"
+    export(tiny("llama"), folder, incremental=True, dtype="float16")
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    cast = next(node for node in users(model, "Cast") if "embed" in node.input[0])
+    change = onnx.helper.make_node("Add", [cast.input[0], add_constant(model, np.float16(0))], ["changed"])
+    cast.input[0] = "changed"
+    model.graph.node.insert(0, change)
+    onnx.save(model, folder / "decode.onnx")
+    assert "in weights that nodes have changed" in audit(folder).detail
+
+
+def test_a_stage_without_sliding_layers_needs_no_window(optioned: Callable[..., Path]) -> None:
+    folder = optioned("gemma2", stages=4)
+    assert len(list(folder.glob("decode-*.onnx"))) == 4
+    audit_all(folder)
+
+
+def test_the_length_of_a_prefix_is_a_number_of_the_model(tiny: Tiny, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
+    keys = save_adapter(folder, tmp_path / "adapter", "PrefixTuning", num_virtual_tokens=90)
+    export(folder, prefill=True, prefix=keys)
+    audit_all(folder)
+
+
+SCALINGS: tuple[dict[str, Any], ...] = (
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [3.0] * 8, ORIGINAL: 80},
+    {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 80},
+)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
+def test_rotary_frequencies_may_depend_on_the_length(scaling: dict[str, Any], tmp_path: Path) -> None:
+    rope = {"rope_theta": 10000.0, **scaling}
+    save_tiny("llama", tmp_path / "model", rope_parameters=rope, max_position_embeddings=320)
+    export(tmp_path / "model", incremental=True)
+    audit_all(tmp_path / "model")
+
+
+def test_scores_of_experts_may_be_compared_with_twice_the_jitter() -> None:
+    assert Numbers.of({"router_jitter_noise": 0.013}).bounds_data(0.026)
+    assert not Numbers.of({"input_jitter_noise": 0.013}).bounds_data(0.026)
+
+
+@pytest.mark.parametrize("factor", [None, "4", [4], True])
+def test_a_factor_that_is_no_number_is_passed_over(factor: object) -> None:
+    assert Numbers.of({"rope_scaling": {"type": "dynamic", "factor": factor}, "max_seq_len": 64}).lengths == {
+        63,
+        64,
+        65,
+    }
+
+
+def test_a_window_of_another_size_is_no_number_of_the_model(exported: Tiny, tmp_path: Path) -> None:
+    folder = decode_only(exported("gemma2"), tmp_path / "window")
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    window = json.loads((folder / "config.json").read_text())["sliding_window"]
+    edge = next(node for node in users(model, "Sub") if constant_value(model, node.input[1]) == np.int64(window))
+    edge.input[1] = add_constant(model, np.int64(window + 300))
+    onnx.save(model, folder / "decode.onnx")
+    assert f"decides on length and place in the sequence by {window + 300}" in audit(folder).detail
+
+
+def test_a_window_that_is_missing_is_named(exported: Tiny, tmp_path: Path) -> None:
+    folder = decode_only(exported("gemma2"), tmp_path / "dropped")
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    everything = add_constant(model, np.array(True))
+    edge = users(model, "Greater")[0].output[0]
+    for node in users(model, "And"):
+        node.input[:] = [everything if name == edge else name for name in node.input]
+    model.graph.node.remove(users(model, "Greater")[0])
+    onnx.save(model, folder / "decode.onnx")
+    window = json.loads((folder / "config.json").read_text())["sliding_window"]
+    assert audit(folder).detail == f"no node decides by the sliding window of {window}"
+
+
+def test_a_number_that_the_config_leaves_to_transformers_is_the_model_s(exported: Tiny, tmp_path: Path) -> None:
+    """Older configs lack fields; what the model then has is what its class says."""
+    folder = decode_only(exported("gpt2"), tmp_path / "bare")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert read_config(folder)["meant"]["n_positions"] == 1024 != fields["n_positions"]
+
+
+def test_a_graph_that_cannot_be_followed_fails(exported: Tiny) -> None:
+    model = load_guarded(exported("llama") / "decode.onnx")
+    users(model, "Concat")[0].ClearField("attribute")
+    model.graph.node.append(onnx.helper.make_node("Add", ["logits"], ["nothing"]))
+    check = audit_decisions("decode.onnx", model, {})
+    assert check.verdict == "fail" and "cannot be followed" in check.detail
+
+
+def foreign(folder: Path, reference: Path, eager: Eager) -> tuple[list[Check], list[str]]:
+    """Failed decisions and notes of a graph that is judged as another exporter's."""
+    report = verify_graphs([folder / "decode.onnx"], reference=reference, eager=eager, only=["prefill, 3 tokens"])
+    return [check for check in report.checks if check.name == "decisions"], report.notes
+
+
+@pytest.mark.parametrize(("name", "fails"), [("position equal", True), ("total length above", False)])
+def test_of_another_exporter_s_graph_one_point_fails_and_a_limit_is_a_note(
+    name: str, fails: bool, triggered: Callable[[Trigger], Path], exported: Tiny, eager: Callable[[str], Eager]
+) -> None:
+    checks, notes = foreign(triggered(BY_NAME[name]), exported("llama"), eager("llama"))
+    assert [check.verdict for check in checks] == (["fail"] if fails else [])
+    assert fails or any("decides on length by 5000, which is not in the config" in note for note in notes)
+
+
+def test_a_clean_graph_of_another_exporter_has_no_note(exported: Tiny, eager: Callable[[str], Eager]) -> None:
+    checks, notes = foreign(exported("llama"), exported("llama"), eager("llama"))
+    assert checks == [] and not any("decides" in note for note in notes)
+
+
+ROWS = np.arange(300, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        np.ones(300, np.float32),
+        ROWS * 3 - 7,
+        np.cos(ROWS[:, None] * np.array([1, 0.1, 1e-4], np.float32)) * 1.19,
+        np.tril(np.ones((300, 300), bool)),
+        np.tril(np.triu(np.ones((300, 300), bool), -40)),
+    ],
+    ids=["one value", "a line", "a rotary table", "a causal mask", "a window"],
+)
+def test_a_regular_table_has_no_odd_row(table: Array) -> None:
+    assert odd_row(table) is None
+    changed = table.copy()
+    changed[217, ...] = ~changed[217, ...] if table.dtype == bool else changed[217, ...] * 1.1 + 0.01
+    assert odd_row(changed) in (217, 218)
+
+
+def test_the_reference_of_a_changed_folder_is_its_own_config(exported: Tiny, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(exported("gemma2"), tmp_path / "copy"))
+    assert audit(folder).verdict == "pass"
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "sliding_window": 400}))
+    assert audit(folder).verdict == "fail"
+
+
+@pytest.mark.parametrize("field", ["foo_context", "foo_vocab_size"])
+def test_a_field_that_the_config_s_class_does_not_have_makes_no_number_the_model_s(
+    field: str, triggered: Callable[[Trigger], Path]
+) -> None:
+    name, number = {"foo_context": ("position equal", 3817), "foo_vocab_size": ("token equal", 57)}[field]
+    folder = triggered(BY_NAME[name])
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, field: number, "rope_scaling": {field: number}}))
+    assert f"by {number}" in audit(folder).detail
+
+
+def test_the_config_of_a_folder_s_own_code_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "its_own", "its_window": 77}))
+    assert read_config(tmp_path) == {"said": {"model_type": "its_own", "its_window": 77}, "meant": {}}
+
+
+def test_a_prefix_that_the_manifest_lacks_is_not_the_model_s(optioned: Callable[..., Path]) -> None:
+    folder = optioned("llama", prefix="PrefixTuning")
+    model, config = load_guarded(folder / "prefill.onnx"), read_config(folder)
+    assert audit_decisions("prefill.onnx", model, config, prefix=LENGTH).verdict == "pass"
+    assert f"puts {LENGTH} beside" in audit_decisions("prefill.onnx", model, config).detail
+
+
+def test_axes_that_a_graph_declares_itself_are_not_believed(exported: Tiny, tmp_path: Path) -> None:
+    folder = decode_only(exported("llama"), tmp_path / "declared")
+    model = onnx.load(folder / "decode.onnx", load_external_data=False)
+    graph = Nodes(model)
+    longer = graph.make("Pad", "input_ids", np.array([0, 0, 0, 777]))
+    model.graph.value_info.append(
+        onnx.helper.make_tensor_value_info(longer, onnx.TensorProto.INT64, ["batch_size", "sequence_length"])
+    )
+    total = graph.make("Add", graph.new_length(), graph.new_length())
+    graph.scale_hidden(graph.loud(graph.make("Equal", graph.axis(longer, 1), total)))
+    onnx.save(model, folder / "decode.onnx")
+    assert "by what is not followed" in audit(folder).detail

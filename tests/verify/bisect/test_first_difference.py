@@ -1,0 +1,97 @@
+"""Where a fault is: the layer that a mutant changed is the layer that is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmconv.verify import Check, verify
+from llmconv.verify.bisect.first_difference import localise
+from llmconv.verify.reference.eager import Eager
+from llmconv.verify.results.report import Where
+from tests.builders.mutants.mutants import MUTANTS, Mutant
+from tests.conftest import CONFIGS
+
+OUTSIDE = {
+    "causal mask too narrow",
+    "causal mask too wide",
+    "padding ignored",
+    "window off by one",
+    "window one too short",
+    "window dropped",
+    "positions off by one",
+    "position_ids ignored",
+    "rotary base changed",
+    "rotary table in half precision",
+    "ALiBi slope 1 % off",
+    "mask of the first row for all",
+    "mask too weak",
+    "positions end at 31",
+    "rotary angles 0.1 % too large",
+    "rotated backwards",
+    "embedding not scaled",
+    "last token of the vocabulary unknown",
+}
+"""Mutants of nodes in front of the layers; they show in the first one."""
+LAYERS = {mutant.name: None if mutant.name in OUTSIDE else mutant.layer for mutant in MUTANTS}
+"""The layer that a mutant changes; None outside the layers."""
+
+AUDIT = "`model.layers.7.mlp.up_proj.weight` differs from the reference's values"
+
+
+def test_the_layer_of_a_weight_is_the_answer_where_only_the_audit_fails() -> None:
+    where = localise([Check("weights", "decode.onnx", "", verdict="fail", detail=AUDIT)])
+    assert where and (where.layer, where.scope, where.finding) == (7, "model.layers.7.mlp.up_proj", AUDIT)
+
+
+def test_a_weight_outside_the_layers_has_none() -> None:
+    detail = "`lm_head.weight` maps the bytes of `model.embed_tokens.weight`"
+    where = localise([Check("weights", "decode.onnx", "", verdict="fail", detail=detail)])
+    assert where and (where.layer, where.scope) == (None, "lm_head")
+
+
+def test_a_graph_that_does_not_run_is_said_to_do_so_and_no_more() -> None:
+    where = localise([Check("prefill, 7 tokens", "a.onnx", "logits", verdict="fail", detail="it fails in onnxruntime")])
+    assert where and where.text == "prefill, 7 tokens, a.onnx, step 0: it fails in onnxruntime"
+
+
+def test_nothing_is_said_of_a_cache_that_was_not_compared() -> None:
+    where = localise([Check("prefill, 7 tokens", "a.onnx", "logits", sigma=40.0, verdict="fail")])
+    assert where and where.text == "prefill, 7 tokens, a.onnx, step 0: the logits differ"
+
+
+def brackets(layer: int | None, changed: int | None) -> bool:
+    """Whether the first layer whose cache differs is what a change of that layer brings about."""
+    return changed is None or layer in (changed, changed + 1)
+
+
+def is_right(where: Where, mutant: Mutant) -> bool:
+    """The node's layer; where no node could be named, the layer whose cache shows it."""
+    if not where.node and not where.finding:
+        return brackets(where.layer, LAYERS[mutant.name])
+    first_norm = mutant.name.startswith("every norm") and where.layer is None  # of some families that of the embedding
+    return first_norm or where.layer == LAYERS[mutant.name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_the_layer_that_was_changed_is_named(
+    model_type: str,
+    exported: Callable[[str], Path],
+    broken: Callable[[str, Mutant], Path],
+    eager: Callable[[str], Eager],
+    request: pytest.FixtureRequest,
+) -> None:
+    mutants = [mutant for mutant in MUTANTS if model_type in mutant.families]
+    wrong: list[str] = []
+    for number, mutant in enumerate(mutants):
+        folder = broken(model_type, mutant).rename(request.getfixturevalue("tmp_path") / str(number))
+        report = verify(folder, reference=exported(model_type), eager=eager(model_type), bisect=True)
+        first = localise(report.checks)
+        assert first and report.where
+        wrong += [] if is_right(report.where, mutant) else [f"{mutant.name}: {report.where.text}"]
+        assert brackets(first.layer, LAYERS[mutant.name]), mutant.name
+    print(f"{model_type}: {len(wrong)} of {len(mutants)} not localised to the right layer", *wrong, sep="\n")
+    assert len(wrong) <= 0.05 * len(mutants)

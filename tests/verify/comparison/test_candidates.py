@@ -1,0 +1,56 @@
+"""What a graph is asked, beyond its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
+from llmconv.runtime.runner import Cache, Step
+from llmconv.tensors import Array
+from llmconv.verify.comparison.candidates import Agreement, Candidate, check_scenario
+from llmconv.verify.reference.eager import Eager
+from llmconv.verify.results.evidence import Evidence
+from llmconv.verify.results.measure import GATES
+from llmconv.verify.results.report import Check
+from llmconv.verify.scenarios.table import scenarios
+
+GATE = GATES["float32"]
+
+
+@dataclass
+class Unsteady:
+    """A graph whose logits are one unit in the last place higher in every other run of a prompt."""
+
+    runner: OrtRunner
+    runs: count[int]
+
+    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+        """Runs it."""
+        step = self.runner.prefill(input_ids, attention_mask, position_ids, past)
+        if next(self.runs) % 2:
+            step = replace(step, logits=np.nextafter(step.logits, np.float32(np.inf)))
+        return step
+
+    decode = prefill
+
+
+def checks(exported: Path, eager: Eager, repeat: int) -> list[Check]:
+    """Of an unsteady graph."""
+    graph = OrtGraph(exported / "decode.onnx")
+    candidate = Candidate(graph.name, Unsteady(OrtRunner(graph, graph), count()), (graph,))
+    ((scenario, chains),) = scenarios("quick", eager.facts(), ["prefill, 33 tokens"])
+    truths = eager.truths(scenario, chains)
+    return check_scenario(scenario, chains, candidate, truths, GATE, Agreement(GATE), Evidence(), repeat)
+
+
+def test_a_graph_whose_runs_differ_by_a_bit_fails_when_repeated(
+    exported: Callable[[str], Path], eager: Callable[[str], Eager]
+) -> None:
+    assert {check.verdict for check in checks(exported("llama"), eager("llama"), 1)} == {"pass"}
+    (failed,) = checks(exported("llama"), eager("llama"), 2)
+    assert (failed.verdict, failed.detail) == ("fail", "two runs of the graph differ")

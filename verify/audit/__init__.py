@@ -1,0 +1,1 @@
+"""Audits: what can be checked without running a graph, such as weights, signatures, checksums, decisions."""

@@ -1,0 +1,112 @@
+"""Axes that shape inference does not follow: of other layouts, cuts, and what is computed element by element.
+
+What the graph says itself of the shapes of its values is not asked: nobody checks it before onnxruntime does.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import onnx
+
+from llmconv.verify.audit.decisions.affine_forms import Form, made_of
+from llmconv.verify.audit.decisions.operators import attribute
+from llmconv.verify.audit.decisions.state import Axes, State
+from llmconv.verify.audit.decisions.value_kinds import Known
+
+ELEMENT_BY_ELEMENT = {"Mul", "Add", "Sub", "Div", "Cast", "Sigmoid", "Identity", "Where"}
+COPIED = {"ScatterND", "ScatterElements", "CumSum", "Softmax"}
+"""Results of the shape of the first input."""
+
+
+def follow_axes(state: State, node: onnx.NodeProto) -> None:
+    """Completes the axes of a node's results, where those of its inputs are known."""
+    if node.op_type == "Reshape":
+        return _reshaped(state, node)
+    known = state.axes.get(node.input[0]) if node.input else None
+    made = state.axes.get(node.output[0]) if node.output else None
+    if known is None or (made is not None and all(map(state.is_followed, made))):
+        return None
+    if node.op_type == "Transpose":
+        named = (list(one.ints) for one in node.attribute if one.name == "perm")
+        order = next(named, list(range(len(known)))[::-1])
+        state.axes[node.output[0]] = [known[at] for at in order]
+    elif node.op_type in COPIED:
+        state.axes[node.output[0]] = known
+    elif node.op_type == "Slice":
+        _cut(state, node, known)
+    elif node.op_type == "Split":
+        _split(state, node, known)
+    elif node.op_type in ELEMENT_BY_ELEMENT:
+        _broadcast(state, node)
+    return None
+
+
+def _cut(state: State, node: onnx.NodeProto, known: Axes) -> None:
+    """Axes that a Slice leaves as they are; the others as shape inference has them."""
+    made = state.axes.get(node.output[0]) or [None] * len(known)
+    which = state.values.get(node.input[3]) if len(node.input) > 3 else None
+    if isinstance(which, Known) and len(made) == len(known):
+        cut = {int(axis) % len(known) for axis in which.array.ravel()}
+        state.axes[node.output[0]] = [made[at] if at in cut else axis for at, axis in enumerate(known)]
+
+
+def _split(state: State, node: onnx.NodeProto, known: Axes) -> None:
+    sizes = state.values.get(node.input[1]) if len(node.input) > 1 else None
+    axis = attribute(node, "axis", 0) % len(known) if known else 0
+    if isinstance(sizes, Known) and sizes.array.size == len(node.output):
+        for name, size in zip(node.output, sizes.array.ravel().tolist(), strict=True):
+            state.axes[name] = [int(size) if at == axis else one for at, one in enumerate(known)]
+
+
+def _broadcast(state: State, node: onnx.NodeProto) -> None:
+    """Of an axis that all inputs have, or that is 1 in the others; a number is no length's either."""
+    given = [state.axes.get(name) for name in node.input]
+    if any(axes is None for axes in given):
+        return
+    rank = max(len(axes or []) for axes in given)
+    made: Axes = []
+    for at in range(-rank, 0):
+        sizes = {(axes or [])[at] for axes in given if len(axes or []) >= -at} - {1}
+        numbers = [size for size in sizes if isinstance(size, int)]
+        made.append(next(iter(sizes), 1) if len(sizes) < 2 else numbers[0] if numbers else None)
+    state.axes[node.output[0]] = made
+
+
+def _reshaped(state: State, node: onnx.NodeProto) -> None:
+    """Names the axes of a Reshape whose shape is a list of lengths; -1 is what the others leave of its input."""
+    shape = state.values.get(node.input[1])
+    parts = state.parts(node.input[1], shape) if shape is not None else None
+    before = state.lengths(node.input[0])
+    if parts is None or before is None or attribute(node, "allowzero", 0):
+        return
+    if any(not part.terms and part.number == 0 for part in parts[len(before) :]):
+        return
+    # 0 is the axis of the input at the same place
+    parts = tuple(part if part.terms or part.number else before[at] for at, part in enumerate(parts))
+    open_axes = [at for at, part in enumerate(parts) if not part.terms and part.number < 0]
+    if len(open_axes) > 1:
+        return
+    made = list(parts)
+    for at in open_axes:
+        rest = _left(before, [part for one, part in enumerate(parts) if one != at])
+        if rest is None:
+            return
+        made[at] = rest
+    state.name_axes(node.output[0], tuple(made))
+
+
+def _left(whole: list[Form], taken: list[Form]) -> Form | None:
+    """A product of axes divided by others; None where the axes of the call do not cancel out to one at most."""
+    left = [form for form in whole if form.terms]
+    for form in (form for form in taken if form.terms):
+        if form.key() not in [one.key() for one in left]:
+            return None
+        left.remove(next(one for one in left if one.key() == form.key()))
+    number = prod(form.number for form in whole if not form.terms)
+    by = prod(form.number for form in taken if not form.terms)
+    if not by or (len(left) > 1 and number != by):
+        return None
+    if len(left) > 1:
+        return made_of("Size", left)
+    return left[0].times(number / by) if left else Form(number=number // by)

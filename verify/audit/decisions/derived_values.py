@@ -1,0 +1,322 @@
+"""Results: what nodes make of values that follow from the call alone, and of constants."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from llmconv.verify.audit.decisions.affine_forms import (
+    BLOCK,
+    BLOCKS,
+    LENGTH,
+    PLACE,
+    POSITION,
+    TOKEN,
+    WITHIN,
+    Form,
+    Nature,
+    atom,
+    is_of,
+    made_of,
+)
+from llmconv.verify.audit.decisions.constant_folding import fold
+from llmconv.verify.audit.decisions.judge import Judge, said
+from llmconv.verify.audit.decisions.lookup_tables import LARGEST, TABLE_ROWS, nature_of, odd_row
+from llmconv.verify.audit.decisions.operators import (
+    BENDS,
+    COMPARISONS,
+    CURVES,
+    EXACT_BITS,
+    INTEGERS,
+    LOGIC,
+    PICKS,
+    PLAIN,
+    ROUNDINGS,
+    SAME,
+    SUMMED,
+    SUMS,
+    attribute,
+)
+from llmconv.verify.audit.decisions.rotary_frequencies import FREQUENCIES, is_flat_power, is_frequency
+from llmconv.verify.audit.decisions.state import State
+from llmconv.verify.audit.decisions.value_kinds import Call, Data, Known, Value, as_form, as_parts, forms_of
+
+FOLDED_TOGETHER = 1 << 25
+"""Elements that all constants made of constants have together."""
+
+
+class Results:
+    """What nodes make.
+
+    Args:
+        state: of the walk.
+        judge: takes the decisions.
+    """
+
+    def __init__(self, state: State, judge: Judge) -> None:
+        self.state, self.judge = state, judge
+        self._room = FOLDED_TOGETHER
+
+    def lengths(self, node: onnx.NodeProto) -> Value:
+        """Of Shape and Size."""
+        forms = self.state.lengths(node.input[0])
+        if forms is None:
+            return Call(atom(f"shape of {node.input[0]}", LENGTH, nature=Nature.OPAQUE))
+        if node.op_type == "Size":
+            return self._size(forms)
+        parts = tuple(forms[attribute(node, "start", 0) : attribute(node, "end", len(forms))])
+        if all(not form.terms for form in parts):
+            return Known(np.array([int(form.number) for form in parts], np.int64))
+        return Call.of_parts(parts)
+
+    def _size(self, forms: list[Form]) -> Value:
+        """A product of axes: known where one of them at most is no number."""
+        number = float(prod(int(form.number) for form in forms if not form.terms))
+        call = [form for form in forms if form.terms]
+        if len(call) > 1:
+            return Call(made_of("Size", forms, None if number == 1 else Nature.OPAQUE))
+        return Call(call[0].times(number)) if call else Known(np.array(int(number), np.int64))
+
+    def counted(self, node: onnx.NodeProto, inputs: list[Value | None]) -> Value:
+        """Of Range."""
+        start, stop, step = (as_form(value) if value else None for value in inputs)
+        if start is None or stop is None or step is None:
+            self.judge.flag(node, "counts by what is not followed", certain=False)
+            return Data()
+        if not (start.terms or stop.terms or step.terms):
+            whole = np.float32 if self.state.types.get(node.output[0]) not in INTEGERS else np.int64
+            return self.folded(node, [Known(np.array(form.number, whole)) for form in (start, stop, step)])
+        nature = Nature.OPAQUE if step.terms else Nature.COUNT
+        source = WITHIN if is_of(BLOCK, stop) else PLACE
+        index = atom(f"index to {stop.key()} by {step.key()}", source, nature=nature)
+        return Call(start + (index if step.terms else index.times(step.number)))
+
+    def folded(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+        """A constant made of constants; what is not computed is known to be changed."""
+        made = fold(node, [value.array for value in given if isinstance(value, Known)]) if self._room > 0 else None
+        if made is not None:
+            self._room -= made.size
+            return Known(made)
+        self.state.changed |= set(node.output)
+        return Data()
+
+    def of_call(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+        """Of everything that reads the call and no data."""
+        op, first = node.op_type, given[0]
+        if op in SAME:
+            return _relaid(op, first)
+        if op == "Cast":
+            return self._cast(node, first)
+        if op in SUMS and (made := self._sum(node, given)) is not None:
+            return made
+        if op == "Concat":
+            return self._concat(node, given)
+        if op in PICKS:
+            return self._picked(node, given)
+        if op == "ConstantOfShape":
+            self.state.name_axes(node.output[0], self.state.parts(node.input[0], first) or ())
+            return Call(Form(number=_fill(node)))
+        if op == "Where":
+            return self._chosen(node, given)
+        return self._decided(node, given)
+
+    def _chosen(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+        """Of Where: one of two, by a condition."""
+        if all(is_frequency(value) for value in given[1:]):
+            self.judge.choices(node, forms_of(given[:1]))
+            return Call(made_of(FREQUENCIES, forms_of(given), Nature.OPAQUE))
+        numbers = _numbers(given)
+        self.judge.choices(node, forms_of(given), numbers)
+        self._tables(node, given)
+        return Call(made_of("Where", forms_of(given), _together(forms_of(given), numbers)))
+
+    def _tables(self, node: onnx.NodeProto, given: list[Value]) -> None:
+        """Tables that are put together with what follows from the call, place by place."""
+        for value in given:
+            array = value.array if isinstance(value, Known) and as_form(value) is None else np.zeros(0)
+            for axis in (axis for axis, size in enumerate(array.shape) if size >= TABLE_ROWS and array.size):
+                if (row := odd_row(np.moveaxis(array, axis, 0))) is not None:
+                    self.judge.flag(
+                        node, f"uses a table whose row {row} does not follow from the others", certain=False
+                    )
+
+    def _cast(self, node: onnx.NodeProto, first: Value) -> Value:
+        form, to = as_form(first), attribute(node, "to", onnx.TensorProto.FLOAT)
+        if form is None or not form.terms:
+            return first
+        if to in EXACT_BITS and self.state.types.get(node.input[0]) != onnx.TensorProto.BOOL:
+            self.judge.flag(node, f"casts {said(form)} to a type that is exact up to {2 ** EXACT_BITS[to]} only")
+        is_whole = all(float(factor).is_integer() for factor in (*form.terms.values(), form.number))
+        if to == onnx.TensorProto.BOOL or (to in INTEGERS and not is_whole):
+            self.judge.decision(node, form, rounded=to != onnx.TensorProto.BOOL)
+            return Call(made_of("Cast", [form], Nature.TRUTH if to == onnx.TensorProto.BOOL else None))
+        return first
+
+    def _sum(self, node: onnx.NodeProto, given: list[Value]) -> Value | None:
+        """Sums and multiples; None of what is neither."""
+        op, forms = node.op_type, forms_of(given)
+        if len(forms) < len(given):  # frequencies, slopes; a bias is none of the model's
+            return self._scaled(node, forms) if op in ("Mul", "Div") else None
+        if op == "Neg":
+            return Call(forms[0].times(-1))
+        if op in ("Add", "Sum"):
+            return Call(sum(forms[1:], forms[0]))
+        if op == "Sub":
+            return Call(forms[0] + forms[1].times(-1))
+        for one, other in (forms, forms[::-1]) if op == "Mul" else ():
+            if not other.terms:
+                return Call(one.times(other.number))
+        is_float = self.state.types.get(node.output[0]) not in INTEGERS
+        if op == "Div" and is_float and not forms[1].terms and forms[1].number:
+            return Call(forms[0].times(1 / forms[1].number))
+        return None
+
+    def _scaled(self, node: onnx.NodeProto, forms: list[Form]) -> Value:
+        """A product with a table, or a quotient: a number in it would be lost, and has to be the model's."""
+        for form in forms:
+            self.judge.offset(node, form)
+        return Call(made_of(f"{node.op_type} {node.input[0]} {node.input[1]}", forms, Nature.OPAQUE))
+
+    def _concat(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+        parts = [self.state.parts(name, value) for name, value in zip(node.input, given, strict=True)]
+        if all(part is not None for part in parts):
+            return Call.of_parts(tuple(form for part in parts for form in part or ()))
+        forms = forms_of(given)
+        if len(forms) == len(given) and len({form.key() for form in forms}) == 1:
+            return Call(forms[0])
+        numbers = _numbers(given)
+        self.judge.choices(node, forms, numbers)
+        self._tables(node, given)
+        return Call(made_of("Concat", forms, _together(forms, numbers)))
+
+    def _picked(self, node: onnx.NodeProto, given: list[Value]) -> Value:
+        """Elements of a list by their number; of anything else, elements of the same form."""
+        first, parts = given[0], as_parts(given[0])
+        if isinstance(first, Known):  # a table
+            nature = nature_of(first.array) if first.array.dtype.kind in "fiub" else Nature.OPAQUE
+            return Call(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), nature))
+        if not isinstance(first, Call):
+            return Call(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), Nature.OPAQUE))
+        if parts is None or not all(isinstance(value, Known) for value in given[1:]):
+            return Call(first.form)
+        chosen = fold(node, [np.arange(len(parts)), *(v.array for v in given[1:] if isinstance(v, Known))])
+        if chosen is None:  # an index beyond the list
+            return Call(first.form)
+        return Call.of_parts(tuple(parts[int(at)] for at in np.atleast_1d(chosen)))
+
+    def _decided(self, node: onnx.NodeProto, given: list[Value]) -> Value:  # noqa: C901 - a row for each kind
+        """Everything else decides, for which it needs numbers of the model."""
+        op, forms = node.op_type, forms_of(given, parts=True)
+        if op == "Min" and self._is_a_block(forms):
+            return Call(made_of(BLOCK, forms))
+        if op == "Pow" and is_flat_power(given):
+            self.judge.offset(node, forms[0])
+            return Call(made_of(op, forms, Nature.OPAQUE))
+        if op.startswith("Scatter") and isinstance(given[1], Known) and self.state.writes_along_a_head(node, given[1]):
+            return Call(made_of(op, forms_of([given[0], given[2]], parts=True)))
+        if op in LOGIC:
+            self._tables(node, given)
+        elif any(as_form(value) is None for value in given):
+            self.judge.flag(node, f"{op} of {said(made_of('', forms))} with a table of numbers", certain=False)
+        if op not in PLAIN:
+            self.judge.flag(node, f"{op} of {said(made_of('', forms))}, of which nothing can be said", certain=False)
+        elif op == "Mul":
+            self._product(node, forms)
+        elif op == "Exp":
+            self._power(node, forms[0])
+        elif op in CURVES or op in BENDS:
+            if op not in ("Log", "Sqrt") or not _is_positive(forms[0]):
+                self.judge.offset(node, forms[0])
+        else:
+            self.judge.decisions(node, _cut(op, given, forms), rounded=op in ROUNDINGS)
+        return Call(made_of(op, forms, self._nature(node, forms)))
+
+    def _is_a_block(self, forms: list[Form]) -> bool:
+        """Whether the new tokens are limited by a block's, and nothing else."""
+        numbers = {form.number for form in forms if not form.terms}
+        names = {one.name for form in forms for one in form.terms}
+        plain = [form for form in forms if form.terms and form.sources == {LENGTH} and self.judge.is_of_the_call(form)]
+        return (
+            len(forms) == 2 and bool(plain) and len(numbers) == 1 and numbers <= BLOCKS and names <= self.state.symbols
+        )
+
+    def _product(self, node: onnx.NodeProto, forms: list[Form]) -> None:
+        """Masks and sizes are multiplied; powers of a position are a step when they are high enough."""
+        for form in forms:
+            self.judge.offset(node, form)
+        if sum(bool(form.sources & {PLACE, POSITION, TOKEN}) and not is_of(FREQUENCIES, form) for form in forms) > 1:
+            self.judge.flag(node, f"multiplies {said(forms[0])} by {said(forms[1])}")
+
+    def _nature(self, node: onnx.NodeProto, forms: list[Form]) -> Nature:
+        """What the numbers of the result can be."""
+        op = node.op_type
+        if op in COMPARISONS or op in LOGIC:
+            return Nature.TRUTH
+        if op in CURVES:
+            return Nature.CURVE
+        if op in BENDS or op not in PLAIN or not any(form.terms for form in forms):
+            return Nature.OPAQUE
+        if op in SUMMED:
+            return Nature.COUNT if self._sums_the_call(node) else Nature.OPAQUE
+        return _together(forms, [])
+
+    def _sums_the_call(self, node: onnx.NodeProto) -> bool:
+        """Whether what is summed up is as long as the call, or as the model has it: else the length is a factor."""
+        sizes = self.state.lengths(node.input[0])
+        axes = self.state.values.get(node.input[1]) if len(node.input) > 1 and node.input[1] else None
+        if sizes is None or (axes is not None and not isinstance(axes, Known)):
+            return False
+        chosen = axes.array.ravel().tolist() if isinstance(axes, Known) else range(len(sizes))
+        summed = [sizes[int(axis)] for axis in chosen if -len(sizes) <= axis < len(sizes)]
+        return all(self.judge.is_of_the_call(size) for size in summed)
+
+    def _power(self, node: onnx.NodeProto, form: Form) -> None:
+        """A power of a logarithm is one of the position; any other grows from nothing to everything."""
+        if not is_of("Log", form):
+            self.judge.flag(node, f"raises a number to the power of {said(form)}")
+
+
+def _cut(op: str, given: list[Value], forms: list[Form]) -> list[Form]:
+    """What a node compares, as one form for each comparison."""
+    if op in COMPARISONS and len(given) == 2:
+        left, right = (as_parts(value) or forms_of([value]) for value in given)
+        if left and right and (len(left) == len(right) or 1 in (len(left), len(right))):
+            pairs = zip(left * max(1, len(right) // len(left)), right * max(1, len(left) // len(right)), strict=True)
+            return [one + other.times(-1) for one, other in pairs]
+    return forms
+
+
+def _is_positive(form: Form) -> bool:
+    """Whether a sum of what is never below zero has no zero itself: there is no place where it bends."""
+    return form.number > 0 and all(factor > 0 for factor in form.terms.values()) and form.nature <= Nature.COUNT
+
+
+def _together(forms: list[Form], numbers: list[float]) -> Nature:
+    """What several can be that are put together: no truth where another number is among them."""
+    numbers = [*numbers, *(form.number for form in forms if not form.terms)]
+    nature = max((form.nature for form in forms if form.terms), default=Nature.TRUTH)
+    odd = any(number not in (0, 1) and abs(number) < LARGEST for number in numbers)
+    odd |= any(
+        form.terms and (form.number not in (0, 1) or set(map(abs, form.terms.values())) != {1}) for form in forms
+    )
+    return Nature.COUNT if odd and nature is Nature.TRUTH else nature
+
+
+def _numbers(values: list[Value]) -> list[float]:
+    """The different numbers of the constants that are lists of them."""
+    arrays = [one.array for one in values if isinstance(one, Known) and as_form(one) is None]
+    return sorted({float(number) for array in arrays if array.dtype.kind in "fiub" for number in np.unique(array)})
+
+
+def _relaid(op: str, first: Value) -> Value:
+    """The same elements; a list stays one where it only loses or gains an axis."""
+    if isinstance(first, Call) and first.parts is not None and op not in ("Squeeze", "Identity", "Unsqueeze"):
+        return Call(first.form)
+    return first
+
+
+def _fill(node: onnx.NodeProto) -> float:
+    return next((float(numpy_helper.to_array(a.t).ravel()[0]) for a in node.attribute if a.name == "value"), 0.0)

@@ -1,0 +1,35 @@
+"""Rotary frequencies that depend on the length: `longrope` chooses between two tables, `dynamic` computes one.
+
+    dynamic    1 / (base * (factor * length / original - (factor - 1)) ** (dim / (dim - 2))) ** (i / dim)
+
+Source: transformers modeling_rope_utils.py.
+"""
+
+from __future__ import annotations
+
+from llmconv.verify.audit.decisions.affine_forms import is_of
+from llmconv.verify.audit.decisions.value_kinds import Call, Known, Value
+
+FREQUENCIES = "frequencies"
+"""What a choice between frequencies is called in forms: a position may be multiplied by it."""
+
+FLAT = 2.0
+"""The largest power that is no step: `dim / (dim - 2)` of four dimensions."""
+
+
+def is_frequency(value: Value) -> bool:
+    """Whether a value is a table of frequencies, all of them above 0 and none above 1, or made by a reciprocal."""
+    if isinstance(value, Known):
+        array = value.array
+        return array.dtype.kind == "f" and array.size > 1 and bool((array > 0).all() and (array <= 1).all())
+    return isinstance(value, Call) and is_of("Reciprocal", value.form)
+
+
+def is_flat_power(given: list[Value]) -> bool:
+    """Whether a power is a root, or a low power of what is no power itself: a chain of those would be a step."""
+    base, exponent = given
+    if not isinstance(base, Call) or not isinstance(exponent, Known) or exponent.array.dtype.kind != "f":
+        return False
+    array = exponent.array
+    most = 1.0 if any("Pow(" in one.name for one in base.form.terms) else FLAT
+    return bool(array.size and (array >= 0).all() and (array <= most).all())

@@ -1,0 +1,82 @@
+"""Whether a folder's graphs are those that were exported: their sha256 against the manifest's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from llmconv.output.manifest import MANIFEST, read_manifest
+from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+from llmconv.verify.results.report import Check
+
+NAME = "graph file"
+"""What the check is called in reports."""
+
+UNLISTED = "is in the folder but not one of its graphs; it was not verified"
+
+WAY_OUT = "export again, or pass `--allow-changed` to judge it as it is"
+
+
+def audit_graph_files(
+    folder: Path, entries: Sequence[GraphEntry], models: Mapping[str, onnx.ModelProto], *, allow_changed: bool = False
+) -> tuple[list[Check], list[str]]:
+    """Compares every graph file with the manifest.
+
+    Args:
+        folder: of the graphs.
+        entries: the graphs; all of their files are read once.
+        models: says whether there is an embedding table beside them.
+        allow_changed: another content is a note and no failure.
+
+    Returns:
+        A check for every graph whose files have a sha256 in the manifest, a skipped one for every other graph in the
+        folder, and notes: graphs that were changed, where
+        that is allowed, and files that the manifest cannot vouch for.
+    """
+    table = {EMBEDDINGS: [folder / EMBEDDINGS]} if EMBEDDINGS in models else {}
+    files = {**{entry.name: entry.paths(folder) for entry in entries}, **table}
+    listed = {path.name for paths in files.values() for path in paths}
+    unlisted = sorted(path.name for path in folder.glob("*.onnx") if path.name not in listed)
+    skipped = [Check(NAME, name, "", verdict="skip", detail=UNLISTED) for name in unlisted]
+    if not (folder / MANIFEST).is_file():
+        return skipped, [f"no `{MANIFEST}`: whether the graphs are those that were exported is unknown"]
+    recorded = read_manifest(folder).files
+    checks: list[Check] = []
+    notes: list[str] = []
+    for graph, paths in files.items():
+        changed = [path.name for path in paths if _is_changed(path, recorded)]
+        unknown = [path.name for path in paths if not _sha256(path, recorded)]
+        notes += [f"`{name}` has no sha256 in `{MANIFEST}`: it may be another than was exported" for name in unknown]
+        if changed and allow_changed:
+            notes += [f"graph changed: {_told(changed)}; allowed"]
+        elif changed:
+            checks.append(Check(NAME, graph, "", verdict="fail", detail=f"graph changed: {_told(changed)}; {WAY_OUT}"))
+        elif not unknown:
+            checks.append(Check(NAME, graph, "", detail="sha256 as in the manifest"))
+    return [*checks, *skipped], notes
+
+
+def _is_changed(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> bool:
+    expected = _sha256(path, recorded)
+    if not expected:
+        return False
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() != expected
+
+
+def _sha256(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> str:
+    """What the manifest says; empty where it says nothing."""
+    entry = recorded.get(path.name, {})
+    return str(entry.get("sha256") or "") if isinstance(entry, dict) else ""
+
+
+def _told(names: Iterable[str]) -> str:
+    quoted = [f"`{name}`" for name in names]
+    if len(quoted) == 1:
+        return f"{quoted[0]} is not the graph that was exported (its sha256 differs)"
+    return f"{', '.join(quoted)} are not the graphs that were exported (their sha256 differ)"

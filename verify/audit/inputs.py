@@ -1,0 +1,77 @@
+"""What `verify` is given, before anything is run: a folder with graphs, and a model that they can be compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmconv.checkpoint import INDEX, SINGLE
+from llmconv.errors import InputRefused
+from llmconv.files.paths import is_address
+from llmconv.files.sources import is_remote, local_path
+from llmconv.model_kinds import require_causal_folder
+from llmconv.not_a_model_folder import refused_model
+from llmconv.output.manifest import MANIFEST
+from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
+
+
+def require_folder(name: str | Path) -> Path:
+    """The local folder at a path, or a copy of what a URI names.
+
+    Raises:
+        InputRefused: it is something else; says what, and what to give.
+    """
+    folder = local_path(name) if is_address(name) else Path(name)
+    if folder.is_dir():
+        return folder
+    if folder.suffix == ".onnx" and folder.is_file():
+        raise InputRefused(
+            f"`{folder}` is a graph, not a folder", hint=f"give it as `--graph {folder} --reference HF_FOLDER`"
+        )
+    if is_remote(name):
+        raise InputRefused(
+            f"`{name}` is not a local folder; what is verified are the graphs of a local one",
+            hint=f"export it first: `llmconv export {name} -o OUT`, then `llmconv verify OUT`",
+        )
+    raise (
+        refused_model(folder)
+        if folder.is_file()
+        else InputRefused(f"`{folder}` is not a folder", hint="give the folder that `llmconv export` wrote to")
+    )
+
+
+def require_model(folder: Path) -> Path:
+    """A folder without graphs of llmconv's, refused where it could not have any; a model's folder is let pass."""
+    if others := sorted(graph for pattern in ("*.onnx", "onnx/*.onnx") for graph in folder.glob(pattern)):
+        raise InputRefused(
+            f"`{folder}` contains graphs that llmconv did not export (`{others[0].relative_to(folder)}`)",
+            hint=f"compare them with the model that they are of: `llmconv verify --graph {others[0]} --reference "
+            "HF_FOLDER`",
+        )
+    require_causal_folder(folder)
+    has_weights = any((folder / name).is_file() for name in (SINGLE, INDEX))
+    if not has_weights or not (folder / "config.json").is_file():  # a delta and an adapter have llmconv's manifest, too
+        raise refused_model(folder)
+    return folder
+
+
+def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> Path:
+    """The folder of the model that graphs are compared with, which has to have weights.
+
+    Args:
+        folder: of the graphs.
+        entry: one of them.
+        reference: the model: a folder, or its URI or hub id.
+
+    Raises:
+        InputRefused: it has none, as folders of other exporters: nothing says which model their graphs are of.
+    """
+    reference = local_path(reference)
+    if any((reference / name).is_file() for name in (SINGLE, INDEX)):
+        return reference
+    if (folder / MANIFEST).is_file() or reference != folder:
+        raise refused_model(reference)
+    graph = folder / entry.files[0]
+    raise InputRefused(
+        f"`{folder}` contains graphs that llmconv did not export (no `{MANIFEST}`), and no weights of their model",
+        hint=f"compare them with the model that they are of: `llmconv verify --graph {graph} --reference HF_FOLDER`",
+    )

@@ -1,0 +1,132 @@
+"""What can be said of a graph without running it: names, element types, axes, unused inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx
+
+from llmconv.runtime.cache_names import is_state, past_of
+from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
+from llmconv.runtime.onnxruntime.guard import nodes
+from llmconv.runtime.onnxruntime.runner import OrtGraph
+from llmconv.runtime.onnxruntime.shared_buffers import SLOTS, WRITE_INDICES
+from llmconv.verify.results.report import Check
+
+AXES: dict[str, list[str | int | None]] = {
+    INPUTS_EMBEDS: ["batch_size", "sequence_length", None],
+    "input_ids": ["batch_size", "sequence_length"],
+    "attention_mask": ["batch_size", "total_sequence_length"],
+    "position_ids": ["batch_size", "sequence_length"],
+}
+PAST_LENGTH, TOTAL_LENGTH = "past_sequence_length", "total_sequence_length"
+CacheShapes = Mapping[str, tuple[int, ...]]
+"""Shapes of the cache's outputs by name, for a batch of one and one token, as the eager model has them."""
+
+OPEN_AXES = ("kv_heads", "head_dim")
+"""A graph for optimum leaves them open in its past, and gives the past its shape itself."""
+
+TOKEN_INPUTS = ("input_ids", "attention_mask")
+
+
+def check_structure(
+    graph: OrtGraph, model: onnx.ModelProto, cache_shapes: CacheShapes, *, heeds_positions: bool = False
+) -> Check:
+    """The graph's signature against the contract and the eager model.
+
+    Args:
+        graph: the graph, opened.
+        model: the same without weights.
+        cache_shapes: of the eager model.
+        heeds_positions: the eager model's logits change with `position_ids`, so the graph has to take them.
+    """
+    problems = [
+        *(["input position_ids is missing"] if heeds_positions and not graph.takes_positions else []),
+        *name_problems(graph, cache_shapes),
+        *_axis_problems(graph, cache_shapes, static=graph.sizes is not None and graph.sizes.indexed),
+        *_result_problems(graph),
+        *_type_problems(graph),
+        *_dead_inputs(model),
+    ]
+    return Check("structure", graph.name, "", verdict="fail" if problems else "pass", detail="; ".join(problems[:5]))
+
+
+def name_problems(graph: OrtGraph, cache_shapes: CacheShapes) -> list[str]:
+    """Inputs or outputs that are missing, extra or out of order; such a graph is not run."""
+    first = INPUTS_EMBEDS if INPUTS_EMBEDS in graph.inputs else "input_ids"
+    tokens = [first, "attention_mask", *(["position_ids"] if graph.takes_positions else [])]
+    if graph.sizes and graph.sizes.indexed:
+        tokens.append(WRITE_INDICES)
+    problems = []
+    for kind, found, wanted in (
+        ("inputs", list(graph.inputs), tokens + [past_of(name) for name in cache_shapes]),
+        ("outputs", list(graph.outputs), [*results_of(graph), *cache_shapes]),
+    ):
+        if found != wanted:
+            odd = next((a for a, b in zip(found, wanted, strict=False) if a != b), f"{len(found)} of {len(wanted)}")
+            problems.append(f"{kind} are not the model's, in its order: {odd}")
+    return problems
+
+
+def results_of(graph: OrtGraph) -> list[str]:
+    """The outputs before the cache, as the manifest says."""
+    return ["tokens", "scores"] if graph.entry.postprocess else ["logits"]
+
+
+def _result_problems(graph: OrtGraph) -> list[str]:
+    """One position where the manifest says that the graph gives the last only, all of them elsewhere."""
+    if graph.entry.last_logits is None:
+        return []
+    problems = []
+    for name in results_of(graph):
+        positions = graph.outputs.get(name, ["", ""])[1]
+        one = positions == 1 and next(iter(graph.inputs.values()))[1] != 1
+        if one != graph.entry.last_logits:
+            wanted = "1" if graph.entry.last_logits else "sequence_length"
+            problems.append(f"{name} has axis {positions}, not {wanted}")
+    return problems
+
+
+def _axis_problems(graph: OrtGraph, cache_shapes: CacheShapes, static: bool) -> list[str]:
+    problems = []
+    lengths = (SLOTS, SLOTS) if graph.sizes else (PAST_LENGTH, TOTAL_LENGTH)
+    wanted_axes = {**AXES, **_cache_axes(cache_shapes, lengths)}
+    for name, shape in [*graph.inputs.items(), *graph.outputs.items()]:
+        for found, wanted in zip(shape, wanted_axes.get(name, shape), strict=False):
+            if not _axis_fits(found, wanted, static, is_output=name in graph.outputs):
+                problems.append(f"{name} has axis {found}, not {wanted}")
+    return problems
+
+
+def _axis_fits(found: str | int, wanted: str | int | None, static: bool, is_output: bool) -> bool:
+    """Outputs may carry a computed symbol, such as `past_sequence_length + sequence_length`."""
+    if isinstance(wanted, str) and (isinstance(found, int) or is_output):
+        return isinstance(found, str) or static
+    return wanted is None or found == wanted or (found in OPEN_AXES and not is_output)
+
+
+def _cache_axes(cache_shapes: CacheShapes, lengths: tuple[str, str]) -> dict[str, list[str | int | None]]:
+    """The axes of the cache's inputs and outputs; a state has the same ones before and after."""
+    axes: dict[str, list[str | int | None]] = {}
+    for name, shape in cache_shapes.items():
+        for port, length in zip((past_of(name), name), lengths, strict=True):
+            axes[port] = ["batch_size", *shape[1:]]
+            if not is_state(name):
+                axes[port][2] = length
+    return axes
+
+
+def _type_problems(graph: OrtGraph) -> list[str]:
+    problems = [
+        f"{name} is {graph.types[name]}, not int64"
+        for name in (*TOKEN_INPUTS, "position_ids")
+        if name in graph.inputs and graph.types[name] != "tensor(int64)"
+    ]
+    kinds = {graph.types[name] for name in (*graph.past_names, *graph.present_names)}
+    return problems + ([f"cache inputs and outputs have several types: {sorted(kinds)}"] if len(kinds) > 1 else [])
+
+
+def _dead_inputs(model: onnx.ModelProto) -> list[str]:
+    used = {name for node in nodes(model) for name in node.input}
+    used |= {output.name for output in model.graph.output}
+    return [f"input {port.name} has no effect" for port in model.graph.input if port.name not in used]

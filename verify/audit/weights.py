@@ -1,0 +1,225 @@
+"""The weight audit: every initializer is the tensor that its name says, whatever the outputs are.
+
+Graphs bind weights in place: an initializer names a safetensors file, an offset and a length. So a wrong binding shows
+in the file's header, without running anything; bytes are read only where the graph holds a copy, or where the reference
+is another folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from llmconv.checkpoint import open_weights
+from llmconv.errors import InputRefused
+from llmconv.files.safetensors_file import FileTensor, read_exactly, read_header
+from llmconv.output.manifest import read_manifest
+from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is_external
+from llmconv.tensors import Array, LazyTensor
+from llmconv.verify.results.report import Check
+
+Span = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights that graphs of one folder may use.
+
+    Attributes:
+        folder: of the graphs.
+        spans: (file, offset, length) of every tensor in the folder's safetensors files, to its name.
+        reference: the reference's tensors by name.
+        in_place: the folder is the reference.
+        prefixes: spans of the keys and values of prefixes, to their names.
+    """
+
+    folder: Path
+    spans: Mapping[Span, str]
+    reference: Mapping[str, LazyTensor]
+    in_place: bool
+    prefixes: Mapping[Span, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Path, reference: Path, prefixes: Iterable[str] = ()) -> Source:
+        """Reads the headers of both folders.
+
+        Raises:
+            InputRefused: the reference has no safetensors weights.
+        """
+        try:
+            tensors: Mapping[str, LazyTensor] = open_weights(folder)
+        except InputRefused:
+            tensors = {}
+        spans = {span_of(tensor): name for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
+        in_place = folder.resolve() == reference.resolve()
+        stored = {
+            span_of(tensor): name
+            for file in prefixes
+            if (folder / file).is_file()
+            for name, tensor in read_header(folder / file).tensors.items()
+        }
+        return cls(folder, spans, tensors if in_place else open_weights(reference), in_place, stored)
+
+
+def span_of(tensor: FileTensor) -> Span:
+    """Where a tensor lies: file name, offset, length."""
+    return tensor.path.name, tensor.offset, tensor.nbytes
+
+
+def audit_files(folder: Path) -> list[Check]:
+    """Whether the weight files are still those that the manifest describes, by sha256."""
+    checks = []
+    for name, entry in read_manifest(folder).files.items():
+        path = folder / name
+        if name.endswith(".safetensors") and Path(name).name == name and path.is_file():
+            verdict, detail = _audit_file(path, entry)
+            checks.append(Check("weights", name, "", verdict=verdict, detail=detail))
+    return checks
+
+
+def _audit_file(path: Path, entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Verdict and detail of one file; a clone has no sha256, see `llmconv.files.copying`."""
+    if "clone_of" in entry and path.stat().st_size == entry.get("bytes"):
+        return "skip", f"cloned from the `{entry['clone_of']}` it was made from, without a sha256"
+    with open(path, "rb") as file:
+        same = hashlib.file_digest(file, "sha256").hexdigest() == entry.get("sha256")
+    return ("pass", "sha256 as in the manifest") if same else ("fail", "weights changed since the manifest was written")
+
+
+def audit_weights(graph: str, model: onnx.ModelProto, source: Source) -> tuple[Check, set[str]]:
+    """Checks every initializer of a graph; also the names of the reference's tensors that the graph uses."""
+    problems: list[str] = []
+    used: set[str] = set()
+    for tensor in model.graph.initializer:
+        name, problem = _audit(tensor, source)
+        used |= {name} if name else set()
+        problems += [problem] if problem else []
+    problems += hidden_weights(model)
+    verdict = "fail" if problems else "pass" if used else "skip"
+    detail = _told(problems, len(used)) or "no initializer has the name of a tensor"
+    return Check("weights", graph, "", verdict=verdict, detail=detail), used
+
+
+def hidden_weights(model: onnx.ModelProto) -> list[str]:
+    """Weights where none belong, and initializers that a caller may replace because they are inputs of the graph."""
+    names = {tensor.name for tensor in model.graph.initializer}
+    replaceable = [port.name for port in model.graph.input if port.name in names]
+    return [*misplaced_weights(model), *(f"`{name}` is both an initializer and an input" for name in replaceable)]
+
+
+def misplaced_weights(model: onnx.ModelProto) -> list[str]:
+    """Weights in attributes of nodes, in subgraphs and in sparse form, which no audit compares with the model's."""
+    found = [
+        f"`{tensor.name}` is in another file but not an initializer of the graph"
+        for tensor in inner_tensors(model)
+        if is_external(tensor)
+    ]
+    found += [f"`{sparse.values.name}` is a sparse initializer" for sparse in model.graph.sparse_initializer]
+    return found
+
+
+def _told(problems: Sequence[str], used: int) -> str:
+    """The first problems; or what many of them have in common, which is seldom the graph."""
+    if len(problems) > max(5, used // 2):
+        return f"{len(problems)} of {used} tensors are not the reference's: is it another model? First {problems[0]}"
+    return "; ".join(problems[:5]) or (f"{used} tensors" if used else "")
+
+
+def _audit(tensor: onnx.TensorProto, source: Source) -> tuple[str, str]:
+    """The reference's name of an initializer (empty when it is none of its tensors), and what is wrong with it."""
+    named = reference_name(tensor.name, source.reference)
+    fields = external_fields(tensor)
+    if not fields.get("location", "").endswith(".safetensors"):
+        if fields and not named:
+            return "", f"`{tensor.name}` maps `{fields.get('location')}`, and no tensor has its name"
+        return named, _compare(tensor, named, source) if named else ""
+    span = (fields["location"], int(fields.get("offset", 0)), int(fields.get("length", 0)))
+    if source.prefixes.get(span) == tensor.name:  # their values are compared where they show, in the cache
+        return "", ""
+    if tensor.name.endswith("]"):
+        return _audit_rows(tensor.name, span, source)
+    bound = source.spans.get(span)
+    if bound is None:
+        return named, f"`{tensor.name}` maps bytes {span[1]}+{span[2]} of `{span[0]}`, which are no tensor"
+    if named and named != reference_name(bound, source.reference) and _differ(source, named, bound):
+        return named, f"`{tensor.name}` maps the bytes of `{bound}`"
+    if not named and _differ(source, bound, bound):
+        return bound, f"`{tensor.name}` maps `{bound}`, whose values are not the reference's"
+    if named and not source.in_place:
+        return named, _compare(tensor, named, source)
+    return named or bound, ""
+
+
+def _audit_rows(label: str, span: Span, source: Source) -> tuple[str, str]:
+    """The same for an initializer `name[row]` or `name[first:stop]`: these rows of one tensor, by their bytes."""
+    name, _, rest = label.removesuffix("]").rpartition("[")
+    first, _, stop = rest.partition(":")
+    named = reference_name(name, source.reference)
+    whole = next((place for place, bound in source.spans.items() if bound == name), None)
+    tensor = open_weights(source.folder).get(name) if whole else None
+    if not named or whole is None or tensor is None or not first.isdigit() or (stop and not stop.isdigit()):
+        return named, f"`{label}` is no part of a tensor"
+    begin, end = int(first), int(stop or int(first) + 1)
+    row = tensor.nbytes // max(1, tensor.shape[0])
+    if end > tensor.shape[0] or span != (whole[0], whole[1] + row * begin, row * (end - begin)):
+        return named, f"`{label}` maps bytes {span[1]}+{span[2]} of `{span[0]}`, which are not these rows"
+    return named, f"`{name}` differs from the reference's values" if _differ(source, named, name) else ""
+
+
+def reference_name(name: str, reference: Mapping[str, LazyTensor]) -> str:
+    """The reference's tensor of that name, with or without the base model's prefix (such as `model.`); or empty."""
+    if name in reference:
+        return name
+    rest = name.partition(".")[2]
+    if rest in reference and "." in rest:
+        return rest
+    return next((f"{prefix}.{name}" for prefix in ("model", "transformer") if f"{prefix}.{name}" in reference), "")
+
+
+def _differ(source: Source, named: str, bound: str) -> bool:
+    """Whether the bytes of the folder's tensor `bound` differ from the reference's `named`."""
+    if source.in_place:
+        mine, other = source.reference[bound], source.reference[named]
+    else:
+        mine = open_weights(source.folder)[bound]
+        found = reference_name(named, source.reference)
+        if not found:
+            return False
+        other = source.reference[found]
+    return mine.shape != other.shape or not same_values(mine.read(), other.read())
+
+
+def _compare(tensor: onnx.TensorProto, named: str, source: Source) -> str:
+    values = initializer_values(tensor, source.folder)
+    wanted = source.reference[named].read()
+    if values is None:
+        return ""
+    if values.shape != wanted.shape and values.shape == wanted.T.shape:
+        wanted = wanted.T
+    if values.shape != wanted.shape:
+        return f"`{tensor.name}` has shape {list(values.shape)}, the reference {list(wanted.shape)}"
+    return "" if same_values(values, wanted) else f"`{tensor.name}` differs from the reference's values"
+
+
+def initializer_values(tensor: onnx.TensorProto, folder: Path) -> Array | None:
+    """The values of an initializer, inline or external; None for element types that numpy lacks."""
+    fields = external_fields(tensor)
+    if not fields:
+        return onnx.numpy_helper.to_array(tensor)
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    count = int(np.prod(tensor.dims, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(count, dtype=np.uint8)
+    with open(folder / fields["location"], "rb", buffering=0) as file:
+        read_exactly(file.fileno(), raw.data, int(fields.get("offset", 0)), folder / fields["location"])
+    return raw.view(dtype).reshape(tuple(tensor.dims))
+
+
+def same_values(values: Array, wanted: Array) -> bool:
+    """Equal after one cast of the reference to the other's element type."""
+    return np.array_equal(values, wanted.astype(values.dtype), equal_nan=values.dtype.kind == "f")

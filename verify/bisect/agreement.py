@@ -1,0 +1,99 @@
+"""Whether a value of the graph is the one that the eager model has, within the model's own rounding noise."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from llmconv.tensors import Array
+from llmconv.verify.bisect.recording import Record
+from llmconv.verify.results.measure import GATES, Measure, NoiseFloor, measure
+from llmconv.verify.scenarios.calls import Call
+
+HIDDEN = -1e30
+"""What a mask adds to a score that must not count is below, whatever the dtype."""
+
+ROW = 8
+"""Features that a row has at least; where the last axis has fewer, all of a value is one row."""
+
+
+class Comparison:
+    """Compares values of one call.
+
+    Args:
+        dtype: of the graph.
+        call: says which tokens are padding.
+        virtual: tokens of a prefix in front of the cache.
+    """
+
+    def __init__(self, dtype: str, call: Call, virtual: int = 0) -> None:
+        self._floor, self._gates = NoiseFloor(dtype), GATES[dtype]
+        self._new = call.valid
+        self._all = np.pad(call.attention_mask == 1, ((0, 0), (virtual, 0)), constant_values=True)
+
+    def agrees(self, record: Record, value: Array) -> bool:
+        """The same up to rounding; the layout of the elements counts, how they are grouped into axes does not."""
+        if value.size != record.exact.size:
+            return False
+        if record.exact.dtype.kind != "f" or value.dtype.kind != "f":
+            return self._same(record, value)
+        found = self.measure(record, value)
+        return found is not None and found.passes(self._gates)
+
+    def measure(self, record: Record, value: Array) -> Measure | None:
+        """How far a float value is from a record of as many elements; None where one hides what the other shows."""
+        arrays = (record.exact, record.rounded, value.reshape(record.exact.shape))
+        hidden = [array < HIDDEN for array in arrays]
+        if not (np.array_equal(hidden[0], hidden[1]) and np.array_equal(hidden[0], hidden[2])):
+            return None
+        counts = self.counted(record)
+        exact, rounded, found = (_rows(np.where(counts, array, 0)) for array in arrays)
+        valid = np.asarray(_rows(counts).any(axis=-1))
+        truth = self._floor.truth(re.sub(r"\d+", "#", f"{record.scope} {record.op}"), exact, rounded, valid)
+        return measure(truth, found)
+
+    def counted(self, record: Record) -> Array:
+        """Which elements of a record are compared, bool in its shape: not padding, and not hidden by a mask."""
+        if record.exact.dtype.kind != "f":
+            return self._counts(record.exact.shape, masks=True)
+        hidden = record.exact < HIDDEN
+        return ~hidden & self._counts(record.exact.shape, masks=bool(hidden.any()))
+
+    def _same(self, record: Record, value: Array) -> bool:
+        """Integers and booleans: equal, but for rows of padding."""
+        counts = self.counted(record)
+        found = value.reshape(record.exact.shape)
+        return bool(np.array_equal(np.where(counts, found, 0), np.where(counts, record.exact, 0)))
+
+    def _counts(self, shape: tuple[int, ...], masks: bool) -> Array:
+        """Which elements belong to no padding, as far as the sizes of the axes tell; when in doubt, they do not count.
+
+        Args:
+            shape: of a value.
+            masks: its last axis says who is seen, padding or not.
+        """
+        batch, tokens = self._new.shape
+        counts = np.ones(shape, dtype=bool)
+        if self._all.all() or not shape or shape[0] % batch:
+            return counts
+        if shape[0] == batch * tokens:
+            counts &= _along(self._new.reshape(-1), shape, (0,))
+        each = shape[0] // batch
+        for rows in (self._new, self._all):
+            for axis in range(1, len(shape) - masks):
+                if shape[axis] == rows.shape[1]:
+                    counts &= _along(np.repeat(rows, each, axis=0), shape, (0, axis))
+        return counts
+
+
+def _along(mask: Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    """A mask over some axes, ready to be applied to all."""
+    wide: Array = mask.reshape([size if axis in axes else 1 for axis, size in enumerate(shape)])
+    return wide
+
+
+def _rows(array: Array) -> Array:
+    """[1, rows, features]."""
+    features = array.shape[-1] if array.ndim and array.shape[-1] >= ROW else array.size
+    return array.reshape(1, -1, features)

@@ -1,0 +1,135 @@
+"""Proof: the smallest piece of a graph that is wrong, shown by putting it right.
+
+A candidate for the fault is taken out and the model's own value put in its place; where what follows then agrees with
+the model, the fault lies before that value. So the first value that repairs what follows bounds the fault from behind,
+as the last values that agree bound it from in front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import onnx
+
+from llmconv.tensors import Array
+from llmconv.verify.bisect.agreement_trace import LAYOUT_OPS, Trail
+from llmconv.verify.bisect.module_scopes import inside
+from llmconv.verify.bisect.recording import IN, OUT, Record, rounded_to
+from llmconv.verify.comparison.graph_probe import Tapped, inner_inputs
+
+ATTEMPTS = 80
+"""Values that are put right at most, one at a time."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Nodes that turn values that agree into one that does not.
+
+    Attributes:
+        nodes: in order; the fault is one of them.
+        output: the value that is wrong.
+        expected: what the model has instead; None where the model has no such value.
+        proven: with the expected value in place of the output, what follows agrees.
+    """
+
+    nodes: Sequence[onnx.NodeProto]
+    output: str
+    expected: Record | None
+    proven: bool
+
+    @property
+    def node(self) -> onnx.NodeProto:
+        """The first that differs."""
+        return next((node for node in self.nodes if node.op_type not in LAYOUT_OPS), self.nodes[-1])
+
+
+@dataclass(frozen=True)
+class Target:
+    """A value further on of which the model's is known."""
+
+    value: str
+    record: Record | None
+
+
+def smallest_piece(trail: Trail, tapped: Tapped, inputs: Mapping[str, Array], last: Target) -> Piece:
+    """The smallest piece that is wrong.
+
+    Args:
+        trail: what agrees.
+        tapped: the graph.
+        inputs: of the graph.
+        last: the value that was found wrong, and the model's.
+    """
+    values = {**inputs, **trail.values}
+    target = _first_target(trail, last)
+    suspects = trail.back_from(target.value)
+    if target.record is None:
+        return Piece(suspects, target.value, None, proven=False)
+    for output, record in islice(_attempts(trail, suspects, target), ATTEMPTS):
+        if _repairs(trail, tapped, values, output, record, target):
+            end = _handed_on(trail, output)
+            return Piece(trail.back_from(end), end, record, proven=True)
+    return Piece(suspects, target.value, target.record, proven=False)
+
+
+def _attempts(trail: Trail, suspects: Sequence[onnx.NodeProto], target: Target) -> Iterator[tuple[str, Record]]:
+    """Wrong values before the target, in order, each with what the model may have in its place."""
+    for node in suspects:
+        for output in node.output:
+            if output and output not in trail.good and output != target.value:
+                yield from ((output, record) for record in _candidates(trail, output))
+
+
+def _handed_on(trail: Trail, value: str) -> str:
+    """The value past the nodes that do nothing: the model's may belong behind the one that should do something."""
+    users = trail.wiring.users[value]
+    while len(users) == 1 and users[0].op_type == "Identity":
+        value = users[0].output[0]
+        users = trail.wiring.users[value]
+    return value
+
+
+def _candidates(trail: Trail, output: str) -> Iterator[Record]:
+    """What the model may have where the graph has a value that agrees with nothing."""
+    if output in trail.values:
+        array = trail.values[output]
+        for record in trail.places(output):
+            if (record.exact.dtype.kind == "f") == (array.dtype.kind == "f") and record.exact.size > 1:
+                yield record
+
+
+def _first_target(trail: Trail, last: Target) -> Target:
+    """The first wrong value on the way to the last that a module takes or gives, and the model's."""
+    ports = {(record.scope, record.op, record.exact.size): record for record in trail.ports}
+    suspects = trail.back_from(last.value)
+    ids = {id(node) for node in suspects}
+    for node in suspects:
+        for output in node.output:
+            if output in trail.good or output not in trail.values or trail.values[output].dtype.kind != "f":
+                continue
+            size, scope = trail.values[output].size, trail.scopes.of(node)
+            for user in trail.wiring.users[output]:
+                other = trail.scopes.of(user)
+                taken, given = ports.get((other, IN, size)), ports.get((scope, OUT, size))
+                if given and not inside(other, scope):
+                    return Target(output, given)
+                if taken and id(user) in ids and not inside(scope, other):
+                    return Target(output, taken)
+    return last
+
+
+def _repairs(
+    trail: Trail, tapped: Tapped, values: Mapping[str, Array], output: str, record: Record, target: Target
+) -> bool:
+    """Whether the target agrees once the model's value stands in place of the output."""
+    nodes = trail.wiring.before(target.value, {*trail.good, output})
+    if not any(output in inner_inputs(node) for node in nodes):
+        return False
+    wrong = values[output]
+    right = np.broadcast_to(rounded_to(record, wrong.dtype).reshape(wrong.shape), wrong.shape).astype(wrong.dtype)
+    feeds = {**values, output: right}
+    found = tapped.run_piece(nodes, feeds, target.value)
+    return found is not None and target.record is not None and trail.comparison.agrees(target.record, found)

@@ -1,0 +1,95 @@
+"""Unmatched: the nodes of a graph whose values the eager model does not compute anywhere in the same module.
+
+A few of them are steps that an exporter writes differently, such as the square root inside a norm. The others are where
+to look for what no scenario reaches: a comparison, a choice, a factor that the model does not have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from llmconv.errors import first_line
+from llmconv.verify.bisect.agreement import Comparison
+from llmconv.verify.bisect.agreement_trace import ARITHMETIC, CHOICES, LAYOUT_OPS, Trail, Wiring
+from llmconv.verify.bisect.module_scopes import Scopes
+from llmconv.verify.bisect.replay import Replay, Replayable
+from llmconv.verify.comparison.layer_by_layer import StreamedEager
+from llmconv.verify.reference.eager import Eager
+from llmconv.verify.results.report import Report, UnmatchedNode, Where
+
+CALLS = (("chunked prefill, pieces of 1 to 48 tokens", 1), ("decode chain, 16 steps", 1), ("prefill, 7 tokens", 0))
+"""Scenarios and steps whose values are compared, the first that a graph has run: with a past where it takes one."""
+
+MOVES = LAYOUT_OPS | {"Concat", "Slice", "Split"}
+"""They make no number that was not there before."""
+
+SHOWN = 4
+"""Kinds of nodes that a note names."""
+
+NOT_TAPPED = "nodes without a counterpart in the model are not listed where a graph fills buffers in place"
+
+
+def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) -> None:
+    """Fills `report.unmatched` by graph, with a note for each; a graph that cannot be tapped has a note alone.
+
+    Args:
+        report: of a run.
+        verified: runs one of its calls once more.
+        eager: the reference; None where no graph could be run.
+    """
+    if eager is None or isinstance(eager, StreamedEager) or report.quantization:
+        return
+    for name, where in _calls(report):
+        try:
+            with verified.replayed(where, eager) as replay, np.errstate(all="ignore"):  # masks overflow when squared
+                told = _listed(report, name, replay) if replay else NOT_TAPPED
+        except Exception as error:  # the verdict stands, whatever a graph of unknown making does to the search
+            told = f"nodes without a counterpart in the model are not listed: {first_line(error)}"
+        after = ", those after a fault among them" if report.where and name in report.where.graph else ""
+        report.notes.append(f"`{name}`: {told}{after}")
+
+
+def _listed(report: Report, name: str, replay: Replay) -> str:
+    report.unmatched[name] = unmatched_nodes(replay)
+    return _told(report.unmatched[name], len(replay.tapped.model.graph.node))
+
+
+def _calls(report: Report) -> Iterator[tuple[str, Where]]:
+    """One call for every graph that is not a copy of another."""
+    for name in dict.fromkeys(check.graph for check in report.checks if check.name == "structure"):
+        if name in report.copies:
+            continue
+        for scenario, step in CALLS:
+            graphs = {check.graph for check in report.checks if check.name == scenario and check.output}
+            of_step = [graph for graph in graphs if graph.split("+")[-1 if step else 0] == name]
+            if of_step:
+                yield name, Where(scenario, min(of_step, key=len), step, None, "logits", "")
+                break
+
+
+def unmatched_nodes(replay: Replay) -> list[UnmatchedNode]:
+    """The nodes of one graph, in its order; those that only lay values out are left out."""
+    wiring = Wiring(replay.tapped.model)
+    scopes = Scopes(name for name, _ in replay.model.named_modules())
+    values = replay.tapped.read(replay.feeds, [name for node in wiring.nodes for name in node.output])
+    comparison = Comparison(replay.dtype, replay.call, replay.virtual)
+    trail = Trail(wiring, scopes, values, replay.record(lambda scope: True), comparison, (), ARITHMETIC | CHOICES)
+    return [
+        UnmatchedNode(node.name, node.op_type, trail.scope(node))
+        for node in wiring.nodes
+        if not wiring.is_shape(node) and node.op_type not in MOVES and not trail.matched.intersection(node.output)
+    ]
+
+
+def _told(nodes: Sequence[UnmatchedNode], of: int) -> str:
+    """`17 of 357 nodes compute what the model does not: 5 Sqrt in layers.#.input_layernorm, …`."""
+    if not nodes:
+        return f"each of {of} nodes computes what the model does"
+    kinds = Counter((node.operator, re.sub(r"\d+", "#", node.scope)) for node in nodes)
+    listed = [f"{count} {operator} in `{scope or '?'}`" for (operator, scope), count in kinds.most_common(SHOWN)]
+    more = [f"{len(kinds) - SHOWN} more kinds"] if len(kinds) > SHOWN else []
+    return f"{len(nodes)} of {of} nodes have no counterpart in the model: {', '.join([*listed, *more])}"

@@ -1,0 +1,1 @@
+"""Comparison: the scenarios run on graphs, and their outputs measured against the reference."""

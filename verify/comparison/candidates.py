@@ -1,0 +1,232 @@
+"""The graphs' side: runs the calls on a graph, or on two that hand the cache over, and measures every output."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llmconv.errors import LlmconvError, OutOfMemory
+from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
+from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
+from llmconv.runtime.runner import Runner, Step
+from llmconv.tensors import Array
+from llmconv.verify.comparison.token_choices import expected_count, measure_choices
+from llmconv.verify.reference.eager import Truths, rows_of, run_chain
+from llmconv.verify.results.evidence import Evidence
+from llmconv.verify.results.measure import Gates, Measure, Truth, measure
+from llmconv.verify.results.report import Check
+from llmconv.verify.scenarios.calls import Call, Chain
+from llmconv.verify.scenarios.table import Scenario
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is compared with the eager model: one graph, or two that hand the cache over.
+
+    Attributes:
+        name: the graph's file, or both files with a plus.
+        runner: runs it.
+        graphs: the one or two graphs.
+    """
+
+    name: str
+    runner: Runner
+    graphs: tuple[OrtGraph, ...]
+
+    @property
+    def last_logits(self) -> bool:
+        """The graph gives the results of the last token only, of several."""
+        shapes = [
+            (next(iter(graph.inputs.values()), None), graph.outputs[graph.result_names[0]]) for graph in self.graphs
+        ]
+        return any(given[1] == 1 and (ids is None or ids[1] != 1) for ids, given in shapes)
+
+    @property
+    def role(self) -> str:
+        """`prefill`, `decode` or `unified` where one graph runs alone; empty for two."""
+        return self.graphs[0].entry.role if len(self.graphs) == 1 else ""
+
+    @property
+    def prefix(self) -> PrefixEntry | None:
+        """What the graph of the prompt begins with."""
+        return self.graphs[0].entry.prefix
+
+    def refuses(self, call: Call) -> str:
+        """Why a call cannot be run by design; empty when it can."""
+        for graph in self.graphs:
+            if not call.uniform and not graph.takes_positions:
+                return "the graph has no position_ids"
+            if graph.sizes:
+                rows, new = call.input_ids.shape
+                reason = graph.sizes.refusal(rows, call.attention_mask.shape[1] - new, new)
+                if reason:
+                    return reason
+                continue
+            shape = graph.inputs.get("input_ids", [])
+            if any(
+                isinstance(axis, int) and axis != size for axis, size in zip(shape, call.input_ids.shape, strict=False)
+            ):
+                return f"the graph takes input_ids of shape {shape} only"
+        return ""
+
+
+def candidates(graphs: list[OrtGraph], chains: list[Chain]) -> list[Candidate]:
+    """Every graph alone; and the prefill graph handing over to the decode graph, where there are steps to hand over."""
+    found = [Candidate(graph.name, OrtRunner(graph, graph), (graph,)) for graph in graphs]
+    two = {graph.entry.role: graph for graph in graphs}
+    if {"prefill", "decode"} <= two.keys() and any(len(chain) > 1 for chain in chains):
+        first, then = two["prefill"], two["decode"]
+        found.append(Candidate(f"{first.name}+{then.name}", OrtRunner(first, then), (first, then)))
+    return found
+
+
+def check_scenario(
+    scenario: Scenario,
+    chains: list[Chain],
+    candidate: Candidate,
+    truths: Truths,
+    gates: Gates,
+    pair: Agreement,
+    evidence: Evidence | None = None,
+    repeat: int = 1,
+) -> list[Check]:
+    """One check per output, over all chains and calls; with `repeat` all runs have to give the same bits."""
+    evidence = evidence or Evidence()
+    blank = Check(scenario.name, candidate.name, "")
+    reasons = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]
+    measures: dict[str, list[Measure]] = defaultdict(list)
+    for at, (chain, truth) in enumerate(zip(chains, truths, strict=True)):
+        if reasons[at]:
+            continue
+        try:
+            steps = run_chain(candidate.runner, chain)
+            same = steady(candidate.runner, chain, steps, repeat)
+        except OutOfMemory:
+            raise
+        except LlmconvError as error:
+            return [replace(blank, output="logits", verdict="fail", detail=error.message)]
+        if not same:
+            return [unsteady(blank)]
+        if problem := lost_past(chain, steps):
+            return [replace(blank, output="present", verdict="fail", detail=problem)]
+        for number, (call, step, expected) in enumerate(zip(chain, steps, truth, strict=True)):
+            rows = rows_of(step, call.known)
+            found = _results(candidate, expected["logits"], step, gates)
+            found |= {name: _measure(expected[name], rows.get(name), gates) for name in expected if name != "logits"}
+            for name, measured in found.items():
+                measures[name].append(measured)
+                evidence.see_rows(name, measured, call.past_mask.shape[1] if name == "logits" else call.known)
+            evidence.see_logits(scenario.name, call, expected["logits"], step.logits)
+            pair.see(candidate, (scenario.name, at, number), expected, rows)
+    return [*(fold(blank, name, found, gates) for name, found in measures.items()), *_refused(blank, reasons)]
+
+
+def _refused(blank: Check, reasons: Sequence[str]) -> list[Check]:
+    """The check of those chains that the graph cannot run by design."""
+    refused = list(filter(None, reasons))
+    if not refused:
+        return []
+    part = "logits" if len(refused) == len(reasons) else f"{len(refused)} of {len(reasons)} sequences"
+    return [replace(blank, output=part, verdict="skip", detail=refused[0])]
+
+
+def lost_past(chain: Chain, steps: Sequence[Step]) -> str:
+    """What is wrong where a graph did not hand on a made-up past as it was; empty where it did, or there is none."""
+    past = chain[0].start
+    kept = past is None or past.kept_by(steps[-1].present.arrays())
+    return "" if kept else "keys or values of the past are not those that the graph was given"
+
+
+def steady(runner: Runner, chain: Chain, steps: list[Step], repeat: int) -> bool:
+    """Whether further runs of the same calls, `repeat` in all, give the same bits."""
+    return all(_equal(steps, run_chain(runner, chain)) for _ in range(1, repeat))
+
+
+def unsteady(blank: Check) -> Check:
+    """The check of a graph that is not."""
+    return replace(blank, output="logits", verdict="fail", detail="two runs of the graph differ")
+
+
+def _equal(steps: list[Step], others: list[Step]) -> bool:
+    """The same bits in every output of every step."""
+    pairs = [(rows_of(a), rows_of(b)) for a, b in zip(steps, others, strict=True)]
+    return all(np.array_equal(a[name], b[name], equal_nan=True) for a, b in pairs for name in a)
+
+
+def _results(candidate: Candidate, truth: Truth, step: Step, gates: Gates) -> dict[str, Measure]:
+    """Logits, or the tokens and scores that the graph chose from them."""
+    truth = truth.last() if candidate.last_logits else truth
+    if step.choices is None:
+        return {"logits": fairly(truth, lambda truth: measure(truth, step.logits, tokens=True), gates)}
+    return measure_choices(truth, step.choices, expected_count(candidate.graphs[-1].entry.postprocess))
+
+
+def _measure(truth: Truth, rows: Array | None, gates: Gates) -> Measure:
+    if rows is None:
+        return Measure(problem="the graph lacks this output")
+    return fairly(truth, lambda truth: measure(truth, rows), gates)
+
+
+def fairly(truth: Truth, measured: Callable[[Truth], Measure], gates: Gates) -> Measure:
+    """What is measured; of few rows that would differ, against noise that was measured twice."""
+    found = measured(truth)
+    if found.passes(gates) or found.problem or not truth.is_doubtful:
+        return found
+    return measured(truth.again())
+
+
+def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Check:
+    """The check of one output over all its calls: the first that fails, else the worst."""
+    failing = [index for index, found in enumerate(measures) if not found.passes(gates)]
+    step = failing[0] if failing else max(range(len(measures)), key=lambda index: measures[index].sigma)
+    at = measures[step]
+    detail = at.problem or (f"{at.flips} likeliest tokens differ" if at.flips else "")
+    return replace(
+        blank,
+        output=output,
+        sigma=round(max(found.sigma for found in measures), 4),
+        row_sigma=round(max(found.row_sigma for found in measures), 4),
+        max_abs=max(found.max_abs for found in measures),
+        verdict="fail" if failing else "pass",
+        step=step,
+        steps=len(measures),
+        row=at.row,
+        detail=detail,
+        divergence=max(found.divergence for found in measures),
+        agreement=min(found.agreement for found in measures),
+    )
+
+
+Place = tuple[str, int, int]
+"""A call: scenario, chain, and which one of the chain."""
+
+
+class Agreement:
+    """Whether the prefill and the decode graph say the same, apart from what the eager model says."""
+
+    def __init__(self, gates: Gates) -> None:
+        # Two correct graphs may each be off by the gate, in opposite directions.
+        self._gates = Gates(2 * gates.aggregate, 2 * gates.row)
+        self._prefill: dict[Place, dict[str, Array]] = {}
+        self._measures: dict[str, list[Measure]] = defaultdict(list)
+
+    def see(self, candidate: Candidate, place: Place, truth: dict[str, Truth], rows: dict[str, Array]) -> None:
+        """Notes what a candidate gave; the decode graph's calls come after the same calls of the prefill graph."""
+        if self._prefill and next(iter(self._prefill))[0] != place[0]:
+            self._prefill = {}
+        if candidate.role == "prefill":
+            self._prefill[place] = rows
+        elif candidate.role == "decode" and place in self._prefill:
+            other = self._prefill.pop(place)
+            for name in rows.keys() & other.keys() & truth.keys():
+                wanted = replace(truth[name], exact=other[name].astype(np.float64))
+                if rows[name].shape == other[name].shape == truth[name].exact.shape:
+                    self._measures[name].append(measure(wanted, rows[name]))
+
+    def checks(self) -> list[Check]:
+        """One check per output."""
+        blank = Check("prefill and decode agree", "prefill.onnx+decode.onnx", "")
+        return [fold(blank, name, found, self._gates) for name, found in sorted(self._measures.items())]

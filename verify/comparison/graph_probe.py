@@ -1,0 +1,144 @@
+"""Taps: runs a graph with more outputs, or a piece of it, without writing anything.
+
+onnxruntime gets the changed graph as bytes and is told the folder of the weights, so a tapped graph maps the same files
+as the graph itself. Its own optimisation is off, for it would do away with the very values that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from llmconv.errors import MalformedInput, first_line
+from llmconv.runtime.onnxruntime.guard import weight_bytes
+from llmconv.runtime.onnxruntime.runner import SessionSettings
+from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
+from llmconv.tensors import Array
+
+FOLDER_KEY = "session.model_external_initializers_file_folder_path"
+"""onnxruntime's name (onnxruntime_session_options_config_keys.h) for the folder of a model that is given as bytes."""
+
+AT_ONCE = 64
+"""Values that are tapped in one run."""
+
+
+@dataclass(frozen=True)
+class Tapped:
+    """A graph whose inner values can be read.
+
+    Attributes:
+        model: without its weights.
+        folder: of its weights; the guard has seen what the graph refers to.
+        settings: of onnxruntime; the optimisation is always off.
+    """
+
+    model: onnx.ModelProto
+    folder: Path
+    settings: SessionSettings
+
+    def read(self, feeds: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
+        """The values called `names` on these inputs; those that onnxruntime does not give as arrays are left out.
+
+        Raises:
+            MalformedInput: onnxruntime cannot run the graph.
+        """
+        found: dict[str, Array] = {}
+        names = [name for name in names if name]  # a node may leave an output out
+        for start in range(0, len(names), AT_ONCE):
+            some = names[start : start + AT_ONCE]
+            found |= _run(self._with_outputs(some), self.folder, self.settings, feeds)
+        return {name: found[name] for name in names if name in found}
+
+    def _with_outputs(self, names: Sequence[str]) -> onnx.ModelProto:
+        model = onnx.ModelProto()
+        model.CopyFrom(self.model)
+        del model.graph.output[:]
+        declared = {port.name: port for port in self.model.graph.output}
+        model.graph.output.extend(declared.get(name) or onnx.ValueInfoProto(name=name) for name in names)
+        return _pruned(model)
+
+    def piece(self, nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, Array], output: str) -> onnx.ModelProto:
+        """The graph of these nodes alone, with `feeds` as its inputs and what else they read as its constants.
+
+        Args:
+            nodes: in order.
+            feeds: values of its inputs.
+            output: of the new graph.
+        """
+        made = {name for node in nodes for name in node.output}
+        read = {name for node in nodes for name in inner_inputs(node) if name} - made
+        piece = onnx.ModelProto(
+            ir_version=self.model.ir_version,
+            opset_import=self.model.opset_import,
+            functions=self.model.functions,
+            producer_name=self.model.producer_name,
+        )
+        piece.graph.name = "piece"
+        piece.graph.node.extend(nodes)
+        piece.graph.initializer.extend(tensor for tensor in self.model.graph.initializer if tensor.name in read)
+        piece.graph.input.extend(port_of(name, array) for name, array in feeds.items() if name in read)
+        piece.graph.output.append(onnx.ValueInfoProto(name=output))
+        return piece
+
+    def run_piece(self, nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, Array], output: str) -> Array | None:
+        """What `piece` gives; None where it cannot be run."""
+        try:
+            found = _run(self.piece(nodes, feeds, output), self.folder, self.settings, feeds)
+        except MalformedInput:
+            return None
+        return found.get(output)
+
+
+def _run(
+    model: onnx.ModelProto, folder: Path, settings: SessionSettings, feeds: Mapping[str, Array]
+) -> dict[str, Array]:
+    options = replace(settings, optimization="disable").options()
+    options.add_session_config_entry(FOLDER_KEY, str(folder.resolve()))
+    try:
+        limit = TimeLimit(weight_bytes(model), settings.timeout)
+        session = LimitedSession(model.SerializeToString(), options, ["CPUExecutionProvider"], limit)
+        names = [port.name for port in session.get_outputs()]
+        taken = {port.name: np.ascontiguousarray(feeds[port.name]) for port in session.get_inputs()}
+        arrays = session.run(names, taken)
+    except Exception as error:  # onnxruntime's exceptions share no base class of their own
+        raise MalformedInput(
+            f"onnxruntime cannot run the tapped graph: {first_line(error)}", hint="run without `--bisect`"
+        ) from error
+    return {name: array for name, array in zip(names, arrays, strict=True) if isinstance(array, np.ndarray)}
+
+
+def _pruned(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Without what the outputs do not need."""
+    needed = {port.name for port in model.graph.output}
+    kept = []
+    for node in reversed(model.graph.node):
+        if needed.intersection(node.output):
+            kept.append(node)
+            needed.update(inner_inputs(node))
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(kept)]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    for ports in (model.graph.initializer, model.graph.input):
+        left = [port for port in ports if port.name in needed]
+        del ports[:]
+        ports.extend(left)
+    return model
+
+
+def inner_inputs(node: onnx.NodeProto) -> Iterable[str]:
+    """What a node reads, the nodes of its subgraphs too."""
+    yield from node.input
+    for attribute in node.attribute:
+        for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            for inner in graph.node:
+                yield from inner_inputs(inner)
+
+
+def port_of(name: str, array: Array) -> onnx.ValueInfoProto:
+    """The declaration of an input that takes this array."""
+    kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    return onnx.helper.make_tensor_value_info(name, kind, list(array.shape))

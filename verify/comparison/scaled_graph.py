@@ -1,0 +1,144 @@
+"""Scaling: a graph that computes as if some of its weights were multiplied by powers of two.
+
+No weight is written anew. A product with a scaled matrix is the scaled product, bit by bit, so a Mul goes behind every
+MatMul, Gemm and Gather that takes such a weight; where a weight has other users, the Mul goes behind the weight itself,
+and onnxruntime folds it when it opens the graph.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from llmconv.runtime.onnxruntime.guard import graphs
+from llmconv.tensors import Array
+from llmconv.verify.comparison.graph_probe import inner_inputs
+
+LAYOUT = {"Identity", "Transpose"}
+"""Operators that leave every element what it is."""
+PRODUCTS = {"MatMul", "Gather"}
+WITH_ALPHA = {"Gemm", "FusedMatMul"}
+"""Products with a factor of their own."""
+SHORT = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
+WIDE = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
+
+Place = tuple[onnx.NodeProto, int]
+"""A node, and the element type of the product that it makes."""
+
+
+def scale(model: onnx.ModelProto, factors: Mapping[str, float | Array], *, at_weights: bool = False) -> None:
+    """Scales initializers of a graph.
+
+    Args:
+        model: without its weights; changed in place.
+        factors: by the initializer's name; an array is broadcast to the initializer's shape.
+        at_weights: never behind a product, so that all values are those of the scaled model.
+    """
+    for graph in graphs(model.graph):
+        wanted = [t for t in graph.initializer if t.name in factors and np.any(np.asarray(factors[t.name]) != 1)]
+        if wanted:
+            _Scaling(graph, at_weights or graph is not model.graph).apply(wanted, factors)
+
+
+class _Scaling:
+    def __init__(self, graph: onnx.GraphProto, at_weights: bool) -> None:
+        self._graph, self._at_weights = graph, at_weights
+        self._users: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
+        self._hidden = {port.name for port in graph.output}
+        for node in graph.node:
+            for at, name in enumerate(node.input):
+                self._users[name].append((node, at))
+            if node.attribute:
+                own = set(node.input)
+                self._hidden |= {name for name in inner_inputs(node) if name not in own}
+                self._hidden |= {port.name for attribute in node.attribute for port in attribute.g.output}
+        self._before: list[onnx.NodeProto] = []
+        self._behind: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+
+    def apply(self, tensors: Sequence[onnx.TensorProto], factors: Mapping[str, float | Array]) -> None:
+        """Scales these initializers, and puts the new nodes in their places."""
+        for tensor in tensors:
+            factor = np.asarray(factors[tensor.name])
+            places = None if self._at_weights or factor.size > 1 else self._places(tensor.name, tensor.data_type)
+            if places is None:
+                self._scale_weight(tensor, factor)
+            for node, kind in places or ():
+                self._scale_product(node, kind, float(factor))
+        nodes = [*self._before]
+        for node in self._graph.node:
+            nodes.append(node)
+            for name in node.output:
+                nodes += self._behind.get(name, [])
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        del self._graph.node[:]
+        self._graph.node.extend(copies)
+
+    def _places(self, name: str, kind: int) -> list[Place] | None:
+        """The products with a weight; None where it is used in another way."""
+        if name in self._hidden:
+            return None
+        found: list[Place] = []
+        for node, at in self._users[name]:
+            if node.op_type in {*LAYOUT, "Cast"} and at == 0:
+                inner = self._places(node.output[0], _cast_to(node) or kind)
+                if inner is None:
+                    return None
+                found += inner
+            elif _is_product(node, at) and list(node.input).count(name) == 1 and kind in WIDE:
+                found.append((node, kind))
+            else:
+                return None
+        return found
+
+    def _scale_product(self, node: onnx.NodeProto, kind: int, factor: float) -> None:
+        if node.op_type in WITH_ALPHA:
+            alpha = next((one for one in node.attribute if one.name == "alpha"), None)
+            if alpha is None:
+                node.attribute.append(helper.make_attribute("alpha", factor))
+            else:
+                alpha.f *= factor
+            return
+        name = node.output[0]
+        node.output[0] = f"{name}:unscaled"
+        dtype = helper.tensor_dtype_to_np_dtype(kind)
+        self._behind[node.output[0]] += self._times(node.output[0], np.array(factor, dtype), name)
+        self._behind[node.output[0]] += self._behind.pop(name, [])
+
+    def _scale_weight(self, tensor: onnx.TensorProto, factor: Array) -> None:
+        """The initializer gets another name, and its own is that of the product."""
+        name, kind = tensor.name, tensor.data_type
+        tensor.name = stored = f"{name}:unscaled"
+        ports = [port for port in self._graph.input if port.name != name]  # old graphs declare initializers there
+        del self._graph.input[:]
+        self._graph.input.extend(ports)
+        if kind not in SHORT:
+            dtype = helper.tensor_dtype_to_np_dtype(kind)
+            self._before += self._times(stored, factor.astype(dtype), name)
+            return
+        wide, scaled = f"{stored}:wide", f"{name}:wide"  # onnxruntime's CPU multiplies no bfloat16
+        self._before.append(helper.make_node("Cast", [stored], [wide], name=wide, to=onnx.TensorProto.FLOAT))
+        self._before += self._times(wide, factor.astype(np.float32), scaled)
+        self._before.append(helper.make_node("Cast", [scaled], [name], name=f"{name}:narrow", to=kind))
+
+    def _times(self, value: str, factor: Array, result: str) -> list[onnx.NodeProto]:
+        constant = f"{result}:factor"
+        self._graph.initializer.append(numpy_helper.from_array(factor, constant))
+        return [helper.make_node("Mul", [value, constant], [result], name=f"{result}:scaled")]
+
+
+def _is_product(node: onnx.NodeProto, at: int) -> bool:
+    """Whether an input scales what the node makes."""
+    return (node.op_type in PRODUCTS and at == 0) or (node.op_type in {"MatMul", *WITH_ALPHA} and at < 2)
+
+
+def _cast_to(node: onnx.NodeProto) -> int:
+    """The element type that a Cast makes; 0 of others."""
+    if node.op_type != "Cast":
+        return 0
+    kind: Any = next(one.i for one in node.attribute if one.name == "to")
+    return int(kind)

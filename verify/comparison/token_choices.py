@@ -1,0 +1,66 @@
+"""Graphs that choose tokens themselves: are they the likeliest ones, and are their scores the log-probabilities?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from llmconv.runtime.runner import Choices
+from llmconv.tensors import Array
+from llmconv.verify.results.measure import GATES, Measure, Truth, measure, rms
+
+ULP = 2.0**-23
+"""Scores are float32, and as large as the logarithm of the vocabulary even where all logits are tiny."""
+
+
+def expected_count(postprocess: str) -> int:
+    """K of `topk:K`, 1 of `argmax`."""
+    return int(postprocess.partition(":")[2] or 1)
+
+
+def measure_choices(logits: Truth, choices: Choices, count: int) -> dict[str, Measure]:
+    """Compares `tokens` and `scores` with the logits of the eager model.
+
+    The token of rank k must have the k-th largest logit, unless a near-tie explains another; a score is compared with
+    the log-probability of the token that was chosen.
+
+    Args:
+        logits: rows [batch, tokens, vocabulary].
+        choices: the graph's [batch, tokens, K].
+        count: the K that was recorded.
+    """
+    tokens, shape = choices.tokens, (*logits.exact.shape[:2], count)
+    if tokens.shape != shape or choices.scores.shape != shape:
+        return _both(f"shape {list(tokens.shape)} instead of {list(shape)} (batch, tokens, choices)")
+    if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= logits.exact.shape[-1]:
+        return _both("a token is outside the vocabulary")
+    ordered = np.sort(tokens, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        return _both("a token is chosen twice")
+    chosen = np.take_along_axis(logits.exact, tokens, -1)
+    return {
+        "tokens": Measure(flips=_misplaced(logits, chosen)),
+        "scores": measure(_score_truth(logits, chosen), choices.scores),
+    }
+
+
+def _both(problem: str) -> dict[str, Measure]:
+    return {name: Measure(problem=problem) for name in ("tokens", "scores")}
+
+
+def _misplaced(logits: Truth, chosen: Array) -> int:
+    """Rows with a token whose logit is not that of its rank, by more than noise could explain."""
+    largest = -np.sort(-logits.exact, axis=-1)[..., : chosen.shape[-1]]
+    near = 2 * np.maximum(logits.max_noise, GATES["float32"].row * logits.noise)[..., None]
+    wrong: Array = (np.abs(largest - chosen) > near).any(axis=-1) & logits.valid
+    return int(wrong.sum())
+
+
+def _score_truth(logits: Truth, chosen: Array) -> Truth:
+    """A score is a logit less their logarithmic sum: both have the logits' noise, and the sum its own rounding."""
+    top = logits.exact.max(axis=-1, keepdims=True)
+    total = top + np.log(np.exp(logits.exact - top).sum(axis=-1, keepdims=True))
+    rounding = ULP * np.abs(total[..., 0])
+    noise = np.hypot(2**0.5 * np.maximum(logits.noise, logits.total_noise), rounding)
+    return replace(logits, exact=chosen - total, noise=noise, total_noise=rms(noise[logits.valid]) or 1e-300)

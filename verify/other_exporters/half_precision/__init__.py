@@ -1,0 +1,1 @@
+"""Graphs of other exporters in float16 and bfloat16."""

@@ -1,0 +1,332 @@
+"""The reference's side: every output of every call, in float64, with the noise of the graph's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmconv.runtime.cache_names import is_state
+from llmconv.runtime.eager.limit_margins import Place
+from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.eager.scale_factors import Factors
+from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
+from llmconv.runtime.runner import Cache, Runner, Step, default_positions
+from llmconv.tensors import Array
+from llmconv.verify.reference.merged_chain import LEAST, another_order, are_merged, is_another, joined, merged_steps
+from llmconv.verify.reference.prefix import Behind, Start
+from llmconv.verify.reference.weight_scaling import Change
+from llmconv.verify.results.measure import NoiseFloor, Truth, cache_rows, state_rows
+from llmconv.verify.scenarios.calls import (
+    GARBAGE,
+    GARBAGE_AFTER_FLOAT16,
+    GARBAGE_IN_FLOAT16,
+    Call,
+    Chain,
+    Facts,
+    full_mask,
+)
+from llmconv.verify.scenarios.table import Scenario
+from llmconv.verify.scenarios.windows import windows_of
+
+ORIGINAL = "original_max_position_embeddings"
+
+Truths = list[list[dict[str, Truth]]]
+"""By chain, by call, by output."""
+
+
+class Eager:
+    """The model in float64 and in the graph's dtype, and the noise between the two.
+
+    Args:
+        folder: of the model.
+        dtype: of the graphs.
+        keep: remembers what it computed, for several folders with graphs of one model.
+        code: a folder that is trusted: the model's own code there builds the model, if it has any.
+        factors: scale the weights.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        *,
+        keep: bool = False,
+        code: Path | None = None,
+        factors: Factors | None = None,
+    ) -> None:
+        self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors
+        self._kept: dict[str, Truths] | None = {} if keep else None
+        self._twins: dict[str, Eager] = {}
+        self._steps: dict[tuple[str, int, float], list[Step]] = {}
+        self._run_twins: list[Eager] = []
+        self._reached: dict[str, dict[Place, float]] = {}
+        self._run: set[str] = set()
+        self._rounded_model, self._rounded = self._open(dtype)
+        self._model, self._exact = self._open("float64")
+        self._floor = NoiseFloor(dtype)
+        self._garbage = GARBAGE_IN_FLOAT16 if dtype == "float16" else GARBAGE
+        self._virtual = self._first_position = 0
+
+    def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
+        """The model, and what runs it."""
+        scaled = dtype == "float64" and self.dtype == "float32" and self._factors  # which takes longer than to copy
+        like = self._rounded_model if scaled else None
+        model = EagerRunner(self.folder, dtype, code=self._code, factors=self._factors, like=like)
+        return model, model
+
+    def in_dtype(self, dtype: str) -> Eager:
+        """The same model with the noise of another dtype; it is opened once where `keep` was asked for."""
+        if dtype in {self.dtype, *self._twins}:
+            return self._twins.get(dtype, self)
+        other = copy(self)
+        other.dtype, other._twins, other._kept = dtype, {}, ({} if self._kept is not None else None)
+        other._rounded_model, other._rounded = other._open(dtype)
+        other._floor = NoiseFloor(dtype)
+        others = GARBAGE_AFTER_FLOAT16 if self.dtype == "float16" else GARBAGE
+        other._garbage = GARBAGE_IN_FLOAT16 if dtype == "float16" else others
+        if self._kept is not None:
+            self._twins[dtype] = other
+        return other
+
+    def behind(self, entry: PrefixEntry, start: Callable[[EagerRunner], Start]) -> Eager:
+        """The same model behind a prefix.
+
+        Args:
+            entry: of the graph that has it.
+            start: makes the keys and values of the prefix for a runner.
+        """
+        other = copy(self)
+        other._kept, other._floor = ({} if self._kept is not None else None), NoiseFloor(self.dtype)
+        other._steps = {}
+        other._virtual, other._first_position = entry.length, entry.first_position
+        runners = [
+            Behind(runner, start(runner), entry.first_position)
+            for runner in (self._exact, self._rounded)
+            if isinstance(runner, EagerRunner)
+        ]
+        other._exact, other._rounded = runners
+        return other
+
+    @property
+    def runners(self) -> tuple[Runner, Runner]:
+        """The model in float64, and in the graph's dtype."""
+        return self._exact, self._rounded
+
+    def facts(self) -> Facts:
+        """What the scenarios must know of the model."""
+        config = self._model.config
+        limit = getattr(config, "max_position_embeddings", None)
+        original = original_context(config)
+        if limit:
+            limit = max(limit, 4 * (original or 0)) - self._first_position
+        shapes = self.cache_shapes()
+        return Facts(
+            self._model.vocab_size,
+            max_positions=limit,
+            windows=windows_of(config),
+            takes_positions=self._model.takes_positions,
+            original=original,
+            keeps_states=any(is_state(name) for name in shapes),
+            no_made_up="no past is made up behind a prefix" if self._virtual else "",
+            cache=shapes,
+            parameters=self._model.model.num_parameters(),
+            garbage=self._garbage,
+            padding=getattr(config, "pad_token_id", None),
+            greedy=self._continued,
+        )
+
+    def _continued(self, prompt: Array, steps: int) -> Array:
+        """A prompt [1, tokens] and its likeliest tokens, [1, tokens + steps]."""
+        ids, past, new = prompt, None, prompt
+        for _ in range(steps):
+            mask = np.ones_like(ids)
+            step = self._exact.prefill(new, mask, default_positions(mask, new.shape[1]), past)
+            new, past = step.logits[:, -1].argmax(axis=-1)[:, None], step.present
+            ids = np.concatenate([ids, new], axis=1)
+        return ids
+
+    def rotary_frequencies(self) -> list[tuple[Array, float]]:
+        """Frequencies of the rotary embeddings, float32 [head_dim / 2], with the factor of their cosines and sines."""
+        found = []
+        for module in self._rounded_model.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                prefix, ending, rest = name.rpartition("inv_freq")
+                if ending and not rest and not prefix.endswith("original_"):
+                    factor = getattr(module, f"{prefix}attention_scaling", 1.0)
+                    found.append((buffer.float().numpy(), float(factor)))
+        return found
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return int(self._model.config.num_hidden_layers)
+
+    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+        """What the cache consists of, by the name of the output: shapes for a batch of one and one token."""
+        one = np.zeros((1, 1), dtype=np.int64)
+        present = self._exact.prefill(one, one + 1, one).present
+        return {name: array.shape for name, array in present.arrays().items()}
+
+    def heeds_positions(self) -> bool:
+        """Whether logits change when two tokens exchange their positions."""
+        ids, mask = np.zeros((1, 3), dtype=np.int64), full_mask(1, 3)
+        ids[0, 1] = 1
+        near, far = (self._exact.prefill(ids, mask, np.array([at])).logits for at in ((0, 1, 2), (0, 2, 1)))
+        return not np.array_equal(near, far, equal_nan=True)
+
+    def embed(self, input_ids: Array) -> tuple[Array, Array]:
+        """Embeddings of tokens, exact and as the graph's dtype has them."""
+        return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
+
+    def twin(self, change: Change) -> Eager:
+        """The same model with scaled weights; meanwhile a large one leaves memory, until it is used again."""
+        twin = self._twins.get(change.name)
+        if twin is None:
+            self.release()
+            twin = self._twin(change)
+        self._run_twins.append(twin)
+        if self._kept is not None:
+            self._twins = {**self._twins, change.name: twin}
+        return twin
+
+    def begin(self) -> None:
+        """Limits that were reached for other graphs count for nothing: the next graph has to be run on the same."""
+        self._run_twins.clear()
+        self._run.clear()
+        for twin in self._twins.values():
+            twin.begin()
+
+    def release(self) -> None:
+        """A large model leaves memory until it is used again."""
+        self._model.release()
+        self._rounded_model.release()
+
+    def _twin(self, change: Change) -> Eager:
+        return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.of)
+
+    def own_shares(self) -> dict[Place, float]:
+        """By limit, the largest share of it that the model reached in the scenarios since `begin`; see `Reach`."""
+        if self._kept is None:
+            return dict(self._model.reach.shares)
+        return _largest(self._reached[name] for name in self._run)
+
+    def shares(self) -> dict[Place, float]:
+        """The same of the model and its twins."""
+        return _largest([self.own_shares(), *(twin.own_shares() for twin in self._run_twins)])
+
+    def truths(self, scenario: Scenario, chains: list[Chain]) -> Truths:
+        """Every output of every call."""
+        if self._kept is None:
+            return [self._truths(chain, {}, "") for chain in chains]
+        self._run.add(scenario.name)
+        if scenario.name not in self._kept:
+            self._model.reach.shares = {}
+            # In float64 the steps are the same for all dtypes but for the garbage in a cache.
+            self._kept[scenario.name] = [
+                self._truths(chain, self._steps, (scenario.name, at, max(call.edit.garbage for call in chain)))
+                for at, chain in enumerate(chains)
+            ]
+            known = self._reached.get(scenario.name, {})  # in float64, for graphs of another dtype or prefix
+            self._reached[scenario.name] = _largest([known, self._model.reach.shares])
+        return self._kept[scenario.name]
+
+    def _truths(self, chain: Chain, known: dict[Any, list[Step]], key: Any) -> list[dict[str, Truth]]:
+        """Every output of a chain; its float64 steps are taken from `known`, or put there under `key`."""
+        rounded, floor = run_chain(self._rounded, chain), self._floor.copy()
+        if key not in known:
+            known[key] = self._merged(chain) or run_chain(self._exact, chain)
+        found = self._chain(chain, known[key], rounded)
+        if are_merged(known[key]) and is_another(found):
+            known[key], self._floor = run_chain(self._exact, chain), floor
+            found = self._chain(chain, known[key], rounded)
+        return found
+
+    def _merged(self, chain: Chain) -> list[Step] | None:
+        """The float64 steps of one call for all; None where that may be another computation, or could not be told."""
+        if len(chain) < LEAST or self._virtual or not self._floor.knows_noise or original_context(self._model.config):
+            return None
+        return merged_steps(self._exact, chain)
+
+    def _chain(self, chain: Chain, steps: list[Step], rounded_steps: list[Step]) -> list[dict[str, Truth]]:
+        runs = zip(steps, rounded_steps, strict=True)
+        found = []
+        for at, (call, (exact, rounded)) in enumerate(zip(chain, runs, strict=True)):
+            pairs = zip(rows_of(exact, call.known).items(), rows_of(rounded, call.known).values(), strict=True)
+            truths = {name: self._floor.truth(name, a, b, self._valid(call, name)) for (name, a), b in pairs}
+            found.append(self._with_others(truths, chain[: at + 1]))
+        return found
+
+    def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
+        """The truths of the last of the calls, each able to doubt its noise."""
+        chain = another_order(calls)
+        if chain is None:
+            return truths
+        step = cache(lambda: rows_of(joined(run_chain(self._rounded, chain)), chain[0].known))
+        new = calls[-1].input_ids.shape[1]
+
+        def other(name: str) -> Array:
+            rows = step()[name]
+            return rows[:, -new:] if name == "logits" else rows
+
+        return {name: replace(truth, other=partial(other, name)) for name, truth in truths.items()}
+
+    def _valid(self, call: Call, output: str) -> Array:
+        """The rows that are not padding; those of the prefix come first in the cache."""
+        valid = valid_rows(call, output)
+        return valid if output == "logits" else np.pad(valid, ((0, 0), (self._virtual, 0)), constant_values=True)
+
+
+def _largest(several: Iterable[Mapping[Place, float]]) -> dict[Place, float]:
+    """By limit, the largest share of several runs."""
+    found: dict[Place, float] = {}
+    for shares in several:
+        for place, share in shares.items():
+            found[place] = max(share, found.get(place, 0.0))
+    return found
+
+
+def original_context(config: Any) -> int | None:
+    """Tokens of the context before rotary frequencies were scaled; None where they are not."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    if any(kind.get("rope_type") == "dynamic" for kind in kinds):
+        return int(config.max_position_embeddings)
+    return next((int(kind[ORIGINAL]) for kind in kinds if kind.get(ORIGINAL)), None)
+
+
+def run_chain(runner: Runner, chain: Chain) -> list[Step]:
+    """Runs the calls one after another, each on the cache of the one before; the first one as prefill."""
+    steps: list[Step] = []
+    past: Cache | None = None
+    for index, call in enumerate(chain):
+        run = runner.decode if index else runner.prefill
+        past = edited(past, call)
+        steps.append(run(call.input_ids, call.attention_mask, call.position_ids, past))
+        past = steps[-1].present
+    return steps
+
+
+def edited(past: Cache | None, call: Call) -> Cache | None:
+    """What a call continues: the cache of the one before, as its client has changed it, or one that is made up."""
+    return call.start or (call.edit.apply(past, call.past_mask) if past else None)
+
+
+def rows_of(step: Step, known: int = 0) -> dict[str, Array]:
+    """Every output as rows [batch, tokens, features], by name; without the `known` first tokens of keys and values."""
+    arrays = step.present.arrays().items()
+    cached = {name: state_rows(a) if is_state(name) else cache_rows(a[:, :, known:]) for name, a in arrays}
+    return {"logits": step.logits, **cached}
+
+
+def valid_rows(call: Call, output: str) -> Array:
+    """The rows of an output that are not padding; a state is one row for all tokens."""
+    if is_state(output):
+        return np.ones((len(call.input_ids), 1), dtype=bool)
+    valid: Array = call.attention_mask[:, call.known :] == 1
+    return call.valid if output == "logits" else valid

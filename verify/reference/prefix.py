@@ -1,0 +1,125 @@
+"""The reference behind a prefix: the eager model continues the keys and values of what was trained.
+
+The tensor that was trained is read from the folder; keys and values are made of it here once more, without the
+exporter's. Layouts: peft `PeftModel.get_prompt` for `prefix_tuning`, PaddleNLP `pre_caches.npy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmconv.errors import MalformedInput
+from llmconv.files.safetensors_file import read_header
+from llmconv.runtime.eager.runner import EagerRunner
+from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
+from llmconv.runtime.runner import Cache, Step
+from llmconv.tensors import Array
+
+KeyValues = list[tuple[Array, Array]]
+"""Key and value by layer, `[1, kv_heads, P, head_dim]`."""
+
+PARTS = ("key", "value")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A cache to begin with."""
+
+    layers: KeyValues
+
+    @property
+    def length(self) -> int:
+        """Virtual tokens."""
+        return int(self.layers[0][0].shape[2])
+
+    def arrays(self) -> dict[str, Array]:
+        """See `Cache.arrays`."""
+        pairs = enumerate(self.layers)
+        return {f"present.{layer}.{part}": a for layer, pair in pairs for part, a in zip(PARTS, pair, strict=True)}
+
+    def of_batch(self, batch: int) -> Start:
+        """The same for every sequence of a batch."""
+        return Start([(np.repeat(key, batch, axis=0), np.repeat(value, batch, axis=0)) for key, value in self.layers])
+
+
+@dataclass(frozen=True)
+class Behind:
+    """A runner of which nobody sees that every cache begins with virtual tokens, but for the cache's length."""
+
+    runner: EagerRunner
+    start: Start
+    first_position: int
+
+    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+        """As `Runner.prefill`; an empty past is the prefix."""
+        mask = np.pad(attention_mask, ((0, 0), (self.start.length, 0)), constant_values=1)
+        past = past or self.start.of_batch(len(input_ids))
+        return self.runner.prefill(input_ids, mask, position_ids + self.first_position, past)
+
+    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+        """As `prefill`."""
+        return self.prefill(input_ids, attention_mask, position_ids, past)
+
+
+def trained_start(folder: Path, entry: PrefixEntry) -> Callable[[EagerRunner], Start]:
+    """What the trained tensor means to a model, computed in the precision of its runner.
+
+    Raises:
+        MalformedInput: the file does not hold what the manifest says.
+    """
+    content = _read(folder, entry, "adapter")
+    make = _MAKERS.get(entry.kind)
+    if make is None:
+        raise MalformedInput(
+            f"the manifest names a prefix of the kind `{entry.kind}`", hint="run `llmconv export` again"
+        )
+    return lambda runner: Start(make(content, runner))
+
+
+def stored_start(folder: Path, entry: PrefixEntry, layers: int) -> Callable[[EagerRunner], Start]:
+    """The keys and values that the graphs map, whatever the model."""
+    names = [(f"prefix.{layer}.key", f"prefix.{layer}.value") for layer in range(layers)]
+    start = Start([(_read(folder, entry, key), _read(folder, entry, value)) for key, value in names])
+    return lambda runner: start
+
+
+def _read(folder: Path, entry: PrefixEntry, name: str) -> Array:
+    tensors = read_header(folder / entry.file).tensors if (folder / entry.file).is_file() else {}
+    if name not in tensors:
+        raise MalformedInput(f"`{entry.file}` lacks the tensor `{name}`", hint="run `llmconv export` again")
+    return tensors[name].read()
+
+
+def _of_rows(content: Array, runner: EagerRunner) -> KeyValues:
+    """`[P, 2 * layers * heads * size]`: `view(P, 2 * layers, heads, size)`, then `permute(1, 2, 0, 3)`."""
+    shapes = _shapes(runner)
+    rows = content.reshape(len(content), 2 * len(shapes), *shapes[0]).transpose(1, 2, 0, 3)
+    return [(rows[i : i + 1], rows[i + 1 : i + 2]) for i in range(0, len(rows), 2)]
+
+
+def _of_caches(content: Array, runner: EagerRunner) -> KeyValues:
+    """`[layers, 2, heads, P, size]`, keys first."""
+    return [(layer[0:1], layer[1:2]) for layer in content]
+
+
+def _of_embeddings(content: Array, runner: EagerRunner) -> KeyValues:
+    """`[P, hidden]`: tokens without ids, which the model runs first."""
+    arrays = runner.run_embedded(content[None]).arrays()
+    return [(arrays[f"present.{layer}.key"], arrays[f"present.{layer}.value"]) for layer in range(len(arrays) // 2)]
+
+
+def _shapes(runner: EagerRunner) -> list[tuple[int, int]]:
+    one = np.zeros((1, 1), dtype=np.int64)
+    present = runner.prefill(one, one + 1, one).present.arrays()
+    return [(array.shape[1], array.shape[3]) for name, array in present.items() if name.endswith(".key")]
+
+
+_MAKERS: dict[str, Callable[[Array, EagerRunner], KeyValues]] = {
+    "prefix_tuning": _of_rows,
+    "pre_caches": _of_caches,
+    "soft_prompt": _of_embeddings,
+}

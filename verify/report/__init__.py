@@ -1,0 +1,1 @@
+"""The report as files: JSON, JUnit, Markdown, HTML with plots, annotations of GitHub."""

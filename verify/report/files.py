@@ -1,0 +1,177 @@
+"""The report as files: report.json, junit.xml, summary.md and report.html, all escaped, none needs a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryFile
+from xml.etree import ElementTree
+
+from llmconv.argument_checks import checked
+from llmconv.errors import OutputFailed
+from llmconv.files.paths import Written
+from llmconv.files.safe_folder import Folder
+from llmconv.verify.report.html import render_html
+from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, Check, Report, clean
+
+XML_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that XML 1.0 does not allow, section 2.2."""
+
+MARKDOWN_ROWS = 200
+"""A CI step summary holds 1 MiB; a reader holds less."""
+
+COLUMNS = ("verdict", "scenario", "graph", "output", "sigma", "worst row", "max abs", "detail")
+
+
+NAMES = ("report.json", "junit.xml", "summary.md", "report.html")
+
+PROBE = 4 << 20
+"""Bytes that a place for a report must have room for; the reports of the largest models come near."""
+
+DATE = "%Y-%m-%dT%H:%M:%SZ"
+
+
+@checked
+def write_report(report: Report, folder: Written, date: str = "") -> None:
+    """Writes the four files into `folder`, which is made if need be.
+
+    Args:
+        date: that they bear, see `today`, which is also the default.
+
+    Raises:
+        OutputFailed: a file cannot be written.
+    """
+    folder, date = Path(folder), date or today()
+    texts = [render(report, date) for render in (render_json, render_junit, render_markdown, render_html)]
+    files = dict(zip(NAMES, texts, strict=True))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with Folder.open(folder) as home:
+            home.sweep()
+            home.write_together({name: text.encode("utf-8", "replace") for name, text in files.items()})
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def today(environment: Mapping[str, str] = os.environ) -> str:
+    """Now in UTC, such as `2026-11-23T08:15:00Z`; or the time that SOURCE_DATE_EPOCH says, in seconds since 1970.
+
+    https://reproducible-builds.org/specs/source-date-epoch/
+    """
+    moment = datetime.now(UTC)
+    with suppress(ValueError, OverflowError, OSError):
+        moment = datetime.fromtimestamp(int(environment.get("SOURCE_DATE_EPOCH", "")), UTC)
+    return moment.strftime(DATE)
+
+
+def require_place(folder: Path) -> None:
+    """Finds out before anything is computed whether a report could be written.
+
+    An older report is removed, so that a run which ends before its own is written leaves none that says something else.
+
+    Raises:
+        InputRefused: something in the way is neither a file nor a link.
+        OutputFailed: it could not, or the disk has no room for it.
+    """
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
+    try:
+        with TemporaryFile(dir=place) as file:
+            file.write(b"\0" * PROBE)
+            file.flush()
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    if place == folder.absolute():
+        with Folder.open(folder) as home:
+            for name in NAMES:
+                home.require_replaceable(name)
+            for name in NAMES:
+                if home.find(name):
+                    home.remove(name)
+
+
+def _unwritable(folder: Path, error: OSError) -> OutputFailed:
+    return OutputFailed(
+        f"cannot write the report to `{folder}`: {error.strerror}", hint="give another folder to `--report`"
+    )
+
+
+def render_json(report: Report, date: str) -> str:
+    """What `llmconv verify --json` prints, and the date."""
+    return json.dumps({**report.as_dict(), "date": date}, indent=2) + "\n"
+
+
+def render_junit(report: Report, date: str) -> str:
+    """One test case per check: class is scenario and graph, name is the output."""
+    counts = {verdict: sum(check.verdict == verdict for check in report.checks) for verdict in ("fail", "skip")}
+    suite = ElementTree.Element(
+        "testsuite",
+        name=_xml(f"llmconv verify {report.folder}"),
+        tests=str(len(report.checks)),
+        failures=str(counts["fail"]),
+        skipped=str(counts["skip"]),
+        errors="0",
+        timestamp=date.removesuffix("Z"),
+    )
+    for check in report.checks:
+        _add_case(suite, check)
+    if report.verdict == "inconclusive":
+        suite.set("errors", "1")
+        case = ElementTree.SubElement(suite, "testcase", classname="verdict", name="anything compared")
+        ElementTree.SubElement(case, "error", message="; ".join(_xml(note) for note in report.notes))
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _add_case(suite: ElementTree.Element, check: Check) -> None:
+    case = ElementTree.SubElement(
+        suite, "testcase", classname=_xml(f"{check.name}.{check.graph}"), name=_xml(check.output or check.name)
+    )
+    properties = ElementTree.SubElement(case, "properties")
+    for name in ("sigma", "row_sigma", "max_abs", "divergence", "agreement"):
+        value = getattr(check, name)
+        ElementTree.SubElement(properties, "property", name=name, value=str(value))
+    if check.verdict == "fail":
+        message = f"step {check.step}, sigma {check.sigma:.2f}, worst row {check.row_sigma:.2f} {check.detail}"
+        ElementTree.SubElement(case, "failure", message=_xml(message))
+    elif check.verdict == "skip":
+        ElementTree.SubElement(case, "skipped", message=_xml(check.detail))
+
+
+def _xml(text: str) -> str:
+    return XML_ILLEGAL.sub("?", text)
+
+
+def render_markdown(report: Report, date: str = "") -> str:
+    """Verdict, where to look, and the worst of every scenario, first of those that differ."""
+    lines = [
+        f"# {report.verdict.upper()}: {_cell(report.folder)}",
+        "",
+        _cell(report.summary()) + (f", {date}" if date else ""),
+        "",
+    ]
+    lines += [f"**Where:** {_cell(report.where.text, LINE_LIMIT)}", ""] if report.where else []
+    lines += [f"* {_cell(note, LINE_LIMIT)}" for note in [*report.copies_told(), *report.notes]] + [""]
+    if report.quantization:
+        lines += ["**Quantisation:**", "", *(f"* {_cell(line)}" for line in report.quantization.lines()), ""]
+    lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    shown = sorted(report.highlights(), key=lambda check: check.verdict != "fail")
+    lines += [_row(check) for check in shown[:MARKDOWN_ROWS]]
+    lines += ["", f"and {len(shown) - MARKDOWN_ROWS} more rows in report.json"] if len(shown) > MARKDOWN_ROWS else []
+    return "\n".join(lines) + "\n"
+
+
+def _row(check: Check) -> str:
+    numbers = [f"{check.sigma:.2f}", f"{check.row_sigma:.2f}", f"{check.max_abs:.1e}"]
+    numbers = numbers if check.is_measured else [""] * 3
+    cells = [check.verdict, check.name, check.graph, check.output, *numbers, check.detail]
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(text: str, limit: int = NAME_LIMIT) -> str:
+    """Text that Markdown does not interpret."""
+    return re.sub(r"([\\`*_{}\[\]<>#|!~&@])", r"\\\1", clean(text, limit))

@@ -1,0 +1,214 @@
+"""report.html: one file that says in ten seconds what is wrong and where; no network, everything escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+
+from llmconv.verify.report.error_plots import error_histogram, logit_scatter, position_map
+from llmconv.verify.report.plots import depth_curve, heat_map
+from llmconv.verify.results.evidence import Evidence
+from llmconv.verify.results.measure import GATES, SCALE
+from llmconv.verify.results.report import LINE_LIMIT, NAME_LIMIT, Check, Report, UnmatchedNode, clean
+
+STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; max-width: 980px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
+.banner { border-radius: 8px; padding: 1rem 1.2rem; border-left: 8px solid; }
+.banner.pass { background: #e9f7ee; border-color: #2e8b57; }
+.banner.fail { background: #fdecea; border-color: #c0392b; }
+.banner.inconclusive { background: #fff6df; border-color: #c48a00; }
+.where { font-weight: 600; margin: .6rem 0 0; } .small { color: #5a6472; font-size: .88rem; }
+table { border-collapse: collapse; width: 100%; font-size: .88rem; }
+th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #e3e7ec; vertical-align: top; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.verdict { font-weight: 600; } tr.fail td.verdict { color: #c0392b; } tr.pass td.verdict { color: #2e8b57; }
+tr.skip td.verdict { color: #8a6d00; } svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+.pair { display: flex; flex-wrap: wrap; gap: 1rem; } .pair > div { flex: 1 1 320px; min-width: 0; }
+.wide { overflow-x: auto; } .wide > svg { min-width: 720px; }
+@media (max-width: 640px) { .extra { display: none; } th, td { padding: .25rem .35rem; font-size: .8rem; } }
+code { background: #f2f4f7; padding: .1rem .3rem; border-radius: 4px; overflow-wrap: anywhere; }
+"""
+WORDS = {
+    "pass": "The graphs equal the eager model",
+    "fail": "The graphs differ",
+    "inconclusive": "Nothing was compared",
+}
+ROWS = 500
+FIRST = 8
+NUMBERS = ("step", "sigma", "worst row", "max abs")
+ALONG = "Worst sigma of a row over all scenarios, scaled weights included, by layer and position in the sequence:"
+EXPLAIN = '<p class="small">One row per scenario, graph and kind of output: the worst of its outputs.</p>'
+
+
+def render_html(report: Report, date: str) -> str:
+    """The page, with the date of the report."""
+    title = f"{report.verdict.upper()}: {report.folder}"
+    body = [_banner(report, date), *_failures(report), *_quantization(report)]
+    graphs = dict.fromkeys(check.graph for check in report.shown() if check.output)
+    failed = {check.graph for check in report.checks if check.verdict == "fail"}
+    for graph in sorted(graphs, key=lambda graph: graph not in failed):
+        names = " = ".join([graph, *(name for name, first in report.copies.items() if first == graph)])
+        body += _graph(names, [check for check in report.checks if check.graph == graph])
+        body += _spread(report.evidence[graph]) if graph in report.evidence else []
+        body += _unmatched(report.unmatched.get(graph, []))
+    body += ["<h2>All checks</h2>", EXPLAIN, _table(report.highlights()), _about(report)]
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(clean(title))}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>\n'
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _banner(report: Report, date: str) -> str:
+    where = f'<p class="where">{_text(report.where.text, LINE_LIMIT)}</p>' if report.where else ""
+    notes = "".join(
+        f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in [*report.copies_told(), *report.notes]
+    )
+    day, _, clock = date.removesuffix("Z").partition("T")
+    return (
+        f'<div class="banner {report.verdict}"><h1>{report.verdict.upper()}</h1>'
+        f"<div>{WORDS[report.verdict]}: <code>{_text(report.folder)}</code> against "
+        f"<code>{_text(report.reference)}</code>, "
+        f"suite {_text(report.suite)}, {_text(day)} {_text(clock)} UTC</div>{where}"
+        f'<p class="small">{_text(report.summary())}</p>{notes}</div>'
+    )
+
+
+def _failures(report: Report) -> list[str]:
+    failed = [check for check in report.highlights() if check.verdict == "fail"]
+    more = f'<p class="small">and {len(failed) - FIRST} more groups of outputs, all below</p>' if failed[FIRST:] else ""
+    return ["<h2>What differs first</h2>", _table(failed[:FIRST]), more] if failed else []
+
+
+def _quantization(report: Report) -> list[str]:
+    """What quantisation cost, and how far every matrix is from the model's."""
+    section = report.quantization
+    if section is None:
+        return []
+    lines = "".join(f"<p>{_text(line)}</p>" for line in section.lines())
+    head = '<tr><th>tensor</th><th>graph</th><th>stored</th><th class="number">relative error</th></tr>'
+    rows = "".join(
+        f"<tr><td>{_text(one['tensor'])}</td><td>{_text(one['graph'])}</td><td>{_text(one['stored'])}</td>"
+        f'<td class="number">{one["relative_error"]:.2e}</td></tr>'
+        for one in section.weights[:ROWS]
+    )
+    more = (
+        f'<p class="small">and {len(section.weights) - ROWS} more in report.json</p>' if section.weights[ROWS:] else ""
+    )
+    table = (
+        f"<details><summary>Every matrix</summary>{_wide(f'<table>{head}{rows}</table>')}{more}</details>"
+        if rows
+        else ""
+    )
+    return [f"<h2>What quantisation cost</h2>{lines}{table}"]
+
+
+def _graph(graph: str, checks: Sequence[Check]) -> list[str]:
+    curve = depth_curve(checks)
+    return [
+        f"<h2>{_text(graph)}: sigma by scenario and layer</h2>",
+        '<p class="small">Columns are layers (the worse of key and value) and the logits. Green is within the gate, '
+        "red is not; hover for figures.</p>",
+        _wide(heat_map(checks)),
+        f'<p class="small">Largest sigma over all scenarios, by layer:</p>{_wide(curve)}' if curve else "",
+    ]
+
+
+def _spread(evidence: Evidence) -> list[str]:
+    """How errors are spread over logits and positions, and the likeliest tokens that differ."""
+    drawn = [
+        ("Errors of logits, by size", error_histogram(evidence)),
+        ("Logits of the graph over the eager model's", logit_scatter(evidence)),
+    ]
+    pairs = "".join(f'<div><p class="small">{title}:</p>{svg}</div>' for title, svg in drawn if svg)
+    along = position_map(evidence)
+    return [
+        f'<p class="small">{ALONG}</p>{_wide(along)}' if along else "",
+        f'<div class="pair">{pairs}</div>' if pairs else "",
+        _flips(evidence),
+    ]
+
+
+def _unmatched(nodes: Sequence[UnmatchedNode]) -> list[str]:
+    """The nodes without a counterpart in the model, folded."""
+    if not nodes:
+        return []
+    rows = "".join(
+        f"<tr><td>{_text(one.node)}</td><td>{_text(one.operator)}</td><td>{_text(one.scope)}</td></tr>"
+        for one in nodes[:ROWS]
+    )
+    table = f"<table><tr><th>node</th><th>operator</th><th>module</th></tr>{rows}</table>"
+    title = f"{len(nodes)} nodes compute what the model does not: what an exporter writes differently, or a fault"
+    more = f'<p class="small">and {len(nodes) - ROWS} more in report.json</p>' if nodes[ROWS:] else ""
+    return [f"<details><summary>{title}</summary>{_wide(table)}{more}</details>"]
+
+
+def _flips(evidence: Evidence) -> str:
+    if not evidence.rows:
+        return ""
+    if not evidence.flips:
+        return f'<p class="small">Likeliest tokens: the same in all {evidence.rows} rows.</p>'
+    head = "<tr><th>scenario</th><th>row</th>" + "".join(
+        f'<th class="number">{name}</th>' for name in ("margin of the eager model", "explained by rounding up to")
+    )
+    rows = "".join(
+        f'<tr class="{"pass" if flip.margin <= flip.noise else "fail"}"><td>{_text(flip.scenario)}</td>'
+        f"<td>sequence {flip.row[0]}, token {flip.row[1]}</td>"
+        f'<td class="number">{flip.margin:.2e}</td><td class="number">{flip.noise:.2e}</td></tr>'
+        for flip in evidence.flips[:FIRST]
+    )
+    text = f"Likeliest tokens that differ: {evidence.flipped} of {evidence.rows} rows, the first:"
+    return f'<p class="small">{text}</p>{_wide(f"<table>{head}</tr>{rows}</table>")}'
+
+
+def _table(checks: Sequence[Check]) -> str:
+    head = "<tr><th>verdict</th><th>scenario</th><th>graph</th><th>output</th>"
+    head += "".join(f'<th class="{_column(name)}">{name}</th>' for name in NUMBERS)
+    more = f'<p class="small">and {len(checks) - ROWS} more in report.json</p>' if len(checks) > ROWS else ""
+    table = f"<table>{head}<th>detail</th></tr>{''.join(_row(check) for check in checks[:ROWS])}</table>"
+    return f"{_wide(table)}{more}"
+
+
+def _column(name: str) -> str:
+    """Classes of a column of numbers; some are left out where the page is narrow."""
+    return "number" if "sigma" in name or "row" in name else "number extra"
+
+
+def _wide(content: str) -> str:
+    """What scrolls sideways by itself where the page is narrow."""
+    return f'<div class="wide">{content}</div>'
+
+
+def _row(check: Check) -> str:
+    numbers = (str(check.step), f"{check.sigma:.2f}", f"{check.row_sigma:.2f}", f"{check.max_abs:.1e}")
+    numbers = numbers if check.is_measured else ("",) * 4
+    cells = "".join(f"<td>{_text(text)}</td>" for text in (check.name, check.graph, check.output))
+    pairs = zip(NUMBERS, numbers, strict=True)
+    cells += "".join(f'<td class="{_column(name)}">{number}</td>' for name, number in pairs)
+    cells += f"<td>{_text(check.detail)}</td>"
+    return f'<tr class="{check.verdict}"><td class="verdict">{check.verdict}</td>{cells}</tr>'
+
+
+def _about(report: Report) -> str:
+    gates = GATES["float32"]
+    seeds = report.settings.get("seeds", {})
+    given = {name: value for name, value in report.settings.items() if name not in {"gates", "seeds"}}
+    settings = ", ".join(f"{name} {value}" for name, value in given.items())
+    settings += f"; {len(seeds)} scenarios, seeds in report.json" if seeds else ""
+    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    return (
+        "<h2>How to read this</h2><p>sigma = RMS(graph − eager in float64) / RMS(eager in the graph's dtype − eager in "
+        f"float64): how far the graph is off, in units of the model's own rounding noise. {SCALE} A graph in float32 "
+        f"passes up to {gates.aggregate:g} over an output and up to {gates.row:g} in its worst row.</p>"
+        f'<p class="small">{_text(versions)}</p><p class="small">{_text(settings)}</p>'
+    )
+
+
+def _text(text: str, limit: int = NAME_LIMIT) -> str:
+    """Escaped; what stands between backticks is set as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(clean(text, limit)))

@@ -1,0 +1,261 @@
+"""Report: what was checked, what came out, and the verdict as a whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any
+
+from llmconv.runtime.cache_names import is_present
+from llmconv.verify.results.evidence import Evidence
+from llmconv.verify.results.quantization import Quantization
+
+NAME_LIMIT = 200
+LINE_LIMIT = 1000
+
+
+@dataclass(frozen=True)
+class Check:
+    """One output of one graph in one scenario, over all its steps; or one structural check (sigma 0).
+
+    Attributes:
+        name: the scenario, or `structure`, `weights`, `prefill and decode agree`.
+        graph: the graph's file.
+        output: such as `logits` or `present.3.key`.
+        sigma, row_sigma: the largest over the steps; the gates are those of `compare.GATES`.
+        max_abs: the largest absolute difference.
+        divergence, agreement: of logits: the largest Kullback-Leibler divergence of a row in nats, and the share of
+            rows with the same likeliest token, in the worst step.
+        verdict: `pass`, `fail` or `skip`.
+        step: the step with the largest sigma; on failure the first that fails.
+        detail: what is wrong, in words.
+    """
+
+    name: str
+    graph: str
+    output: str
+    sigma: float = 0.0
+    row_sigma: float = 0.0
+    max_abs: float = 0.0
+    verdict: str = "pass"
+    step: int = 0
+    steps: int = 1
+    row: tuple[int, int] = (0, 0)
+    detail: str = ""
+    divergence: float = 0.0
+    agreement: float = 1.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether numbers were compared; of files, weights and structure none are."""
+        return bool(self.output) and self.verdict != "skip"
+
+
+@dataclass(frozen=True)
+class Where:
+    """The first place where a graph differs.
+
+    Attributes:
+        layer: the first layer whose keys or values leave the floor; None when only the logits do. Where a node is
+            named, the node's layer, None outside the layers.
+        text: the same in words.
+        node: the first node that differs; empty where none was searched for or found.
+        scope: the node's module, such as `model.layers.7.self_attn.q_norm`.
+        finding: what the node or the weight has and the model has not, in words; empty where it is of no known kind.
+    """
+
+    scenario: str
+    graph: str
+    step: int
+    layer: int | None
+    output: str
+    text: str
+    node: str = ""
+    scope: str = ""
+    finding: str = ""
+
+
+@dataclass(frozen=True)
+class UnmatchedNode:
+    """A node whose value the eager model does not compute.
+
+    Attributes:
+        node: its name.
+        operator: such as `Where`.
+        scope: the module that it belongs to; empty where its name does not say.
+    """
+
+    node: str
+    operator: str
+    scope: str
+
+
+@dataclass
+class Report:
+    """All checks of a folder; true when the graphs equal the eager model.
+
+    Attributes:
+        folder, reference: names of the folders.
+        suite: `quick` or `full`.
+        checks: one per graph, scenario and output, in the order of the work.
+        where: on failure, where to look.
+        notes: what a reader should know, one line each.
+        unseen: kinds of faults that no run of this folder could show; in the summary too.
+        versions: of the libraries that took part.
+        settings: threads and optimisation of onnxruntime, how often every call was run, the gates, seeds by scenario.
+        evidence: what the page draws, by graph.
+        copies: graphs that are the same bytes as another, by their own names; they are run and shown once.
+        unmatched: by graph, the nodes whose values the model does not compute; empty where they were not looked for.
+        quantization: of graphs with quantised weights; None for others.
+    """
+
+    folder: str
+    reference: str
+    suite: str
+    checks: list[Check] = field(default_factory=list)
+    where: Where | None = None
+    notes: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    evidence: dict[str, Evidence] = field(default_factory=dict)
+    copies: dict[str, str] = field(default_factory=dict)
+    unmatched: dict[str, list[UnmatchedNode]] = field(default_factory=dict)
+    quantization: Quantization | None = None
+
+    def __bool__(self) -> bool:
+        return self.verdict == "pass"
+
+    def __repr__(self) -> str:
+        return f"<Report of {self.folder}: {self.summary()}>"
+
+    @property
+    def verdict(self) -> str:
+        """`pass`, `fail`, or `inconclusive` when no output was compared."""
+        if any(check.verdict == "fail" for check in self.checks):
+            return "fail"
+        passed = [check for check in self.checks if check.verdict == "pass" and check.output]
+        compared = {name for check in passed for name in check.graph.split("+")}
+        graphs = {check.graph for check in self.checks if check.graph.endswith(".onnx") and "+" not in check.graph}
+        return "pass" if compared and graphs <= compared else "inconclusive"
+
+    @property
+    def exit_code(self) -> int:
+        """0 pass, 1 fail, 5 inconclusive."""
+        return {"pass": 0, "fail": 1, "inconclusive": 5}[self.verdict]
+
+    @property
+    def worst(self) -> Check | None:
+        """The check with the largest sigma; None where none was measured."""
+        measured = (check for check in self.checks if check.output and check.sigma)
+        return max(measured, key=lambda check: check.sigma, default=None)
+
+    def highlights(self) -> list[Check]:
+        """The worst check of every scenario, graph and kind of output; of graphs that are one file, once."""
+        groups = groups_of(self.shown())
+        return [max(group, key=lambda check: (check.verdict != "pass", check.sigma)) for group in groups]
+
+    def shown(self) -> list[Check]:
+        """All checks but those of copies."""
+        return [check for check in self.checks if check.graph not in self.copies]
+
+    def copies_told(self) -> list[str]:
+        """A line per graph that is the same bytes as another."""
+        return [f"`{first}` and `{name}` are the same bytes, run once" for name, first in self.copies.items()]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: stable order, no time, no host; NaN and infinity as text."""
+        content = {
+            "schema": 1,
+            "verdict": self.verdict,
+            "folder": self.folder,
+            "reference": self.reference,
+            "suite": self.suite,
+            "versions": self.versions,
+            "settings": self.settings,
+            "notes": self.notes,
+            "unseen": list(dict.fromkeys(self.unseen)),
+            "checks": [_plain(asdict(check)) for check in self.checks],
+            "logits": {name: evidence.as_dict() for name, evidence in self.evidence.items()},
+        }
+        if self.unmatched:
+            content["unmatched"] = {name: [asdict(node) for node in nodes] for name, nodes in self.unmatched.items()}
+        if self.quantization:
+            content["quantization"] = self.quantization.as_dict()
+        if self.where:
+            content["where"] = asdict(self.where)
+        return content
+
+    def lines(self) -> list[str]:
+        """For people and grep: one line per check, verdict word first, then what follows from them."""
+        return [*lines_of(self.checks), *self.closing_lines()]
+
+    def closing_lines(self) -> list[str]:
+        """Notes, where to look, and the summary."""
+        lines = [f"NOTE | {clean(note, LINE_LIMIT)}" for note in [*self.copies_told(), *self.notes]]
+        lines += [f"QUANTISATION | {clean(line)}" for line in self.quantization.lines()] if self.quantization else []
+        if self.where:
+            lines.append(f"WHERE | {clean(self.where.text, LINE_LIMIT)}")
+        return [*lines, self.summary()]
+
+    def summary(self) -> str:
+        """The last line: the verdict, how many outputs passed, differ and were left out, and the largest sigma."""
+        passed, failed, skipped = (
+            sum(check.verdict == verdict for check in self.checks) for verdict in ("pass", "fail", "skip")
+        )
+        worst = self.worst
+        tail = f", largest sigma {worst.sigma:.2f} ({clean(worst.name)}, {clean(worst.output)})" if worst else ""
+        unseen = f"; not seen: {clean('; '.join(dict.fromkeys(self.unseen)), LINE_LIMIT)}" if self.unseen else ""
+        return f"{self.verdict.upper()}: {passed} checks passed, {failed} differ, {skipped} skipped{tail}{unseen}"
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity."""
+    return {name: str(v) if isinstance(v, float) and not isfinite(v) else v for name, v in fields.items()}
+
+
+WORDS = {"pass": "PASSED", "fail": "FAILED", "skip": "SKIPPED"}
+
+
+def lines_of(checks: Sequence[Check]) -> list[str]:
+    """One line per group, verdict word first."""
+    return [group_line(group) for group in groups_of(checks)]
+
+
+def groups_of(checks: Sequence[Check]) -> list[list[Check]]:
+    """Checks of one scenario, graph and kind of output: logits, tokens, scores, or the whole cache."""
+    groups: dict[tuple[str, str, str], list[Check]] = {}
+    for check in checks:
+        kind = "present" if is_present(check.output) else check.output
+        groups.setdefault((check.name, check.graph, kind), []).append(check)
+    return list(groups.values())
+
+
+def group_line(group: list[Check]) -> str:
+    """The worst check of a group that passed; the first that failed of one that did not, and how many others."""
+    failed = [check for check in group if check.verdict != "pass"]
+    if len(group) == 1:
+        return check_line(group[0], group[0].output)
+    if failed:
+        return check_line(
+            failed[0], f"{failed[0].output} and {len(failed) - 1} more" if failed[1:] else failed[0].output
+        )
+    return check_line(max(group, key=lambda check: check.sigma), f"present, {len(group)} outputs")
+
+
+def check_line(check: Check, what: str) -> str:
+    """`PASSED | decode chain, 16 steps | decode.onnx logits | sigma 1.02 | max abs 3.1e-07`."""
+    name = check.name
+    if check.verdict == "fail" and check.steps > 1:
+        name += f", step {check.step}"
+    parts = [WORDS[check.verdict], name, f"{check.graph} {what}".strip()]
+    if check.sigma or check.max_abs:
+        parts += [f"sigma {check.sigma:.2f}", f"worst row {check.row_sigma:.2f}", f"max abs {check.max_abs:.1e}"]
+    return " | ".join(clean(part) for part in [*parts, check.detail] if part)
+
+
+def clean(text: str, limit: int = NAME_LIMIT) -> str:
+    """Text from a file, fit for a terminal: no control characters, not endless."""
+    return re.sub(r"[^\x20-\x7e\u00a0-\ud7ff\ue000-\ufffd]", "?", text)[:limit]
