@@ -15,6 +15,7 @@ from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
 from llmconv.convert.formats import delta_formats
 from llmconv.convert.models.dtype import check_dtype, with_cast
+from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.delta_models import open_model
 from llmconv.errors import UnsupportedInput
 from llmconv.files.paths import Written
@@ -100,7 +101,7 @@ def apply_delta(
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
     _check_options(dtype, max_shard_size)
-    model = open_model(base)
+    model = settled(open_model(base))
     with reading_safely(delta):
         path = local_path(delta)
         kind, tuned, checksum = _tuned(model, path, dtype, whole=dry_run)
@@ -166,7 +167,7 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
     _check_options(dtype, max_shard_size)
-    below, above = open_model(base), open_model(tuned)
+    below, above = settled(open_model(base)), settled(open_model(tuned))
     low_rank: LowRankDelta | None = None
     if rank is None:
         plan = plan_exact(below, with_cast(above, dtype) if dtype != "keep" else above, max_shard_size)

@@ -9,9 +9,10 @@ from llmconv.argument_checks import checked
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format, formats
-from llmconv.convert.models.completeness import DROPPED, whole
+from llmconv.convert.models.completeness import DROPPED, as_loaded, check_complete
 from llmconv.convert.models.dtype import check_dtype, with_cast
 from llmconv.convert.models.llama_like import SHARD_LIMIT
+from llmconv.convert.models.tied_head import settle_head
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path, reading_safely
@@ -99,7 +100,8 @@ def open_model(path: Path) -> Checkpoint:
         raise UnsupportedInput(
             f"`{path.name}` is quantized (`quantization_config`)", hint="give the weights from before quantization"
         )
-    warnings: list[str] = []
     tensors = {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
-    config = whole(tensors, checkpoint.config, path.name, warnings)
+    config = as_loaded(tensors, checkpoint.config)
+    warnings = check_complete(tensors, config, path.name)
+    config = settle_head(tensors, config, warnings)
     return replace(checkpoint, tensors=tensors, config=config, warnings=tuple(warnings))

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import SIDE_FILES, Checkpoint, open_checkpoint, read_json
-from llmconv.convert.algebra.operations import comparing_samples
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact import open_exact
-from llmconv.convert.formats import Format, detect
-from llmconv.convert.opening.single_file import alone
+from llmconv.convert.formats import Format
+from llmconv.convert.models.tied_head import settled
+from llmconv.convert.opening.training_checkpoint import open_format, recognized
 from llmconv.convert.opening.unrecognized import explain
 from llmconv.convert.quantization.quantized_base import method_name, quantized_base
 from llmconv.convert.state_dicts.raw_tensors import raw_tensors, torch_tensors
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import InputRefused
-from llmconv.files.packing.unpack import unpacked
 from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.files.sources import fetching, files_under, local_path, reading_safely
 from llmconv.files.torch.reader import is_torch_file
@@ -119,17 +118,15 @@ def inspect(path: str | Path) -> Inspection:
     Raises:
         InputRefused: nothing that llmconv can read, or something malformed.
     """
-    with fetching() as fetched, reading_safely(path), comparing_samples():
+    with fetching() as fetched, reading_safely(path):
         given = local_path(path)
-        found = replace(_inspect(unpacked(given)), path=given)
+        found = replace(_inspect(given), path=given)
         fetched.keep_for(found)
     return found
 
 
 def _inspect(place: Path) -> Inspection:
-    found = detect(place)
-    if found is None and (file := alone(place)) and not is_model_folder(place) and not _is_adapter(place):
-        place, found = file, detect(file)
+    place, found = recognized(place)
     if found:
         return _inspect_training(place, found)
     if (place / DELTA_FILE).is_file():
@@ -152,7 +149,7 @@ def _is_adapter(folder: Path) -> bool:
 def _inspect_training(path: Path, found: Format) -> Inspection:
     """What a conversion would give; where it needs to be told more, what lies in the file, and what is missing."""
     try:
-        opened = found.open(path, {}, None)
+        opened = settled(open_format(found, path, path.name, {}, None), sampled=True)
     except InputRefused as problem:
         tensors = _peek(path, found, problem)
         files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}

@@ -16,12 +16,12 @@ from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.adapters.sample_check import Check, check_written
 from llmconv.convert.adapters.trained_base import warn_of_origin
-from llmconv.convert.models.completeness import why_incomplete
+from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.opening.adapters import open_adapters
 from llmconv.convert.quantization.quantized_base import QuantizedBase, check_choice, quantized_base
 from llmconv.convert.quantization.retention import Retention, measure
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.model_kinds import require_model_type
@@ -215,8 +215,10 @@ def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) ->
 
 def _incomplete(result: Checkpoint) -> list[str]:
     """A warning where transformers would initialize weights at random."""
-    why = why_incomplete(result.tensors, result.config, result.path.name)
-    return [f"the base is not the model that its config describes: {why}"] if why else []
+    try:
+        return check_complete(result.tensors, result.config, result.path.name)
+    except MalformedInput as why:
+        return [f"the base is not the model that its config describes: {why.message}"]
 
 
 def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recipe) -> Merge:

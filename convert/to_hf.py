@@ -10,6 +10,7 @@ from typing import Any
 from llmconv.argument_checks import checked, require_choice
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.dtype import check_dtype, with_cast
+from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, files_under, local_path
@@ -65,7 +66,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     base = local_path(base) if base else None
     options = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter, "root": root}
     changes = dtype != "keep" or max_shard_size is not None or bool(configs or words)
-    checkpoint = open_training(source, format, configs, words, options, rewrite=changes)
+    checkpoint = settled(open_training(source, format, configs, words, options, rewrite=changes))
     warn_all(checkpoint.warnings)
     plan = plan_checkpoint(_with_dtype(checkpoint, dtype), size)
     check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)

@@ -13,15 +13,13 @@ from llmconv.convert.adapters.merge_options import Recipe, plain_sum
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.adapters.placement.layer_replication import replicated
 from llmconv.convert.adapters.placement.vocabulary import (
-    find_embedding,
-    find_head,
     fit_vocabulary,
     follow_tokens,
-    says_tied,
     untie,
 )
 from llmconv.convert.adapters.side_files import side_files_of
 from llmconv.convert.models.dtype import with_dtype
+from llmconv.convert.models.tied_head import find_embedding, find_head, says_tied
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, LazyTensor
 

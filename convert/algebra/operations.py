@@ -6,16 +6,14 @@ Nothing here reads data; every result is a LazyTensor that reads when a writer a
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from llmconv.errors import MalformedInput
+from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.tensors import BLOCK_BYTES, Array, LazyTensor
 
 LISTED = 5
@@ -208,36 +206,29 @@ def rope_order(head_dim: int) -> tuple[int, ...]:
     return tuple(2 * i + j for j in range(2) for i in range(head_dim // 2))
 
 
-def equal(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits; reading stops at the first block that differs."""
+def equal(one: LazyTensor, other: LazyTensor, *, sampled: bool = False) -> bool:
+    """Whether two tensors have the same dtype, shape and bits; reading stops at the first block that differs.
+
+    Args:
+        one, other: the tensors, which are read block by block.
+        sampled: compare the first block alone: enough to describe a checkpoint, not to convert it.
+    """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    blocks = islice(one.blocks(), 1 if _samples.get() else None)
+    blocks = islice(one.blocks(), 1 if sampled else None)
     return all(np.array_equal(_bits(one.rows(*block)), _bits(other.rows(*block))) for block in blocks)
-
-
-_samples: ContextVar[bool] = ContextVar("samples", default=False)
-
-
-@contextmanager
-def comparing_samples() -> Iterator[None]:
-    """Inside, `equal` takes the first block for the whole: enough to describe a checkpoint, not to convert it."""
-    token = _samples.set(True)
-    try:
-        yield
-    finally:
-        _samples.reset(token)
 
 
 def _bits(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-def replicated(copies: Sequence[LazyTensor], source: str) -> LazyTensor:
+def replicated(copies: Sequence[LazyTensor], difference: LlmconvError) -> LazyTensor:
     """One of several tensors that must be equal; they are compared while the first is read.
 
-    Raises:
-        MalformedInput: when read, and they differ.
+    Args:
+        copies: of one dtype and shape.
+        difference: raised while reading, where they differ.
     """
     if len(copies) == 1:
         return copies[0]
@@ -246,10 +237,7 @@ def replicated(copies: Sequence[LazyTensor], source: str) -> LazyTensor:
         rows = copies[0].rows(start, stop)
         for copy in copies[1:]:
             if not np.array_equal(_bits(rows), _bits(copy.rows(start, stop))):
-                raise MalformedInput(
-                    f"the shards of `{source}` hold different copies of one key/value head",
-                    hint="`n_kv_heads` of `params.json` does not fit the shards; is it of another model?",
-                )
+                raise difference
         return rows
 
     return LazyTensor(copies[0].dtype, copies[0].shape, load)

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
-from llmconv.convert.adapters.placement.edits import HEAD
-from llmconv.convert.adapters.placement.vocabulary import find_embedding, says_tied, set_everywhere
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.deltas.additive import added, all_rounded, rounded, wider
 from llmconv.convert.deltas.alpaca import Checksum, begins_at_mean, checksum_of, with_mean_rows
@@ -25,6 +23,7 @@ from llmconv.convert.models.blueprint.names import EMBEDDINGS
 from llmconv.convert.models.completeness import DROPPED
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.dtype import with_dtype
+from llmconv.convert.models.tied_head import HEAD, find_embedding, says_tied, set_everywhere
 from llmconv.convert.state_dicts.folders import is_bin_folder, open_bin_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, DType, LazyTensor

@@ -18,14 +18,13 @@ from math import prod
 from pathlib import Path
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.convert.adapters.placement.edits import HEAD
-from llmconv.convert.adapters.placement.vocabulary import find_embedding
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact_file import Source, Stored, open_frames
 from llmconv.convert.deltas.exact_format import NEW_ROW_LIMIT, TENSORS_LIMIT, Told, frame_pieces
 from llmconv.convert.deltas.ulp_difference import tells_of
 from llmconv.convert.models.config_file import without_code
+from llmconv.convert.models.tied_head import HEAD, find_embedding
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.output.plan import Plan, Shard, json_bytes, plan_checkpoint
 from llmconv.tensors import LazyTensor, as_bytes

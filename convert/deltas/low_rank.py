@@ -13,15 +13,14 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.adapters.placement.edits import HEAD
 from llmconv.convert.adapters.placement.targets import CONV1D, CONV1D_TYPES
-from llmconv.convert.adapters.placement.vocabulary import find_embedding, says_tied
 from llmconv.convert.algebra.operations import equal, listing
 from llmconv.convert.deltas.low_rank_factors import Factors, Share
 from llmconv.convert.deltas.singular_vectors import Change
 from llmconv.convert.models.blueprint.blueprint import blueprint
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
 from llmconv.convert.models.completeness import DROPPED
+from llmconv.convert.models.tied_head import HEAD, find_embedding, says_tied
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.output.plan import Plan, plan_checkpoint
 from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast

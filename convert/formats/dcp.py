@@ -15,7 +15,7 @@ from llmconv.convert.algebra.operations import listing, permute_rows, rename, ro
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer.sharded import is_sharded
 from llmconv.convert.formats.meta.names import LLAMA
-from llmconv.convert.models.completeness import select, whole
+from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.distributed.folder import PARTS, Folder, is_folder, named_leaves, open_folder, sizes_of
 from llmconv.convert.state_dicts.distributed.metadata import TensorItem
@@ -58,7 +58,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     tensors, left_out = _tensors(folder, state, warnings, drop=bool(config.get("drop")))
     if is_meta_named(state):
         tensors = _from_meta(tensors, settings, path.name)
-    settings = whole(tensors, settings, path.name, warnings)
+    settings = as_loaded(tensors, settings)
     side_files = read_tokenizer(tokenizer) if tokenizer else read_side_files(home) if home else {}
     return Checkpoint(
         path,

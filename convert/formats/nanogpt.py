@@ -17,7 +17,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import listing, rename, require
 from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats import Format, has_sign_of
-from llmconv.convert.models.completeness import WRAPPERS, whole
+from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import with_architecture, without_code
 from llmconv.convert.state_dicts.checkpoint import left_around, side_files_of
 from llmconv.convert.state_dicts.files import StateFile, open_state
@@ -71,7 +71,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     if code:
         warnings.append(f"dropped {listing(code)} from the configuration: no code comes from a checkpoint")
     settings = with_architecture(_config(args, found, warnings) | extra)
-    settings = whole(tensors, settings, path.name, warnings)
+    settings = as_loaded(tensors, settings)
     side_files = side_files_of(_file(path), tokenizer)
     if not side_files:
         warnings.append("nanoGPT saves no tokenizer; give one with `--tokenizer` (GPT-2's, where the run used it)")

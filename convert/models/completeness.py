@@ -9,15 +9,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmconv.convert.algebra.operations import equal, listing
-from llmconv.convert.models.blueprint.blueprint import Blueprint, blueprint
-from llmconv.convert.models.blueprint.comparison import compare
-from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS, model_names
-from llmconv.convert.models.blueprint.rules import LAYER_COUNTS, check_layers, check_rules
+from llmconv.convert.algebra.operations import listing
+from llmconv.convert.models.architectures import causal_lm_classes
+from llmconv.convert.models.blueprint.blueprint import blueprint
+from llmconv.convert.models.blueprint.comparison import COMPUTED, check_floats, compare, refuse_gaps, refuse_shapes
+from llmconv.convert.models.blueprint.names import model_names
+from llmconv.convert.models.blueprint.rules import LAYER_COUNTS, RULES, check_layers, check_rules
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.pickles.machine import Stub
 from llmconv.files.pickles.reader import TensorRef
-from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import LazyTensor
 
 WRAPPERS = re.compile(
@@ -85,74 +85,75 @@ def _is_buffer(name: str, value: Any) -> bool:
     return any(sign.search(name) and rank in ranks for _, sign, ranks in BUFFERS)
 
 
-def untie(tensors: dict[str, LazyTensor], config: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
-    """Drops an output head that is the embedding, as transformers stores tied weights; the config then says so."""
-    head = next((name for name in HEADS if name in tensors), None)
-    embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), None)
-    if head is None or embedding is None:
-        return config
-    same_place = _same_place(tensors[head], tensors[embedding])
-    if not same_place and not config.get("tie_word_embeddings"):
-        return config
-    if same_place or equal(tensors[head], tensors[embedding]):
-        del tensors[head]
-        return {**config, "tie_word_embeddings": True}
-    warnings.append(f"the configuration ties `{head}` to `{embedding}`, but they differ; both are kept")
-    return {**config, "tie_word_embeddings": False}
-
-
-def _same_place(one: LazyTensor, other: LazyTensor) -> bool:
-    if one is other:
-        return True
-    if not (isinstance(one, FileTensor) and isinstance(other, FileTensor)):
-        return False
-    return (one.path, one.offset, one.shape, one.dtype) == (other.path, other.offset, other.shape, other.dtype)
-
-
-def whole(tensors: dict[str, LazyTensor], config: dict[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
-    """The configuration, which then says whether the head is tied; the tensors are the whole of its model.
+def as_loaded(tensors: dict[str, LazyTensor], config: dict[str, Any]) -> dict[str, Any]:
+    """Removes the tensors that transformers ignores, and returns the config with its default for a tied head.
 
     Args:
-        tensors: by Hugging Face name; what transformers passes over, and a head that is the embedding, is taken out.
+        tensors: by Hugging Face name; changed in place.
+        config: content of `config.json`.
+    """
+    plan = blueprint(config) if _depth_is_possible(tensors, config) else None
+    for name in [name for name in tensors if plan and plan.ignores(name)]:
+        del tensors[name]
+    ties = plan.tied if plan else model_names(str(config.get("model_type"))).tied
+    return {**config, "tie_word_embeddings": True} if ties and "tie_word_embeddings" not in config else config
+
+
+def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> list[str]:
+    """Checks that the tensors are exactly those of the model of `config`, with its shapes.
+
+    The blueprint knows most models; others are built by transformers on the meta device, which imports torch.
+
+    Args:
+        tensors: by Hugging Face name.
         config: content of `config.json`.
         source: file name for messages.
-        warnings: gets a line where configuration and tensors disagree about the head.
+
+    Returns:
+        A warning where transformers cannot build the model and only rules were checked that hold for any model.
 
     Raises:
-        MalformedInput: see `check_complete`.
+        MalformedInput: missing or unexpected keys, another shape, or an element type that is not a float.
     """
-    plan = _plan(tensors, config)
-    if plan:
-        for name in [name for name in tensors if plan.ignores(name)]:
-            del tensors[name]
-    if config.get("tie_word_embeddings") is None:
-        ties = plan.tied if plan else model_names(str(config.get("model_type"))).tied
-        config = {**config, "tie_word_embeddings": True} if ties else config
-    config = untie(tensors, config, warnings)
-    check_complete(tensors, config, source)
-    return config
-
-
-def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
-    """The tensors are exactly those of the model of `config`, in its shapes, so that nothing is left to chance.
-
-    Where the installed transformers does not tell them one by one, rules are checked that hold for any model.
-
-    Raises:
-        MalformedInput: tensors are missing, or of another model, or no floats.
-    """
-    plan = _plan(tensors, config)
+    reason = "its number of layers is impossible"
     try:
-        known = plan is not None and compare(tensors, plan, source)
+        if _depth_is_possible(tensors, config):
+            plan = blueprint(config)
+            if plan and compare(tensors, plan, source):
+                return []
+            reason = _compare_loaded(tensors, config, source)
     except MalformedInput:
         check_layers(tensors, config, source)
         raise
-    if not known:
-        check_rules(tensors, config, model_names(str(config.get("model_type"))), source)
+    if not reason:
+        return []
+    check_rules(tensors, config, model_names(str(config.get("model_type"))), source)
+    return [f"the names and shapes of the tensors in `{source}` were only checked by generic rules ({RULES}): {reason}"]
+
+
+def _compare_loaded(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> str:
+    """Why transformers cannot build the model; empty where it can, and these are its tensors.
+
+    Raises:
+        MalformedInput: they are not.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in causal_lm_classes():
+        return f"the installed transformers has no causal language model of type `{kind[:80]}`"
+    from llmconv.convert.models.meta_model import NotBuildable, loading_gaps  # noqa: PLC0415 - torch
+
+    try:
+        gaps = loading_gaps({name: tensor.shape for name, tensor in tensors.items()}, config)
+    except NotBuildable as problem:
+        return f"transformers cannot build the model ({problem})"
+    refuse_gaps([name for name in gaps.missing if not COMPUTED.search(name)], gaps.unexpected, kind, source)
+    refuse_shapes(gaps.mismatched, source)
+    check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
+    return ""
 
 
 def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> str:
-    """What `check_complete` refuses these tensors for; empty where they are the whole model."""
+    """The reason for which `check_complete` refuses these tensors; empty where they are the whole model."""
     try:
         check_complete(tensors, config, source)
     except MalformedInput as problem:
@@ -160,7 +161,6 @@ def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
     return ""
 
 
-def _plan(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> Blueprint | None:
-    """The blueprint, unless the configuration says more layers than there are tensors."""
-    counts = [value for field in LAYER_COUNTS if isinstance(value := config.get(field), int)]
-    return blueprint(config) if all(count <= len(tensors) for count in counts) else None
+def _depth_is_possible(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> bool:
+    """Whether the configuration has no more layers than there are tensors; no other is ever built."""
+    return all(config[field] <= len(tensors) for field in LAYER_COUNTS if isinstance(config.get(field), int))

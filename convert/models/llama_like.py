@@ -12,7 +12,6 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import listing
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
-from llmconv.tensors import LazyTensor
 
 COUNT_LIMIT = 1 << 31
 SHARD_LIMIT = 256
@@ -151,28 +150,6 @@ def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]
     theta = stored.get("rope_theta", fields.get("rope_theta"))
     theta = _number(10000.0 if theta is None else theta, "rope_theta", source)
     return theta, ({} if kind == "default" and not scaling else {"rope_type": kind, **scaling})
-
-
-def with_head(checkpoint: Checkpoint, embedding: str, *, tied: bool) -> dict[str, LazyTensor]:
-    """The tensors, with the output head written out where it is tied to the embedding.
-
-    Args:
-        checkpoint: the model, its head under `lm_head.weight` if it has one.
-        embedding: name of the embedding.
-        tied: what transformers takes where the config does not say whether it is tied.
-
-    Raises:
-        MalformedInput: there is no head, and it is not tied; or there is no embedding.
-    """
-    tensors = dict(checkpoint.tensors)
-    if "lm_head.weight" in tensors:
-        return tensors
-    if embedding not in tensors or not checkpoint.config.get("tie_word_embeddings", tied):
-        missing = "lm_head.weight" if embedding in tensors else embedding
-        raise MalformedInput(
-            f"`{checkpoint.path.name}` has no `{missing}`", hint="the folder is incomplete; copy it again"
-        )
-    return {**tensors, "lm_head.weight": tensors[embedding]}
 
 
 def refuse_fields(decoder: Decoder, held: Mapping[str, tuple[Any, ...]], what: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.algebra.operations import listing
-from llmconv.convert.models.completeness import why_incomplete
+from llmconv.convert.models.completeness import check_complete, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, merged_configs
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
@@ -33,7 +33,7 @@ def open_again(
         UnsupportedInput: the weights are quantized.
         MalformedInput: the folder is damaged, or its weights are not those of the given configuration.
     """
-    refuse_options({key: value for key, value in options.items() if value}, (), "a Hugging Face folder")
+    refuse_options(options, (), "a Hugging Face folder")
     opened = open_checkpoint(folder)
     if opened.config.get("quantization_config"):
         raise UnsupportedInput(
@@ -49,13 +49,15 @@ def open_again(
         kept = {key: content for key, content in side_files.items() if key == "generation_config.json"}
         side_files = kept | read_tokenizer(tokenizer)
     result = replace(opened, config=settings, side_files=side_files)
-    if why := why_incomplete(result.tensors, result.config, result.path.name):
+    try:
+        warnings += check_complete(result.tensors, result.config, result.path.name)
+    except MalformedInput as why:
         if config and not why_incomplete(opened.tensors, opened.config, opened.path.name):
             raise MalformedInput(
-                f"the weights are not those of the configuration: {why}",
+                f"the weights are not those of the configuration: {why.message}",
                 hint="give `--config` the configuration of these weights, or leave it out",
-            )
-        warnings.append(f"the folder is not the causal language model that its config describes: {why}")
+            ) from why
+        warnings.append(f"the folder is not the causal language model that its config describes: {why.message}")
     return replace(result, warnings=tuple(warnings))
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import listing
-from llmconv.convert.models.completeness import untie
 from llmconv.convert.models.llama_like import read_decoder
+from llmconv.convert.models.tied_head import settle_head
 from llmconv.errors import UnsupportedInput
 
 ALIASES = {
@@ -134,7 +134,7 @@ def tied(checkpoint: Checkpoint) -> Checkpoint:
     """
     tensors = dict(checkpoint.tensors)
     config = {**checkpoint.config, "tie_word_embeddings": settings_of(checkpoint)["tie_word_embeddings"]}
-    return replace(checkpoint, config=untie(tensors, config, []), tensors=tensors)
+    return replace(checkpoint, config=settle_head(tensors, config, []), tensors=tensors)
 
 
 def refuse_other_settings(checkpoint: Checkpoint, back: Mapping[str, Any], what: str) -> None:

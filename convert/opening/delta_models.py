@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, open_checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import detect
 from llmconv.convert.models.dtype import with_cast
 from llmconv.convert.opening.training_checkpoint import open_training
+from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import UnsupportedInput
 from llmconv.files.sources import local_path, reading_safely
 from llmconv.model_kinds import require_model_type
@@ -48,5 +49,4 @@ def open_model(name: str | Path) -> Checkpoint:
 
 def is_hugging_face(path: Path) -> bool:
     """Whether `path` is a folder with a config and safetensors weights, and no training format's."""
-    weights = any((path / name).is_file() for name in (SINGLE, INDEX))
-    return weights and (path / "config.json").is_file() and detect(path) is None
+    return is_model_folder(path) and detect(path) is None

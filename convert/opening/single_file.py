@@ -21,7 +21,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return sorted(torch | packed | {*weight_files(folder)})
 
 
-def alone(path: Path) -> Path | None:
+def only_checkpoint_file(path: Path) -> Path | None:
     """The one checkpoint file of a folder (links to it count as one); None where there is none or several."""
     files = checkpoint_files(path) if path.is_dir() else []
     return files[0] if len({file.resolve() for file in files}) == 1 else None

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint
-from llmconv.convert.formats import by_name, detect
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
+from llmconv.convert.formats import Format, by_name, detect
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.config_file import merged_configs
 from llmconv.convert.models.rewrite import open_again, refuse_options
-from llmconv.convert.opening.single_file import alone
+from llmconv.convert.opening.single_file import only_checkpoint_file
 from llmconv.convert.opening.unrecognized import explain
 from llmconv.convert.state_dicts.safetensors_files import is_model_folder
 from llmconv.errors import UsageProblem
@@ -41,32 +41,47 @@ def open_training(
     """
     with reading_safely(source):
         path = local_path(source)
-        inside = unpacked(path)
-        if rewrite and not format and is_model_folder(inside) and detect(inside) is None:
-            return open_again(inside, path.name, config, tokenizer, options or {})
-        return replace(_open(inside, path, format, config, tokenizer, options), path=path)
+        inside, found = (unpacked(path), by_name(format)) if format else recognized(path)
+        given = {name: value for name, value in (options or {}).items() if value}
+        if found is None and rewrite and is_model_folder(inside):
+            return open_again(inside, path.name, config, tokenizer, given)
+        if found is None:
+            raise explain(inside)
+        if format and not found.detect(inside):
+            raise UsageProblem(
+                f"`{path.name}` is not of the format `{format}`",
+                hint="leave out `--from`; formats are detected by content",
+            )
+        refuse_options(given, found.options, f"the format `{found.name}`")
+        opened = open_format(found, inside, path.name, {**merged_configs(config), **given}, tokenizer)
+        return replace(opened, path=path)
 
 
-def _open(
-    inside: Path,
-    path: Path,
-    format: str | None,
-    config: tuple[Path, ...],
-    tokenizer: Path | None,
-    options: Mapping[str, Any] | None,
+def recognized(path: Path) -> tuple[Path, Format | None]:
+    """The unpacked checkpoint at a path and its format; of a folder without a format, the only checkpoint file."""
+    inside = unpacked(path)
+    found = detect(inside)
+    is_other = found or is_model_folder(inside) or (inside / ADAPTER_CONFIG).is_file()
+    if not is_other and (file := only_checkpoint_file(inside)):
+        return file, detect(file)
+    return inside, found
+
+
+def open_format(
+    found: Format, inside: Path, name: str, config: Mapping[str, Any], tokenizer: Path | None
 ) -> Checkpoint:
-    chosen = by_name(format) if format else detect(inside)
-    if chosen is None and (file := alone(inside)) and not is_model_folder(inside):
-        inside, chosen = file, detect(file)
-    if chosen is None:
-        raise explain(inside)
-    if format and not chosen.detect(inside):
-        raise UsageProblem(
-            f"`{path.name}` is not of the format `{format}`", hint="leave out `--from`; formats are told by content"
-        )
-    given = {name: value for name, value in (options or {}).items() if value}
-    refuse_options(given, chosen.options, f"the format `{chosen.name}`")
-    opened = chosen.open(inside, {**merged_configs(config), **given}, tokenizer)
-    if opened.tensors:  # whatever the user's fields have made of the configuration since the format checked its own
-        check_complete(opened.tensors, opened.config, path.name)
-    return opened
+    """Opens a checkpoint whose format is known, and checks that it is a whole model.
+
+    Args:
+        found: the format.
+        inside: the checkpoint, unpacked.
+        name: of the checkpoint, for messages.
+        config: fields that the user adds or overrides, and the format's own options.
+        tokenizer: a tokenizer file or folder to use instead of the checkpoint's own.
+
+    Raises:
+        InputRefused: see `to_hf`.
+    """
+    opened = found.open(inside, config, tokenizer)
+    notes = check_complete(opened.tensors, opened.config, name) if opened.tensors else []
+    return replace(opened, warnings=(*opened.warnings, *notes))

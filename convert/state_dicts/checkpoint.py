@@ -11,7 +11,7 @@ from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.models.architectures import causal_lm_classes
 from llmconv.convert.models.blueprint.names import model_names
-from llmconv.convert.models.completeness import BUFFERS, Leaf, select, whole
+from llmconv.convert.models.completeness import BUFFERS, Leaf, as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.files import StateFile, refuse_objects, refuse_quantized
 from llmconv.convert.state_dicts.prefixes import Placement, place
@@ -89,7 +89,7 @@ def assemble(
     placement = place(list(stored), model, source)
     tensors = {_new_style(target): stored[name] for name, target in placement.names.items()}
     dropped += _outside(placement, source, drop=bool(given.get("drop")))
-    settings = whole(tensors, settings, source, warnings)
+    settings = as_loaded(tensors, settings)
     if placement.added:
         warnings.append(f"the names are those of the model without its head; `{placement.added}` was put in front")
     return Checkpoint(

@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llmconv.convert.adapters.placement.edits import HEAD, Edits
-from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS
+from llmconv.convert.adapters.placement.edits import Edits
+from llmconv.convert.models.tied_head import TIE, says_tied, set_everywhere
 from llmconv.errors import MalformedInput
-
-
-def find_embedding(names: Iterable[str]) -> str | None:
-    """The name of the only input embedding; None where it is not clear."""
-    found = [name for name in names if name.endswith(EMBEDDINGS)]
-    return found[0] if len(found) == 1 else None
-
-
-def find_head(names: Iterable[str], embedding: str | None) -> str:
-    """The name of the output head, or the one it would have beside this embedding."""
-    found = [name for name in names if name.endswith(HEADS)]
-    if len(found) == 1:
-        return found[0]
-    return HEADS[1] if (embedding or "").endswith("embed_in.weight") else HEAD
-
-
-def says_tied(config: Mapping[str, Any]) -> bool:
-    """Whether head and embedding are one matrix when the file has only one (transformers' default is yes)."""
-    parts = (config, config.get("text_config"))
-    return all(part.get("tie_word_embeddings", True) for part in parts if isinstance(part, Mapping))
 
 
 def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> bool:
@@ -62,7 +41,7 @@ def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[
 
 def follow_tokens(edits: Edits, embedding: str | None, head: str) -> None:
     """Gives a tied head the trained rows of the embedding, as PEFT does (`TrainableTokensWrapper`, `tied_adapter`)."""
-    tied = edits.tied or (head in edits.tensors and edits.config.get("tie_word_embeddings") is True)
+    tied = edits.tied or (head in edits.tensors and edits.config.get(TIE) is True)
     if embedding in edits.tokens and tied and head not in edits.tokens:
         edits.tokens[head] = edits.tokens[embedding]
 
@@ -79,11 +58,4 @@ def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]
     if edits.tied and edits.same(head, embedding):
         del edits.tensors[head]
     elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and says_tied(config):
-        set_everywhere(config, "tie_word_embeddings", False)
-
-
-def set_everywhere(config: dict[str, Any], key: str, value: Any) -> None:
-    """Sets a field of the config, and of its `text_config` where there is one."""
-    for part in (config, config.get("text_config")):
-        if isinstance(part, dict):
-            part[key] = value
+        set_everywhere(config, TIE, False)

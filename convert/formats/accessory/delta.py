@@ -11,12 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.adapters.placement.edits import HEAD
-from llmconv.convert.adapters.placement.vocabulary import find_embedding
-from llmconv.convert.algebra.operations import equal, listing
+from llmconv.convert.algebra.operations import listing
 from llmconv.convert.deltas import DeltaFormat
 from llmconv.convert.deltas.additive import added, all_rounded, wider
 from llmconv.convert.formats.accessory.names import ATTENTION, MLP, has_biases, to_hugging_face
@@ -25,6 +22,7 @@ from llmconv.convert.formats.accessory.read import DELTA_FILE, Tensors, join, op
 from llmconv.convert.formats.accessory.write import whole_tensors
 from llmconv.convert.formats.accessory.write_config import args_of
 from llmconv.convert.models.dtype import with_dtype
+from llmconv.convert.models.tied_head import settle_head
 from llmconv.errors import MalformedInput
 from llmconv.tensors import DType
 
@@ -50,7 +48,7 @@ def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
     leave_out(delta, family, name, drop=False)
     sums = to_hugging_face(_plus(below, delta, name), args.params, name)
     tensors = all_rounded(sums, {target: kept.get(target, _common(kept)) for target in sums}, dtype)
-    config = _tied(tensors, dict(base.config))
+    config = settle_head(tensors, {**base.config, "tie_word_embeddings": None}, [])
     if family == "llama":
         config |= {"attention_bias": has_biases(tensors, ATTENTION), "mlp_bias": has_biases(tensors, MLP)}
     return replace(base, tensors=tensors, config=with_dtype(config, tensors))
@@ -64,15 +62,6 @@ def _types(base: Checkpoint, shards: Sequence[Tensors]) -> dict[str, DType]:
 
 def _common(types: Mapping[str, DType]) -> DType:
     return Counter(types.values()).most_common(1)[0][0]
-
-
-def _tied(tensors: Tensors, config: dict[str, Any]) -> dict[str, Any]:
-    """Drops a head that equals the embedding; the config then says so, and otherwise that it does not."""
-    embedding = find_embedding(tensors)
-    same = embedding is not None and equal(tensors[HEAD], tensors[embedding])
-    if same:
-        del tensors[HEAD]
-    return {**config, "tie_word_embeddings": same}
 
 
 def _plus(below: Tensors, delta: Tensors, source: str) -> Tensors:

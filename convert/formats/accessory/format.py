@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
-from llmconv.convert.algebra.operations import equal, listing
+from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.accessory.config import Params, is_field, read_params, to_config
 from llmconv.convert.formats.accessory.names import ATTENTION, MLP, has_biases, to_hugging_face
@@ -100,16 +100,13 @@ def _require_whole(folder: Path, whole: Tensors) -> None:
 
 
 def _config(path: Path, params: Params, tensors: Tensors) -> dict[str, Any]:
-    """The config, its sizes compared with the tensors; a head that equals the embedding is dropped as tied."""
+    """The config, its sizes compared with the tensors."""
     embedding = "transformer.word_embeddings.weight" if params.family == "falcon" else "model.embed_tokens.weight"
     settings = to_config(params, tensors[embedding].num_rows, path.name)
     check_shapes(tensors, params, settings, path.name)
     if settings["model_type"] == "llama":
         settings |= {"attention_bias": has_biases(tensors, ATTENTION), "mlp_bias": has_biases(tensors, MLP)}
-    if equal(tensors["lm_head.weight"], tensors[embedding]):
-        del tensors["lm_head.weight"]
-        settings["tie_word_embeddings"] = True
-    return settings
+    return {**settings, "tie_word_embeddings": None}  # always stored as two matrices: the values decide
 
 
 def _tokenizer(path: Path, given: Path | None, base: Path | None, vocabulary: int) -> tuple[MetaTokenizer, list[str]]:

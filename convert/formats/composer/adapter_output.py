@@ -14,9 +14,9 @@ from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.peft_file import to_adapter
 from llmconv.convert.adapters.placement.edits import HEAD
 from llmconv.convert.adapters.placement.tensor_names import match_names
-from llmconv.convert.adapters.placement.vocabulary import says_tied
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats.composer.peft_run import PREFIX, PeftRun
+from llmconv.convert.models.tied_head import says_tied, settled
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.model_kinds import require_model_type
 from llmconv.tensors import LazyTensor
@@ -66,7 +66,7 @@ def with_adapter(
     below = open_checkpoint(Path(folder)) if folder else None
     if below:
         require_model_type(below.config, below.path)
-    model = open_model(dict(below.tensors) if below else run.base, below)
+    model = settled(open_model(dict(below.tensors) if below else run.base, below))
     if model.tensors and not run.config.get("target_parameters"):
         _check_places(run, model)
     return _apart(run, model) if split else _merged(run, model)

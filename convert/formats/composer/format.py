@@ -24,7 +24,7 @@ from llmconv.convert.formats.composer.adapter_output import (
 from llmconv.convert.formats.composer.peft_run import find_adapter
 from llmconv.convert.formats.composer.read import Run, is_run, open_run
 from llmconv.convert.formats.composer.run_info import dropped, version
-from llmconv.convert.models.completeness import select, whole
+from llmconv.convert.models.completeness import as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.mpt_tensors import native_tensors
 from llmconv.convert.state_dicts.signs import Sign
@@ -72,7 +72,7 @@ def _open_model(
         warnings += differences(embedded, base.config) if embedded and base else []
         settings = causal_lm_config(embedded or (base.config if base else {}), given, path.name, warnings)
         tensors = native_tensors(tensors, path.name) if settings["model_type"] == "mpt" else tensors
-        settings = whole(tensors, settings, path.name, warnings)
+        settings = as_loaded(tensors, settings)
     side_files = read_tokenizer(tokenizer) if tokenizer else _tokenizer(path, run, base, warnings)
     side_files = {**generation_settings(base), **side_files}
     told = (version(run), run.shards, dropped(run))

@@ -15,7 +15,7 @@ from llmconv.convert.formats import Format
 from llmconv.convert.formats.deepspeed.read import open_model
 from llmconv.convert.formats.deepspeed.save_folder import is_deepspeed, open_save
 from llmconv.convert.models.blueprint.names import HEADS
-from llmconv.convert.models.completeness import WRAPPERS, select, whole
+from llmconv.convert.models.completeness import WRAPPERS, as_loaded, select
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.signs import Sign
 from llmconv.convert.tokenizers.source import read_tokenizer
@@ -36,7 +36,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = causal_lm_config(stored, config, path.name, warnings)
     prefix = _prefix(model.tensors)
     tensors = select(model.tensors, lambda _, tensor: tensor, save.name, warnings, prefix=prefix)
-    settings = whole(tensors, settings, save.name, warnings)
+    settings = as_loaded(tensors, settings)
     side_files = _side_files(save.home, tokenizer)
     if not any(name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for name in side_files):
         warnings.append(f"`{path.name}` holds no tokenizer; give one with `--tokenizer` if you need it")

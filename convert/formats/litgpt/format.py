@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import equal, listing
+from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.formats.litgpt.config import SAME_FUNCTION, family_of, reconcile, to_config
 from llmconv.convert.formats.litgpt.model_config import LitConfig, read_settings
 from llmconv.convert.formats.litgpt.names import to_hugging_face
-from llmconv.convert.models.completeness import whole
+from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.checkpoint import config_folder, left_around, side_files_of, stored_config
 from llmconv.convert.state_dicts.files import StateFile, open_state
 from llmconv.convert.state_dicts.signs import Sign
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.tensors import LazyTensor
 
 FILE = "lit_model.pth"
 WRAPPERS = ("_forward_module.", "_orig_mod.", "module.")
@@ -60,8 +59,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = causal_lm_config(reconcile(stored, computed, path.name), config, path.name, warnings)
     plain = {_unwrapped(name): tensor for name, tensor in found.tensors().items()}
     tensors = to_hugging_face(plain, lit, family, path.name)
-    settings["tie_word_embeddings"] = _tie(tensors)
-    settings = whole(tensors, settings, path.name, warnings)
+    settings["tie_word_embeddings"] = None  # LitGPT always keeps two matrices: their values decide
+    settings = as_loaded(tensors, settings)
     side_files = side_files_of(path, tokenizer)
     if not set(side_files) - {"generation_config.json"}:
         warnings.append(f"`{path.name}` has no tokenizer beside it; give one with `--tokenizer` if you need it")
@@ -90,21 +89,6 @@ def _refuse_adapters(found: StateFile, source: str) -> None:
             hint="LoRA: merge it into the converted base, `llmconv merge-lora BASE lit_model.pth.lora -o OUT`; the "
             "other adapters have no equal in transformers",
         )
-
-
-def _tie(tensors: dict[str, LazyTensor]) -> bool:
-    """Whether the head is the embedding bit for bit; then it is dropped, as transformers stores tied weights.
-
-    LitGPT keeps two matrices also for models that tie them, and training makes them differ.
-    """
-    head = next(name for name in HEADS if name in tensors)
-    embedding = next(
-        name for name in tensors if name.endswith(("embed_tokens.weight", "word_embeddings.weight", "embed_in.weight"))
-    )
-    if "lm_head.bias" in tensors or not equal(tensors[head], tensors[embedding]):
-        return False
-    del tensors[head]
-    return True
 
 
 def _version(found: StateFile) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.algebra.operations import (
     concat,
-    equal,
     first_missing,
     listing,
     permute_rows,
@@ -70,7 +69,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         kv_heads,
     )
     settings = to_config(params, sizes, path.name)
-    _tie(tensors, settings)
+    settings["tie_word_embeddings"] = None  # Llama 3.2 1B and 3B hold one matrix twice: the values decide
     words, warnings = _tokenizer(path, tokenizer, params, sizes)
     extra, dropped = without_code({name: value for name, value in config.items() if name not in PARAMS})
     if dropped:
@@ -183,7 +182,7 @@ def _join(path: Path, name: str, shards: Sequence[Shard], params: Mapping[str, A
     if name.endswith((".wk.weight", ".wv.weight")):
         repeat = max(1, parts[0].shape[0] * len(parts) // (kv_heads * head_dim))
         groups = [parts[start : start + repeat] for start in range(0, len(parts), repeat)]
-        parts = [replicated(group, path.name) for group in groups]
+        parts = [replicated(group, _other_copies(path)) for group in groups]
     if name.startswith("tok_") and parts[0].shape[1] == params["dim"]:
         dim = 0  # of Llama 3, whose ranks hold words
     try:
@@ -195,11 +194,11 @@ def _join(path: Path, name: str, shards: Sequence[Shard], params: Mapping[str, A
         ) from error
 
 
-def _tie(tensors: dict[str, LazyTensor], settings: dict[str, Any]) -> None:
-    """Drops an output head that equals the embedding (Llama 3.2 1B and 3B), as transformers stores tied weights."""
-    if equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
-        del tensors["lm_head.weight"]
-        settings["tie_word_embeddings"] = True
+def _other_copies(path: Path) -> MalformedInput:
+    return MalformedInput(
+        f"the shards of `{path.name}` hold different copies of one key/value head",
+        hint="`n_kv_heads` of `params.json` does not fit the shards; is it of another model?",
+    )
 
 
 def _tokenizer(

@@ -101,7 +101,7 @@ def build_glm(run: RunConfig, tensors: Tensors) -> Model:
         "rope_theta": 10000.0 * run.number("rope_ratio", default=1.0),
         **run.tokens(bos_token_id=None, eos_token_id=2, pad_token_id=0),
     }
-    return finish(run, parts, _shapes(config, heads), config, HEAD, EMBEDDING)
+    return finish(run, parts, _shapes(config, heads), config, HEAD)
 
 
 def _heads(run: RunConfig, hidden: int) -> Heads:

@@ -297,4 +297,4 @@ def _finish(run: RunConfig, tensors: Tensors, shapes: Shapes, config: dict[str, 
             hint="the configuration is of another model",
         )
     tied = RunConfig(run.source, {**run.fields, "tie_word_embeddings": True}, run.arch, run.lora)
-    return finish(tied, tensors, shapes, config, "lm_head.weight", next(iter(shapes)))
+    return finish(tied, tensors, shapes, config, "lm_head.weight")

@@ -151,7 +151,7 @@ def _build(run: RunConfig, tensors: Tensors, names: dict[str, str | None], kind:
         raise refuse_model(run, f"a Qwen 3 with biases on {sorted(biases)}", "it has them on none")
     if kind != "qwen2":
         config |= {"attention_bias": bool(biases), "mlp_bias": False}
-    return finish(run, renamed, _shapes(config, heads, biases), config, HEAD, EMBEDDING)
+    return finish(run, renamed, _shapes(config, heads, biases), config, HEAD)
 
 
 def _config(run: RunConfig, embedding: tuple[int, ...], intermediate: int, heads: Heads, kind: str) -> dict[str, Any]:

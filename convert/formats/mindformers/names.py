@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmconv.convert.adapters.weighted_sum import LowRank, add_low_rank
-from llmconv.convert.algebra.operations import concat, equal, listing, require
+from llmconv.convert.algebra.operations import concat, listing, require
 from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
 from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.convert.models.settings import Settings
@@ -237,10 +237,8 @@ def fuse(tensors: Tensors, parts: Sequence[str], whole: str, counts: Sequence[in
     return fused
 
 
-def finish(
-    run: RunConfig, tensors: Tensors, shapes: Shapes, config: dict[str, Any], head: str, embedding: str
-) -> Model:
-    """Checks the tensors against `shapes`, in whose order they are written, and ties an output head that is shared.
+def finish(run: RunConfig, tensors: Tensors, shapes: Shapes, config: dict[str, Any], head: str) -> Model:
+    """Checks the tensors against `shapes`, in whose order they are written, and says whether the head is tied.
 
     Args:
         run: for messages, and whether the run ties them.
@@ -248,7 +246,6 @@ def finish(
         shapes: all that the model has.
         config: the content of `config.json`; `tie_word_embeddings` is added.
         head: name of the output head.
-        embedding: name of the input embedding.
 
     Raises:
         MalformedInput: a tensor is missing, left over or of another shape.
@@ -269,10 +266,8 @@ def finish(
             f"{len(over + odd)} tensors of `{run.source}` do not fit its configuration: {listing(odd + over)} {found}",
             hint="the configuration is of another model, or these are the shards of one rank",
         )
-    if not tied and equal(tensors[head], tensors[embedding]):
-        del wanted[head]
-        tied = True
-    return Model({name: tensors[name] for name in wanted}, {**config, "tie_word_embeddings": tied})
+    settings = {**config, "tie_word_embeddings": tied or None}  # a head may be a second copy: its values decide
+    return Model({name: tensors[name] for name in wanted}, settings)
 
 
 def refuse_model(run: RunConfig, what: str, reason: str) -> UnsupportedInput:

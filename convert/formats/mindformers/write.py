@@ -15,6 +15,7 @@ from llmconv.convert.formats.mindformers.names import Stored
 from llmconv.convert.formats.mindformers.ranks import ranks_of
 from llmconv.convert.models.llama_like import refuse_shards
 from llmconv.convert.models.settings import Settings, refuse_other_settings, settings_of, tied
+from llmconv.convert.models.tied_head import settle_head
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.output.plan import Plan, Shard
 
@@ -36,12 +37,13 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     run = _run(checkpoint, stored)
     model = run["model"]
     config = RunConfig(source, model["model_config"], stored.arch, {})
-    back = family_of(stored.tensors, source).build(config, dict(stored.tensors))
+    model_back = family_of(stored.tensors, source).build(config, dict(stored.tensors))
+    config_back = settle_head(dict(model_back.tensors), model_back.config, [])
     warnings: tuple[str, ...] = ()
-    if back.config["tie_word_embeddings"] and not settings["tie_word_embeddings"]:
+    if config_back["tie_word_embeddings"] and not settings["tie_word_embeddings"]:
         checkpoint = replace(checkpoint, config={**checkpoint.config, "tie_word_embeddings": True})
         warnings = (f"the output head of `{source}` equals its embedding; `to-hf` will tie them",)
-    refuse_other_settings(checkpoint, back.config, "MindFormers")
+    refuse_other_settings(checkpoint, config_back, "MindFormers")
     small = {**checkpoint.side_files, RUN: yaml.safe_dump(run, sort_keys=False).encode()}
     if shards == 1:
         return Plan(checkpoint, (Shard(MODEL, stored.tensors, ckpt_pieces),), small, warnings)

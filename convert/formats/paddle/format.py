@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
-from llmconv.convert.algebra.operations import equal, listing
+from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.paddle.config import number, to_config
 from llmconv.convert.formats.paddle.generation import read_generation_config
@@ -65,7 +65,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     _refuse_quantized(path, ranks[0])
     shapes = {name: tensor.shape for name, tensor in ranks[0].items()}
     tensors = place(family.rows(settings, shapes), ranks, number(settings, family.layers, path.name), path.name)
-    _tie(tensors, family.embedding, settings, path, warnings)
+    _tie(tensors, settings, path)
     side_files = {**_tokenizer(tokenizer, folder, paddle["model_type"], warnings), **read_generation_config(folder)}
     release = stored.get("paddlenlp_version")
     return Checkpoint(
@@ -105,10 +105,8 @@ def _refuse_quantized(path: Path, names: Iterable[str]) -> None:
         )
 
 
-def _tie(
-    tensors: dict[str, LazyTensor], embedding: str, settings: dict[str, Any], path: Path, warnings: list[str]
-) -> None:
-    """Drops a head that is the embedding, as transformers stores tied weights; the config says which it is."""
+def _tie(tensors: Mapping[str, LazyTensor], settings: dict[str, Any], path: Path) -> None:
+    """Sets `tie_word_embeddings`: true without a head, else as stored, null where the values decide."""
     says = settings.get("tie_word_embeddings")
     if HEAD not in tensors:
         if says is False:
@@ -117,13 +115,8 @@ def _tie(
                 hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
             )
         settings["tie_word_embeddings"] = True
-    elif says is not False and equal(tensors[HEAD], tensors[embedding]):  # PaddleNLP leaves out its default, true
-        del tensors[HEAD]
-        settings["tie_word_embeddings"] = True
     else:
-        if says:
-            warnings.append("the configuration ties the output head to the embedding, but they differ; both are kept")
-        settings["tie_word_embeddings"] = False
+        settings["tie_word_embeddings"] = says  # PaddleNLP leaves out its default, true: then the values decide
 
 
 def _tokenizer(given: Path | None, folder: Path, model_type: str, warnings: list[str]) -> dict[str, bytes]:

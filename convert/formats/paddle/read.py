@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import INDEX, SINGLE, read_json
-from llmconv.convert.algebra.operations import equal, listing
+from llmconv.convert.algebra.operations import listing, replicated
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.formats.paddle.pdparams import as_bfloat16, is_pdparams, open_pdparams
 from llmconv.convert.state_dicts.raw_tensors import joined
@@ -227,10 +227,13 @@ def _stages(files: list[Path]) -> Tensors:
     tensors: dict[str, LazyTensor] = {}
     for file in files:
         for name, tensor in _state(file).items():
-            if name in tensors and not equal(tensors[name], tensor):
-                raise MalformedInput(
-                    f"`{name}` of `{file.name}` differs from that of an earlier stage",
-                    hint="the files are of different runs; copy the folder again",
-                )
-            tensors.setdefault(name, tensor)
+            difference = MalformedInput(
+                f"`{name}` of `{file.name}` differs from that of an earlier stage",
+                hint="the files are of different runs; copy the folder again",
+            )
+            first = tensors.setdefault(name, tensor)
+            if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
+                raise difference
+            if first is not tensor:
+                tensors[name] = replicated([first, tensor], difference)
     return tensors

@@ -15,7 +15,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import concat, listing, permute_rows, rename, require, rope_order
 from llmconv.convert.formats import Format, has_sign_of
-from llmconv.convert.models.completeness import WRAPPERS, whole
+from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.checkpoint import left_around, side_files_of, stored_config
 from llmconv.convert.state_dicts.files import StateFile, open_state, torch_files
@@ -106,7 +106,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     if family.neighbours:
         tensors = _permuted(tensors, _head_dim(settings), path.name)
     tensors = _fused(tensors, family.fused, path.name)
-    settings = whole(tensors, settings, path.name, warnings)
+    settings = as_loaded(tensors, settings)
     side_files = side_files_of(found.path, tokenizer)
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=left_around(found))
 

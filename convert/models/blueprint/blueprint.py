@@ -73,7 +73,7 @@ def _blueprint(text: str) -> Blueprint | None:
         return None
     Module.count = 0
     try:
-        settings = _config_class(source(folder / f"configuration_{folder.name}.py"), kind)(**_fields(config))
+        settings = _config_class(source(folder / f"configuration_{folder.name}.py"), kind)(**constructor_fields(config))
         remap_layer_types(config=settings)
         model = _modeling(name, folder)[name](settings)
         return _described(model, kind)
@@ -89,7 +89,8 @@ def _modeling(name: str, folder: Path) -> Source:
     return next(found for found in sources if name in found.classes)
 
 
-def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def constructor_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a `config.json` goes to the constructor of its class, with no number larger than `LARGEST`."""
     left_out = ("model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "quantization_config")
     fields = {name: value for name, value in config.items() if name not in left_out}
     return dict(bounded(fields))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.models.blueprint.blueprint import Blueprint, Shape
-from llmconv.convert.models.blueprint.conversions import conversions, new_names, parts, unread
+from llmconv.convert.models.blueprint.conversions import conversions, experts, is_known, new_names
 from llmconv.convert.models.blueprint.names import HEADS
 from llmconv.errors import MalformedInput
 from llmconv.tensors import FLOATS, LazyTensor
@@ -23,44 +23,52 @@ PARTIAL = "the checkpoint is partial, or the configuration is of another model"
 
 
 def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> bool:
-    """Whether the names could be compared; True means that this is the whole model and nothing else.
+    """Compares names, shapes, and element types with the blueprint's.
+
+    Args:
+        tensors: by the names of any version of transformers.
+        plan: the blueprint of the configuration.
+        source: file name for messages.
+
+    Returns:
+        Whether everything could be compared: True means that this is the whole model and nothing else.
 
     Raises:
-        MalformedInput: tensors are missing, or have no place, or have another shape, or are no floats.
+        MalformedInput: missing or unexpected keys, another shape, or an element type that is not a float.
     """
     names, shapes = dict(zip(tensors, tensors, strict=True)), dict(plan.shapes)
-    missing, extra = _gaps(names.values(), plan, shapes)
-    if missing or extra:
+    missing, unexpected = _gaps(names.values(), plan, shapes)
+    if missing or unexpected:
         rules = conversions(plan.class_name, plan.model_type)
         if rules is None:
             return False
         names = new_names(tensors, rules, shapes)
         shapes = _as_stored(set(names.values()), shapes, rules)
-        missing, extra = _gaps(names.values(), plan, shapes)
-        others = unread(rules)
-        if extra and others is None:
+        missing, unexpected = _gaps(names.values(), plan, shapes)
+        if (missing or unexpected) and not all(is_known(rule) for rule in rules):
             return False
-        used = [rule for rule in others or () if any(rule.uses(name) for name in extra)]
-        missing = [name for name in missing if not any(rule.makes(name) for rule in used)]
-        extra = [name for name in extra if not any(rule.uses(name) for rule in used)]
-    _refuse_gaps(missing, extra, plan, source)
+    refuse_gaps(missing, unexpected, plan.model_type, source)
     if len(set(names.values())) < len(names):
-        raise MalformedInput(f"`{source}` holds tensors under two names", hint="save the `state_dict()` of one model")
-    _check_shapes(tensors, names, shapes, source)
+        raise MalformedInput(
+            f"duplicate keys: `{source}` contains tensors under two names", hint="save the `state_dict()` of one model"
+        )
+    wanted = {name: shapes.get(target) for name, target in names.items()}
+    pairs = {name: (tensor.shape, shape) for name, tensor in tensors.items() if (shape := wanted[name]) is not None}
+    refuse_shapes({name: pair for name, pair in pairs.items() if pair[0] != pair[1]}, source)
     check_floats({name: tensors[name] for name, target in names.items() if target not in plan.buffers}, source)
-    return True
+    return None not in wanted.values()
 
 
 def _as_stored(names: set[str], shapes: dict[str, Shape], rules: list[object]) -> dict[str, Shape]:
     """The shapes with a stacked tensor's parts in its place, where it is not there itself."""
     stored: dict[str, Shape] = {}
     for name, shape in shapes.items():
-        found = {} if name in names else parts(name, shape, rules)
-        stored |= found or {name: shape}
+        stored |= (name not in names and experts(name, shape, rules)) or {name: shape}
     return stored
 
 
 def _gaps(names: Iterable[str], plan: Blueprint, shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
+    """The missing and the unexpected keys."""
     found = set(names)
     optional = {name for name in plan.buffers if COMPUTED.search(name)}
     missing = [name for name in shapes if name not in found and name not in optional]
@@ -68,37 +76,51 @@ def _gaps(names: Iterable[str], plan: Blueprint, shapes: Mapping[str, Shape]) ->
     return missing, [name for name in names if name not in shapes]
 
 
-def _refuse_gaps(missing: list[str], extra: list[str], plan: Blueprint, source: str) -> None:
-    if missing and not extra and all(name in HEADS for name in missing):
+def refuse_gaps(missing: Sequence[str], unexpected: Sequence[str], model_type: str, source: str) -> None:
+    """Refuses a state dict with missing or unexpected keys.
+
+    Args:
+        missing, unexpected: names of tensors.
+        model_type: of the configuration.
+        source: file name for messages.
+
+    Raises:
+        MalformedInput: lists them.
+    """
+    if missing and not unexpected and all(name in HEADS for name in missing):
         raise MalformedInput(
             f"`{source}` has no output head (`{missing[0]}`), and its configuration does not tie it to the embedding",
             hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
         )
     if missing:
         raise MalformedInput(
-            f"`{source}` lacks {len(missing)} tensors of the {plan.model_type} of its configuration: "
-            f"{listing(missing)}" + (f"; it has {listing(extra)} instead" if extra else ""),
+            f"`{source}` lacks {len(missing)} tensors of the {model_type} of its configuration; missing keys: "
+            f"{listing(missing)}" + (f"; unexpected keys: {listing(unexpected)}" if unexpected else ""),
             hint=PARTIAL,
         )
-    if extra:
+    if unexpected:
         raise MalformedInput(
-            f"`{source}` holds {len(extra)} tensors that a {plan.model_type} of its configuration does not have: "
-            f"{listing(extra)}",
+            f"`{source}` contains {len(unexpected)} tensors that a {model_type} of its configuration does not have; "
+            f"unexpected keys: {listing(unexpected)}",
             hint=ANOTHER,
         )
 
 
-def _check_shapes(
-    tensors: Mapping[str, LazyTensor], names: Mapping[str, str], shapes: Mapping[str, Shape], source: str
-) -> None:
-    wrong = [
-        f"{name} {list(tensor.shape)}, not {list(shape)}"
-        for name, tensor in tensors.items()
-        if (shape := shapes.get(names[name])) is not None and tensor.shape != shape
-    ]
+def refuse_shapes(wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], source: str) -> None:
+    """Refuses tensors of another shape than the configuration gives them.
+
+    Args:
+        wrong: name to the shape that was found and the one that is expected.
+        source: file name for messages.
+
+    Raises:
+        MalformedInput: lists them.
+    """
     if wrong:
+        shown = [f"{name}: expected {list(wanted)}, got {list(found)}" for name, (found, wanted) in wrong.items()]
         raise MalformedInput(
-            f"`{source}` has {len(wrong)} tensors of another shape than its configuration says: {listing(wrong)}",
+            f"`{source}` has {len(wrong)} tensors of another shape than its configuration; shape mismatch for "
+            f"{listing(shown)}",
             hint=ANOTHER,
         )
 

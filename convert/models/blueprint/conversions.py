@@ -57,19 +57,6 @@ class Converter(Renaming):
         joined = [("MergeModulelist", 0), ("Concatenate", 1)]
         return self.steps == joined[: 1 + (len(self.source_patterns) > 1)] and len(self.target_patterns) == 1
 
-    @property
-    def joins(self) -> bool:
-        """Whether it joins several tensors into one and does nothing else."""
-        return [step for step, _ in self.steps] == ["Concatenate"] and len(self.target_patterns) == 1
-
-    def uses(self, stored: str) -> bool:
-        """Whether it takes a stored tensor of this name."""
-        return any(re.search(one.replace("*.", r".*\."), stored) for one in self.source_patterns)
-
-    def makes(self, name: str) -> bool:
-        """Whether a tensor of this name may come out of it."""
-        return any(_plain(one) in name for one in self.target_patterns)
-
 
 class MergeModulelist:
     """Stacks tensors in a new dimension."""
@@ -102,6 +89,7 @@ def _listed(patterns: Any) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, Any]:
+    """transformers' table of rules by model type or class; empty where its source cannot be run."""
     root = transformers_folder()
     try:
         table = source(root / "conversion_mapping.py")["_build_checkpoint_conversion_mapping"]() if root else {}
@@ -110,14 +98,19 @@ def _table() -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def conversions(class_name: str, model_type: str) -> list[Any]:
-    """The rules for a model, in order; those of its class where it has some."""
+def conversions(class_name: str, model_type: str) -> list[Any] | None:
+    """The rules for a model, in order, those of its class where it has some; None where the table cannot be read."""
     found = _table().get(class_name) or _table().get(model_type)
-    return found if isinstance(found, list) else []
+    return (found if isinstance(found, list) else []) if _table() else None
+
+
+def is_known(rule: object) -> bool:
+    """Whether a rule only renames, or stacks experts; any other needs transformers itself."""
+    return type(rule) in (Renaming, PrefixChange) or (isinstance(rule, Converter) and rule.stacks_experts)
 
 
 def new_names(names: Iterable[str], rules: list[Any], known: Mapping[str, Any]) -> dict[str, str]:
-    """Stored name to the name of today; what is `known` stays."""
+    """Stored name to the name of today; a `known` name stays."""
     renamings = [rule for rule in rules if type(rule) in (Renaming, PrefixChange)]
     return {name: name if name in known else _renamed(name, renamings) for name in names}
 
@@ -128,28 +121,17 @@ def _renamed(name: str, renamings: list[Renaming]) -> str:
     return name
 
 
-def parts(name: str, shape: Shape, rules: list[Any]) -> dict[str, Shape]:
-    """The tensors, by name to shape, that the tensor `name` is made from; empty where it is not."""
+def experts(name: str, shape: Shape, rules: list[Any]) -> dict[str, Shape]:
+    """The tensors of single experts, by name to shape, that are stacked to the tensor `name`; empty where none are."""
     for rule in rules:
-        if not isinstance(rule, Converter) or not name.endswith(target := _plain(rule.target_patterns[0])):
-            continue
-        start, sources = name.removesuffix(target), [_plain(one) for one in rule.source_patterns]
-        if rule.stacks_experts and shape:
-            return dict(_experts(start, shape, sources))
-        if rule.joins:
-            return {start + source: None for source in sources}
+        is_stack = isinstance(rule, Converter) and rule.stacks_experts
+        if shape and is_stack and name.endswith(target := _plain(rule.target_patterns[0])):
+            start, sources = name.removesuffix(target), [_plain(one) for one in rule.source_patterns]
+            return dict(_each_expert(start, shape, sources))
     return {}
 
 
-def _experts(start: str, shape: tuple[int, ...], sources: list[str]) -> Iterator[tuple[str, Shape]]:
+def _each_expert(start: str, shape: tuple[int, ...], sources: list[str]) -> Iterator[tuple[str, Shape]]:
     for number in range(min(shape[0], EXPERT_LIMIT)):
         for pattern in sources:
             yield start + pattern.replace("*", str(number)), (shape[1] // len(sources), *shape[2:])
-
-
-def unread(rules: list[Any]) -> list[Converter] | None:
-    """The converters that do more than stack experts or join tensors; None where there are rules of another kind."""
-    if not all(type(rule) in (Renaming, PrefixChange, Converter) for rule in rules):
-        return None
-    converters = [rule for rule in rules if isinstance(rule, Converter)]
-    return [rule for rule in converters if not rule.stacks_experts and not rule.joins]

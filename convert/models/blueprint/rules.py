@@ -13,6 +13,9 @@ from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS, ModelNames
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
+RULES = "number of layers, the same tensors in each, embedding, last norm, output head"
+"""What `check_rules` looks at, for a message."""
+
 LAYER = re.compile(r"\.(\d+)\.")
 DIGITS = 9
 """No model has layers with longer numbers; the first digits show that already."""

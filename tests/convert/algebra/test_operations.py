@@ -145,11 +145,14 @@ def test_a_number_that_no_layer_has_is_placed_nowhere(layer: str) -> None:
         rename([f"in.{layer}.weight"], TABLE, "x")
 
 
+DIFFERENCE = MalformedInput("`x` holds different copies of `a`", hint="copy it again")
+
+
 def test_copies_are_compared_while_they_are_read() -> None:
     one, other = numbers(4, 2), numbers(4, 2)
-    assert np.array_equal(replicated([lazy(one), lazy(one)], "x").read(), one)
+    assert np.array_equal(replicated([lazy(one), lazy(one)], DIFFERENCE).read(), one)
     other[3, 1] = -1
-    differing = replicated([lazy(one), lazy(other)], "x")
+    differing = replicated([lazy(one), lazy(other)], DIFFERENCE)
     assert np.array_equal(differing.rows(0, 3), one[:3])
     with pytest.raises(MalformedInput, match="different copies"):
         differing.rows(3, 4)

@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmconv.checkpoint import open_weights
 from llmconv.convert.models.blueprint.blueprint import blueprint
-from llmconv.convert.models.completeness import whole
+from llmconv.convert.models.completeness import as_loaded, check_complete
+from llmconv.convert.models.tied_head import settle_head
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
@@ -152,6 +153,13 @@ def test_what_transformers_saves_is_whole(number: int) -> None:
     assert set(found) == set(saved)
     untied = config if "lm_head.weight" in saved else {**config, "tie_word_embeddings": False}
     whole(tensors(state), untied, "x", [])
+
+
+def whole(found: dict[str, LazyTensor], config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
+    """The config as it is written, once the tensors are known to be the whole model."""
+    settings = as_loaded(found, dict(config))
+    warnings += check_complete(found, settings, source)
+    return settle_head(found, settings, warnings)
 
 
 Change = Callable[[dict[str, LazyTensor], str], None]

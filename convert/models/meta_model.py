@@ -1,0 +1,138 @@
+"""The model that transformers itself builds of a `config.json`, on the meta device: names and shapes, no memory.
+
+Only where the blueprint does not know a model, since torch takes seconds to import. Stored tensors are compared by
+loading empty ones of their shapes, so that transformers' own conversion mapping renames, joins, and splits them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from transformers import AutoConfig, AutoModelForCausalLM, logging
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from llmconv.convert.models.blueprint.blueprint import constructor_fields
+from llmconv.convert.models.blueprint.torch_stand_ins import MODULE_LIMIT
+from llmconv.errors import first_line
+
+FETCHING = re.compile(r"^_|_implementation$|backbone|^auto_map$|^trust_remote_code$|^custom_pipelines$|name_or_path$")
+"""Fields by which a configuration could have transformers load code or weights from elsewhere; never passed on."""
+
+Shape = tuple[int, ...]
+
+
+class NotBuildable(Exception):
+    """transformers cannot build the model, or cannot load tensors into it; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class LoadingGaps:
+    """The differences between stored tensors and a model, by the model's names.
+
+    Attributes:
+        missing: parameters and persistent buffers that no stored tensor fills.
+        unexpected: stored tensors that the model does not have.
+        mismatched: name to the stored shape and the model's.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: dict[str, tuple[Shape, Shape]]
+
+
+def meta_model(config: Mapping[str, Any]) -> Any:
+    """The causal language model of `config` as transformers builds it, on the meta device.
+
+    Args:
+        config: content of `config.json`.
+
+    Raises:
+        NotBuildable: transformers refuses the configuration, or the model has far more modules than any real one.
+    """
+    fields = _without_fetching(constructor_fields(config))
+    with _quiet(), _bounded_building(), torch.device("meta"):
+        try:
+            settings = AutoConfig.for_model(str(config.get("model_type")), **fields)
+            return AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32)
+        except Exception as error:  # transformers and torch promise no class of error
+            raise NotBuildable(f"{type(error).__name__}: {first_line(error, 120)}") from error
+
+
+def loading_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> LoadingGaps:
+    """What transformers would report after loading tensors of these shapes into the model of `config`.
+
+    Args:
+        shapes: name to shape of the stored tensors.
+        config: content of `config.json`.
+
+    Raises:
+        NotBuildable: as `meta_model`; or a conversion of transformers fails.
+    """
+    model = meta_model(config)
+    mapping = get_model_conversion_mapping(model)
+    options = LoadStateDictConfig(dtype=torch.float32, device_map={"": "meta"}, weight_mapping=mapping)
+    try:
+        with _quiet():
+            stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+            report, _ = convert_and_load_state_dict_in_model(model, stored, options)
+            if report.conversion_errors:
+                raise NotBuildable(first_line(next(iter(report.conversion_errors.values())), 120))
+            model._adjust_missing_and_unexpected_keys(report)
+    except NotBuildable:
+        raise
+    except Exception as error:
+        raise NotBuildable(f"{type(error).__name__}: {first_line(error, 120)}") from error
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair if not {*pair} <= report.missing_keys}
+    mismatched = {name: (tuple(found), tuple(wanted)) for name, found, wanted in report.mismatched_keys}
+    missing = [name for name in model.state_dict() if name in report.missing_keys - tied - mismatched.keys()]
+    return LoadingGaps(missing, sorted(report.unexpected_keys), mismatched)
+
+
+def _without_fetching(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_fetching(item) for name, item in value.items() if not FETCHING.search(name)}
+    return [_without_fetching(item) for item in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' bars and advice on stderr, which are about loading a model for use."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _bounded_building() -> Iterator[None]:
+    """Ends the building of a model whose configuration asks for an absurd number of modules."""
+    count = 0
+
+    def counted(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 2 * MODULE_LIMIT:  # a module, or a parameter
+            raise NotBuildable("more modules than any model has")
+
+    hooks = [
+        torch_module.register_module_module_registration_hook(counted),
+        torch_module.register_module_parameter_registration_hook(counted),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
