@@ -17,8 +17,8 @@ from llmconv.files.safe_folder import Content, Folder, Link
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import json_bytes, plan_checkpoint
-from llmconv.output.staging import StagedFolder, failing_safely, require_free
-from llmconv.output.writer import require_space, write_checkpoint
+from llmconv.output.staging import StagedFolder, failing_safely
+from llmconv.output.writer import check_output, require_space, write_checkpoint
 from llmconv.progress import say
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 
@@ -153,8 +153,9 @@ class NewFolder:
     resume: bool
 
     def check(self, checkpoint: Checkpoint, drawing: Drawing) -> None:
-        """Refuses an existing folder without `overwrite`, and one inside the model's."""
-        require_free(self.folder, self.overwrite, [checkpoint.path], resume=self.resume)
+        """Refuses an existing folder without `overwrite`, one inside the model's, and a disk that is too small."""
+        plan = plan_checkpoint(self.stored(checkpoint), self.max_shard_size)
+        check_output(plan, self.folder, self.overwrite, [checkpoint.path], resume=self.resume)
 
     def write(
         self, graphs: Mapping[str, TracedGraph], checkpoint: Checkpoint, drawing: Drawing, step: dict[str, Any]

@@ -35,6 +35,9 @@ BUFFERS: tuple[tuple[str, re.Pattern[str], tuple[int, ...]], ...] = (
 )
 """What models compute for themselves and old files hold nevertheless: what it is, its name, its possible ranks."""
 
+COUNTS, COUNT_LIMIT = re.compile("layer|depth|blocks|experts"), 4096
+"""Fields that count what a model is built of, and a number that no real model reaches."""
+
 Leaf = TensorRef | LazyTensor
 """What stands for a tensor: a reference into a torch file, or a tensor that is already lazy."""
 
@@ -115,7 +118,7 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
     Raises:
         MalformedInput: missing or unexpected keys, another shape, or an element type that is not a float.
     """
-    reason = "its number of layers is impossible"
+    reason = "the configuration has an impossible number of layers or experts"
     try:
         if _depth_is_possible(tensors, config):
             plan = blueprint(config)
@@ -162,5 +165,11 @@ def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
 
 
 def _depth_is_possible(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> bool:
-    """Whether the configuration has no more layers than there are tensors; no other is ever built."""
-    return all(config[field] <= len(tensors) for field in LAYER_COUNTS if isinstance(config.get(field), int))
+    """Whether no part of the configuration has more layers than there are tensors; no other is ever built."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and not _depth_is_possible(tensors, value):
+            return False
+        limit = len(tensors) if name in LAYER_COUNTS else max(len(tensors), COUNT_LIMIT)
+        if isinstance(value, int) and value > limit and COUNTS.search(name):
+            return False
+    return True

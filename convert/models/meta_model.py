@@ -97,7 +97,10 @@ def loading_gaps(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Load
 
 
 def _without_fetching(value: Any) -> Any:
+    """A value without `FETCHING`; transformers writes infinity, which JSON lacks, as `{"__float__": "Infinity"}`."""
     if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
         return {name: _without_fetching(item) for name, item in value.items() if not FETCHING.search(name)}
     return [_without_fetching(item) for item in value] if isinstance(value, list) else value
 

@@ -47,12 +47,12 @@ class StagedFolder:
         resume: finished files of an interrupted run with the same key are kept.
 
     Raises:
-        InputRefused: `output` exists and `overwrite` is not given.
+        InputRefused, OutputFailed: `output` exists when the folder is committed, and may not be replaced; see
+            `require_free` for asking before.
         OutputFailed: another run holds the folder, or any I/O fails (what is finished stays for `--resume`).
     """
 
     def __init__(self, output: Path, *, key: str, overwrite: bool, resume: bool) -> None:
-        require_free(output, overwrite)
         self.output = output
         self.path = _partial(output)
         self.finished: dict[str, dict[str, Any]] = {}

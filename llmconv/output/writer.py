@@ -45,7 +45,7 @@ def write_checkpoint(
     resume: bool = False,
     finish: Callable[[StagedFolder, Manifest], None] | None = None,
 ) -> Manifest:
-    """Writes the folder `output`: shards, small files, manifest, in that order.
+    """Writes the folder `output`, for which `check_output` was called: shards, small files, manifest, in that order.
 
     Args:
         plan: from `plan_checkpoint`, or from a format's `save`.
@@ -57,16 +57,14 @@ def write_checkpoint(
         finish: adds more files before the folder becomes visible.
 
     Raises:
-        InputRefused: `output` exists, the disk is too small, or a source is damaged (MalformedInput). With `resume` an
-            `output` that is complete and of the same inputs and options is kept, and nothing is written.
+        InputRefused: a source is damaged (MalformedInput), or `output` appeared. With `resume` an `output` that is
+            complete and of the same inputs and options is kept, and nothing is written.
         OutputFailed: writing failed.
     """
     if resume and not overwrite and is_complete(output):
         return _same_as_before(plan, output, steps, sources, adds=bool(finish))
     _reuse_freed_blocks()
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
-        done = sum(entry["bytes"] for entry in folder.finished.values())
-        require_space(output, space_needed(plan, output) - done)
         _write_shards(plan, folder, output.name, sources)
         for name, content in plan.small_files.items():
             folder.write_file(name, content)

@@ -170,7 +170,7 @@ CASES: dict[str, Case] = {
         "its configuration says|no usable|number", num_hidden_layers=float("nan")
     ),
     "config: a list for layers": config("its configuration says|no usable|number", num_hidden_layers=[1]),
-    "config: a huge vocabulary": config(r"not \[1000000000000000, 4\]", vocab_size=10**15),
+    "config: a huge vocabulary": config(r"expected \[1000000000000000, 4\]", vocab_size=10**15),
     "params: a billion layers": params("lacks|" + SHAPES, {"n_layers": 10**9}),
     "params: layers for all memory": params("lacks|" + SHAPES, {"n_layers": 10**18}),
     "params: half a layer": params(SHAPES, {"n_layers": 0.5}),

@@ -23,7 +23,7 @@ from llmconv.files.copying import copy_file
 from llmconv.output import staging, writer
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.staging import StagedFolder
-from llmconv.output.writer import write_checkpoint
+from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
 F32 = BY_NAME["float32"]
@@ -40,7 +40,9 @@ def sample(offset: int = 0, count: int = 3) -> Checkpoint:
 
 def write(folder: Path, checkpoint: Checkpoint | None = None, **options: Any) -> Files:
     """Writes three shards and a folder with a file, and returns the content of every file."""
-    write_checkpoint(plan_checkpoint(checkpoint or sample(), 100), folder, steps=[], sources=[], **options)
+    plan = plan_checkpoint(checkpoint or sample(), 100)
+    check_output(plan, folder, options.get("overwrite", False), [], resume=options.get("resume", False))
+    write_checkpoint(plan, folder, steps=[], sources=[], **options)
     return content(folder)
 
 

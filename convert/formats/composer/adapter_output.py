@@ -16,6 +16,7 @@ from llmconv.convert.adapters.placement.edits import HEAD
 from llmconv.convert.adapters.placement.tensor_names import match_names
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats.composer.peft_run import PREFIX, PeftRun
+from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.tied_head import says_tied, settled
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.model_kinds import require_model_type
@@ -67,6 +68,8 @@ def with_adapter(
     if below:
         require_model_type(below.config, below.path)
     model = settled(open_model(dict(below.tensors) if below else run.base, below))
+    if below:
+        check_complete(model.tensors, model.config, run.path.name)  # or the names of its modules are compared in vain
     if model.tensors and not run.config.get("target_parameters"):
         _check_places(run, model)
     return _apart(run, model) if split else _merged(run, model)

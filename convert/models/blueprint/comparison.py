@@ -117,10 +117,10 @@ def refuse_shapes(wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], 
         MalformedInput: lists them.
     """
     if wrong:
-        shown = [f"{name}: expected {list(wanted)}, got {list(found)}" for name, (found, wanted) in wrong.items()]
+        name, (found, wanted) = next(iter(wrong.items()))
         raise MalformedInput(
             f"`{source}` has {len(wrong)} tensors of another shape than its configuration; shape mismatch for "
-            f"{listing(shown)}",
+            f"`{name}`: expected {list(wanted)}, got {list(found)}",
             hint=ANOTHER,
         )
 

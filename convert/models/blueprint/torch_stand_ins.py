@@ -14,7 +14,12 @@ MODULE_LIMIT = 100_000
 """Far more modules than any model has; a configuration may ask for any number of them."""
 
 HOOKS = ("_register_load_state_dict_pre_hook", "register_load_state_dict_post_hook", "register_forward_hook")
-SAME_SHAPE = ("to", "float", "half", "clone", "contiguous", "detach", "requires_grad_", "normal_", "fill_", "zero_")
+SAME_SHAPE = ("to", "float", "half", "clone", "contiguous", "detach", "requires_grad_") + (
+    "normal_",
+    "uniform_",
+    "fill_",
+    "zero_",
+)
 
 
 class Tensor(Unknown):
@@ -35,7 +40,8 @@ class Tensor(Unknown):
         pass
 
     def _scaled(self, other: Any = 0) -> Tensor:
-        return Tensor(self.shape if isinstance(other, int | float) else None)
+        same = isinstance(other, int | float) or (isinstance(other, Tensor) and other.shape == self.shape)
+        return Tensor(self.shape if same else None)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _scaled
 
@@ -269,7 +275,17 @@ class Torch:
     """`torch`."""
 
     nn = Nn()
-    empty = zeros = ones = rand = randn = staticmethod(_sized)
+    empty = zeros = ones = rand = randn = FloatTensor = staticmethod(_sized)
+
+    @staticmethod
+    def log(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return value if isinstance(value, Tensor) else Unknown("log")
+
+    exp = expm1 = clamp = log
+
+    @staticmethod
+    def normal(*args: Any, size: Any = None, **kwargs: Any) -> Tensor:
+        return _sized(size)
 
     @staticmethod
     def full(size: Any, *args: Any, **kwargs: Any) -> Tensor:

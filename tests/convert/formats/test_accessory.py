@@ -21,6 +21,7 @@ from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.convert.formats.meta.names import split_dim
 from llmconv.convert.models.dtype import with_cast
+from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from tests.builders.accessory_models import (
@@ -319,7 +320,7 @@ def test_a_configuration_is_needed_and_can_be_given(tmp_path: Path) -> None:
 def test_a_head_that_equals_the_embedding_is_tied(tmp_path: Path) -> None:
     model = llama()
     model["output.weight"] = model["tok_embeddings.weight"].clone()
-    opened = open_training(save(tmp_path / "x", model, 2))
+    opened = settled(open_training(save(tmp_path / "x", model, 2)))
     assert "lm_head.weight" not in opened and opened.config["tie_word_embeddings"] is True
 
 

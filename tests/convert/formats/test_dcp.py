@@ -16,6 +16,7 @@ from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.meta.names import LLAMA
 from llmconv.convert.inspect import inspect
+from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.dcp_folders import save
@@ -67,7 +68,8 @@ def config(tmp_path: Path) -> tuple[Path, ...]:
 
 
 def opened(path: Path, config: tuple[Path, ...], **options: Any) -> Mapping[str, Any]:
-    return {name: tensor.read() for name, tensor in open_training(path, config=config, options=options).items()}
+    found = settled(open_training(path, config=config, options=options))
+    return {name: tensor.read() for name, tensor in found.items()}
 
 
 def assert_equal(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:

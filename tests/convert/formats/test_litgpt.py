@@ -17,6 +17,7 @@ from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.litgpt.config import family_of, to_config
 from llmconv.convert.formats.litgpt.model_config import settings_of
+from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from tests.builders.torch_states import FIXTURES
@@ -105,7 +106,7 @@ def test_a_config_that_contradicts_the_yaml_is_refused(tmp_path: Path, said: dic
 def test_a_head_that_is_the_embedding_is_tied(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     change_state(folder, lambda state: state.update({"lm_head.weight": state["transformer.wte.weight"].clone()}))
-    found = open_training(folder)
+    found = settled(open_training(folder))
     assert "lm_head.weight" not in found and found.config["tie_word_embeddings"] is True
 
 

@@ -13,6 +13,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, MalformedInput
 
@@ -209,7 +210,7 @@ def test_the_head_of_baichuan2_is_normalised(tmp_path: Path, save_ckpt: Save) ->
 def test_a_shared_head_is_written_once(tmp_path: Path, save_ckpt: Save) -> None:
     weights = native("llama")
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    both = opened(tmp_path / "x", save_ckpt, renamed(weights, TO_LLAMA))
+    both = settled(opened(tmp_path / "x", save_ckpt, renamed(weights, TO_LLAMA)))
     del weights["lm_head.weight"]
     one = opened(tmp_path / "y", save_ckpt, renamed(weights, TO_LLAMA), tie_word_embeddings=True)
     assert both.config["tie_word_embeddings"] is one.config["tie_word_embeddings"] is True

@@ -21,6 +21,7 @@ from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.paddle.config import to_config
 from llmconv.convert.inspect import inspect
+from llmconv.convert.models.tied_head import settled
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused
 from tests.builders.paddle_models import CONFIG, FIXTURES, Model, contents, cut, fused, save, save_whole, whole_model
@@ -262,7 +263,7 @@ def test_paddles_safetensors_with_any_metadata_are_told_from_hugging_faces(tmp_p
 def test_a_tied_head_as_paddle_3_saves_it_is_dropped(tmp_path: Path) -> None:
     model = whole_model()
     model["lm_head.weight"] = model["llama.embed_tokens.weight"].copy()
-    checkpoint = open_training(save_whole(tmp_path / "x", model, tie_word_embeddings=True))
+    checkpoint = settled(open_training(save_whole(tmp_path / "x", model, tie_word_embeddings=True)))
     assert "lm_head.weight" not in checkpoint
     assert checkpoint.config["tie_word_embeddings"] is True
 
@@ -272,14 +273,14 @@ def test_a_tied_head_is_found_where_the_config_leaves_it_out(tmp_path: Path) -> 
     model["lm_head.weight"] = model["llama.embed_tokens.weight"].copy()
     folder = save_whole(tmp_path / "x", model)
     (folder / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "tie_word_embeddings"}))
-    checkpoint = open_training(folder)
+    checkpoint = settled(open_training(folder))
     assert "lm_head.weight" not in checkpoint and checkpoint.config["tie_word_embeddings"] is True
 
 
 def test_a_head_that_differs_from_its_embedding_is_kept_with_a_warning(tmp_path: Path) -> None:
     model = whole_model()
     model["lm_head.weight"] = model["llama.embed_tokens.weight"] + 1
-    checkpoint = open_training(save_whole(tmp_path / "x", model, tie_word_embeddings=True))
+    checkpoint = settled(open_training(save_whole(tmp_path / "x", model, tie_word_embeddings=True)))
     assert checkpoint.config["tie_word_embeddings"] is False
     assert np.array_equal(checkpoint["lm_head.weight"].read(), model["lm_head.weight"])
     assert any("they differ" in warning for warning in checkpoint.warnings)
