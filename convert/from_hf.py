@@ -11,8 +11,8 @@ from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format, formats
 from llmconv.convert.models.completeness import DROPPED, as_loaded, check_complete
 from llmconv.convert.models.dtype import check_dtype, with_cast
-from llmconv.convert.models.llama_like import SHARD_LIMIT
 from llmconv.convert.models.tied_head import settle_head
+from llmconv.convert.models.unsupported_settings import SHARD_LIMIT
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path, reading_safely

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
-from llmconv.convert.models.settings import settings_of
+from llmconv.convert.models.model_config import settings_of
 
 ROTARY: dict[str, Any] = {
     "vocab_size": 24,

@@ -18,8 +18,8 @@ from llmconv.convert.formats.accessory.read import EXPERT
 from llmconv.convert.formats.accessory.shapes import check_shapes
 from llmconv.convert.formats.accessory.write_config import Args, args_of
 from llmconv.convert.formats.meta.names import split_dim
-from llmconv.convert.models.llama_like import refuse_shards
 from llmconv.convert.models.tied_head import with_head
+from llmconv.convert.models.unsupported_settings import refuse_shards
 from llmconv.files.torch.writer import torch_pieces
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor

@@ -11,7 +11,8 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats.accessory.config import Params, read_params, to_config
 from llmconv.convert.formats.accessory.names import ATTENTION, MLP
 from llmconv.convert.formats.meta.write_config import feed_forward_of
-from llmconv.convert.models.llama_like import Decoder, read_decoder, refuse_fields, refuse_other_values
+from llmconv.convert.models.model_config import Decoder, read_decoder
+from llmconv.convert.models.unsupported_settings import refuse_fields, refuse_other_values
 
 CODE = "LLaMA2-Accessory's code"
 HELD: dict[str, tuple[Any, ...]] = {

@@ -7,7 +7,8 @@ from math import floor
 from typing import Any
 
 from llmconv.convert.formats.meta.config import SMALL_DIMS, Sizes, intermediate_of, to_config
-from llmconv.convert.models.llama_like import Decoder, refuse_fields, refuse_other_values
+from llmconv.convert.models.model_config import Decoder
+from llmconv.convert.models.unsupported_settings import refuse_fields, refuse_other_values
 
 CODE = "Meta's code"
 HELD: dict[str, tuple[Any, ...]] = {

@@ -23,7 +23,8 @@ from llmconv.convert.formats.mindformers.names import (
     refuse_model,
     split_qkv,
 )
-from llmconv.convert.models.settings import Settings, refuse_settings
+from llmconv.convert.models.model_config import Settings
+from llmconv.convert.models.unsupported_settings import refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 

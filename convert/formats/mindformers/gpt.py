@@ -14,7 +14,8 @@ from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
 from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.convert.formats.mindformers.names import Model, Shapes, Stored, Tensors, finish, refuse_model
-from llmconv.convert.models.settings import Settings, refuse, refuse_settings
+from llmconv.convert.models.model_config import Settings
+from llmconv.convert.models.unsupported_settings import refuse, refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 

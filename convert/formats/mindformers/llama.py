@@ -27,7 +27,8 @@ from llmconv.convert.formats.mindformers.names import (
     refuse_model,
     unfuse,
 )
-from llmconv.convert.models.settings import Settings, refuse, refuse_settings
+from llmconv.convert.models.model_config import Settings
+from llmconv.convert.models.unsupported_settings import refuse, refuse_settings
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.tensors import Array, LazyTensor
 

@@ -13,9 +13,9 @@ from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.convert.formats.mindformers.families import FAMILIES, family_of
 from llmconv.convert.formats.mindformers.names import Stored
 from llmconv.convert.formats.mindformers.ranks import ranks_of
-from llmconv.convert.models.llama_like import refuse_shards
-from llmconv.convert.models.settings import Settings, refuse_other_settings, settings_of, tied
+from llmconv.convert.models.model_config import Settings, settings_of, tied
 from llmconv.convert.models.tied_head import settle_head
+from llmconv.convert.models.unsupported_settings import refuse_other_settings, refuse_shards
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.output.plan import Plan, Shard
 

@@ -12,8 +12,8 @@ from llmconv.convert.formats.paddle.ranks import ranks_of
 from llmconv.convert.formats.paddle.read import WHOLE
 from llmconv.convert.formats.paddle.tokenizer import MODEL, SENTENCEPIECE
 from llmconv.convert.formats.paddle.write_config import config_of
-from llmconv.convert.models.llama_like import refuse_shards
-from llmconv.convert.models.settings import tied
+from llmconv.convert.models.model_config import tied
+from llmconv.convert.models.unsupported_settings import refuse_shards
 from llmconv.errors import UnsupportedInput
 from llmconv.output.plan import Plan, Shard, json_bytes
 

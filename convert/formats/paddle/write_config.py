@@ -10,7 +10,8 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats.paddle.config import ACTIVATIONS, GLM_ONLY, KEPT, to_config
-from llmconv.convert.models.settings import Settings, refuse, refuse_other_settings, refuse_settings, settings_of
+from llmconv.convert.models.model_config import Settings, settings_of
+from llmconv.convert.models.unsupported_settings import refuse, refuse_other_settings, refuse_settings
 from llmconv.errors import UnsupportedInput
 
 PADDLE = "PaddleNLP"

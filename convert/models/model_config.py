@@ -1,0 +1,267 @@
+"""The fields of a `config.json` that decide which model it is, whichever version of transformers wrote them.
+
+Every field that changes a logit, under one name and with its default: a format can hold a model where the configuration
+that `to-hf` makes of the written checkpoint has equal settings. Names and defaults: transformers' `configuration_*.py`;
+transformers 5 writes `rope_parameters`, transformers 4 `rope_theta` and `rope_scaling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llmconv.checkpoint import Checkpoint
+from llmconv.convert.models.tied_head import settle_head
+from llmconv.errors import MalformedInput, UnsupportedInput
+
+COUNT_LIMIT = 1 << 31
+OTHER_SIZES = {"n_head", "n_heads", "n_embd", "d_model"}
+"""Names of sizes in models that are not like Llama (GPT-2, Bloom, MPT, OPT)."""
+
+ALIASES = {
+    "n_embed": "hidden_size",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+}
+"""Names of GPT-2 and BLOOM for fields of the others."""
+
+WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+PARTIAL = "partial_rotary_factor"
+FLAGS = {"hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
+ROTARY = {**FLAGS, "rms_norm_eps": 1e-6}
+LLAMA: dict[str, Any] = {**ROTARY, "max_position_embeddings": 2048}
+GLM = {
+    "rms_norm_eps": 1.5625e-07,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "attention_bias": True,
+    PARTIAL: 0.5,
+}
+GPT2 = {
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 1024,
+}
+BLOOM = {
+    "layer_norm_epsilon": 1e-5,
+    "apply_residual_connection_post_layernorm": False,
+    "tie_word_embeddings": True,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "mistral": {**ROTARY, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {**ROTARY, **WINDOW, "max_position_embeddings": 32768, "num_key_value_heads": 32},
+    "qwen3": {**ROTARY, **WINDOW, "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128},
+    "glm": {**ROTARY, **GLM},
+    "gpt2": GPT2,
+    "bloom": BLOOM,
+}
+"""By `model_type`, what transformers takes for a field that is not there."""
+
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+ABSOLUTE: dict[str, tuple[str, ...]] = {"gpt2": (*SIZES, *GPT2), "bloom": (*SIZES[:2], *SIZES[3:], *BLOOM)}
+"""The fields of the models without rotary positions."""
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The sizes of a model, and how it turns its positions.
+
+    Attributes:
+        source: name of the folder, for error messages.
+        model_type: the config's.
+        hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary, max_positions: sizes.
+        eps: of the norms.
+        theta: base of the rotary frequencies.
+        scaling: how they are stretched, with `rope_type`; empty where they are not.
+        fields: the whole config.
+    """
+
+    source: str
+    model_type: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    max_positions: int
+    eps: float
+    theta: float
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of a llama without biases, by Hugging Face's name, in the order of a forward pass."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        block = {
+            "input_layernorm": (self.hidden,),
+            "self_attn.q_proj": (queries, self.hidden),
+            "self_attn.k_proj": (keys, self.hidden),
+            "self_attn.v_proj": (keys, self.hidden),
+            "self_attn.o_proj": (self.hidden, queries),
+            "post_attention_layernorm": (self.hidden,),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+        words = (self.vocabulary, self.hidden)
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": words}
+        for layer in range(self.layers):
+            shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in block.items()}
+        return {**shapes, "model.norm.weight": (self.hidden,), "lm_head.weight": words}
+
+
+def read_decoder(checkpoint: Checkpoint) -> Decoder:
+    """The model of a Hugging Face folder.
+
+    Raises:
+        UnsupportedInput: it is no model like Llama.
+        MalformedInput: a size is missing or no number, or the sizes contradict each other.
+    """
+    fields, source = checkpoint.config, checkpoint.path.name
+    if not isinstance(fields.get("model_type"), str):
+        raise MalformedInput(f"`config.json` of `{source}` names no `model_type`", hint="repair it; copy it again")
+    if OTHER_SIZES & fields.keys() and not {"hidden_size", "num_attention_heads"} <= fields.keys():
+        raise UnsupportedInput(
+            f"`{source}` is a `{fields['model_type'][:40]}`, and this format holds only models like Llama",
+            hint="choose another `--to`, or keep the Hugging Face folder",
+        )
+    hidden, heads = _count(fields, "hidden_size", source), _count(fields, "num_attention_heads", source)
+    kv_heads = _count(fields, "num_key_value_heads", source, heads)
+    head_dim = _count(fields, "head_dim", source, max(1, hidden // heads))
+    if heads % kv_heads or head_dim % 2 or ("head_dim" not in fields and hidden % heads):
+        raise MalformedInput(
+            f"`{source}` has {heads} heads and {kv_heads} key/value heads for a size of {hidden}",
+            hint="repair its `config.json`; copy the folder again",
+        )
+    theta, scaling = _rope(fields, source)
+    return Decoder(
+        source,
+        fields["model_type"],
+        hidden,
+        _count(fields, "intermediate_size", source),
+        _count(fields, "num_hidden_layers", source),
+        heads,
+        kv_heads,
+        head_dim,
+        _count(fields, "vocab_size", source),
+        _count(fields, "max_position_embeddings", source, LLAMA["max_position_embeddings"]),
+        _number(fields.get("rms_norm_eps", LLAMA["rms_norm_eps"]), "rms_norm_eps", source),
+        theta,
+        scaling,
+        fields,
+    )
+
+
+def _count(fields: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
+    value = fields.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < COUNT_LIMIT:
+        raise MalformedInput(
+            f"`{name}` in `config.json` of `{source}` is {value!r}", hint="repair it; it should be a positive number"
+        )
+    return value
+
+
+def _number(value: Any, name: str, source: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e15:
+        raise MalformedInput(
+            f"`{name}` in `config.json` of `{source}` is {value!r}", hint="repair it; it should be a positive number"
+        )
+    return float(value)
+
+
+def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]]:
+    """Base, and what scales the frequencies (`rope_type` in front), whichever transformers wrote it."""
+    stored = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(stored, Mapping):
+        raise MalformedInput(f"the rope settings of `{source}` are {stored!r}", hint="repair its `config.json`")
+    scaling = {name: value for name, value in stored.items() if name not in ("type", "rope_type", "rope_theta")}
+    if scaling.get("partial_rotary_factor") == 1:
+        del scaling["partial_rotary_factor"]
+    kind = stored.get("rope_type", stored.get("type", "default"))
+    if not isinstance(kind, str | None):
+        raise MalformedInput(f"the rope settings of `{source}` have the type {kind!r}", hint="repair its `config.json`")
+    theta = stored.get("rope_theta", fields.get("rope_theta"))
+    theta = _number(10000.0 if theta is None else theta, "rope_theta", source)
+    return theta, ({} if kind == "default" and not scaling else {"rope_type": kind, **scaling})
+
+
+def settings_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The settings of a model, under one name each whichever transformers wrote them, its `model_type` first.
+
+    Raises:
+        UnsupportedInput: a `model_type` that is not read here.
+        MalformedInput: a size is missing or no number, or the sizes contradict each other.
+    """
+    kind = str(checkpoint.config.get("model_type"))
+    if kind not in DEFAULTS:
+        raise UnsupportedInput(
+            f"`{checkpoint.path.name}` is a `{kind}`, which this format cannot hold",
+            hint=f"models of these types can be written: {', '.join(DEFAULTS)}",
+        )
+    named = {ALIASES.get(name, name): value for name, value in checkpoint.config.items()}
+    fields = {**DEFAULTS[kind], **named}
+    if kind not in ABSOLUTE:
+        return {"model_type": kind, **_rotary(replace(checkpoint, config=fields))}
+    if kind == "gpt2" and fields.get("intermediate_size") is None and isinstance(fields.get("hidden_size"), int):
+        fields["intermediate_size"] = 4 * fields["hidden_size"]
+    return {"model_type": kind, **{name: fields.get(name) for name in ABSOLUTE[kind]}}
+
+
+def _rotary(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The settings of Llama and its kin."""
+    fields, decoder = checkpoint.config, read_decoder(checkpoint)
+    scaling = {name: value for name, value in decoder.scaling.items() if name != PARTIAL}
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    sizes = (decoder.vocabulary, decoder.hidden, decoder.intermediate, decoder.layers, decoder.heads)
+    return {
+        **dict(zip(SIZES, sizes, strict=True)),
+        "num_key_value_heads": decoder.kv_heads,
+        "head_dim": decoder.head_dim,
+        "max_position_embeddings": decoder.max_positions,
+        "rms_norm_eps": decoder.eps,
+        "rope_theta": decoder.theta,
+        "rope_scaling": None if scaling in ({}, {"rope_type": "default"}) else scaling,
+        PARTIAL: rope.get(PARTIAL, fields.get(PARTIAL, 1.0)),
+        **{name: fields[name] for name in FLAGS},
+        "sliding_window": _window(fields, decoder.layers),
+    }
+
+
+def _window(fields: Mapping[str, Any], layers: int) -> tuple[Any, list[int] | None] | None:
+    """Size of the attention window and the layers that have it (None: all of them), if there is one."""
+    window, kinds, first = fields.get("sliding_window"), fields.get("layer_types"), fields.get("max_window_layers")
+    if window is None or fields.get("use_sliding_window") is False:
+        return None
+    if "use_sliding_window" not in fields:
+        return window, None
+    if isinstance(kinds, list):
+        sliding = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+    else:
+        sliding = list(range(first if isinstance(first, int) else 0, layers))
+    return (window, sliding) if sliding else None
+
+
+def tied(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint without an output head that is the embedding, and with a `tie_word_embeddings` that says so.
+
+    Raises:
+        InputRefused: as `settings_of`.
+    """
+    tensors = dict(checkpoint.tensors)
+    config = {**checkpoint.config, "tie_word_embeddings": settings_of(checkpoint)["tie_word_embeddings"]}
+    return replace(checkpoint, config=settle_head(tensors, config, []), tensors=tensors)
