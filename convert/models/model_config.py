@@ -71,11 +71,11 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 ABSOLUTE: dict[str, tuple[str, ...]] = {"gpt2": (*SIZES, *GPT2), "bloom": (*SIZES[:2], *SIZES[3:], *BLOOM)}
 """The fields of the models without rotary positions."""
 
-Settings = Mapping[str, Any]
+ModelSettings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Decoder:
+class LlamaLikeConfig:
     """The sizes of a model, and how it turns its positions.
 
     Attributes:
@@ -124,7 +124,7 @@ class Decoder:
         return {**shapes, "model.norm.weight": (self.hidden,), "lm_head.weight": words}
 
 
-def read_decoder(checkpoint: Checkpoint) -> Decoder:
+def read_decoder(checkpoint: Checkpoint) -> LlamaLikeConfig:
     """The model of a Hugging Face folder.
 
     Raises:
@@ -148,7 +148,7 @@ def read_decoder(checkpoint: Checkpoint) -> Decoder:
             hint="repair its `config.json`; copy the folder again",
         )
     theta, scaling = _rope(fields, source)
-    return Decoder(
+    return LlamaLikeConfig(
         source,
         fields["model_type"],
         hidden,

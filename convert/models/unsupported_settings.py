@@ -8,7 +8,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import listing
-from llmconv.convert.models.model_config import Decoder, Settings, settings_of
+from llmconv.convert.models.model_config import LlamaLikeConfig, ModelSettings, settings_of
 from llmconv.errors import UnsupportedInput, UsageProblem
 
 SHARD_LIMIT = 256
@@ -17,7 +17,7 @@ OFF = (None, False, 0)
 """Values that switch a field off."""
 
 
-def refuse_fields(decoder: Decoder, held: Mapping[str, tuple[Any, ...]], what: str) -> None:
+def refuse_fields(decoder: LlamaLikeConfig, held: Mapping[str, tuple[Any, ...]], what: str) -> None:
     """Refuses a model with a field that is set to something that the format cannot hold.
 
     Args:
@@ -36,7 +36,7 @@ def refuse_fields(decoder: Decoder, held: Mapping[str, tuple[Any, ...]], what: s
     refuse(decoder.source, odd, what)
 
 
-def refuse_other_values(decoder: Decoder, own: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
+def refuse_other_values(decoder: LlamaLikeConfig, own: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
     """Refuses a model with values other than those that the format's own code takes.
 
     Raises:
@@ -60,7 +60,7 @@ def refuse_other_settings(checkpoint: Checkpoint, back: Mapping[str, Any], what:
     refuse(checkpoint.path.name, {name: value for name, value in own.items() if other.get(name) != value}, what)
 
 
-def refuse_settings(source: str, settings: Settings, held: Settings, what: str) -> None:
+def refuse_settings(source: str, settings: ModelSettings, held: ModelSettings, what: str) -> None:
     """Refuses a model with another setting than those in `held`.
 
     Raises:
@@ -70,7 +70,7 @@ def refuse_settings(source: str, settings: Settings, held: Settings, what: str) 
     refuse(source, odd, what)
 
 
-def refuse(source: str, odd: Settings, what: str) -> None:
+def refuse(source: str, odd: ModelSettings, what: str) -> None:
     """Refuses a model for the settings `odd`, if there are any.
 
     Raises:

@@ -11,7 +11,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats.accessory.config import Params, read_params, to_config
 from llmconv.convert.formats.accessory.names import ATTENTION, MLP
 from llmconv.convert.formats.meta.write_config import feed_forward_of
-from llmconv.convert.models.model_config import Decoder, read_decoder
+from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder
 from llmconv.convert.models.unsupported_settings import refuse_fields, refuse_other_values
 
 CODE = "LLaMA2-Accessory's code"
@@ -67,7 +67,7 @@ def args_of(checkpoint: Checkpoint) -> Args:
     return Args(str(plugin), params, _shared(decoder, params), settings, biases)
 
 
-def _fields(decoder: Decoder) -> dict[str, Any]:
+def _fields(decoder: LlamaLikeConfig) -> dict[str, Any]:
     """The plugin's ModelArgs."""
     common = {
         "vocab_size": decoder.vocabulary,
@@ -108,7 +108,7 @@ def _like_a_llama(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, config={**config, **sizes})
 
 
-def _refuse_others(decoder: Decoder, params: Params, settings: Mapping[str, Any]) -> None:
+def _refuse_others(decoder: LlamaLikeConfig, params: Params, settings: Mapping[str, Any]) -> None:
     """What upstream's code makes of its fields must be the model; it has no field for the rest."""
     told = {"head_dim": params.head_dim, "intermediate_size": params.intermediate, "rope": {}}
     if settings["rope_scaling"]:  # but for the last bit of the division
@@ -121,7 +121,7 @@ def _refuse_others(decoder: Decoder, params: Params, settings: Mapping[str, Any]
     refuse_other_values(decoder, own, told, CODE)
 
 
-def _shared(decoder: Decoder, params: Params) -> dict[str, int]:
+def _shared(decoder: LlamaLikeConfig, params: Params) -> dict[str, int]:
     """What ranks share out; Falcon's single key/value head is in all of them."""
     sizes = {"hidden_size": decoder.hidden, "num_attention_heads": decoder.heads, "vocab_size": decoder.vocabulary}
     if params.family != "falcon" or decoder.kv_heads > 1:
@@ -131,7 +131,7 @@ def _shared(decoder: Decoder, params: Params) -> dict[str, int]:
     return sizes | {"intermediate_size": decoder.intermediate}
 
 
-def _position_factor(decoder: Decoder) -> float | None:
+def _position_factor(decoder: LlamaLikeConfig) -> float | None:
     """Upstream multiplies positions by it, transformers divides them by `factor`."""
     factor = decoder.scaling.get("factor")
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1e-12 < factor < 1e12:

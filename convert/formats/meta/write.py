@@ -21,7 +21,7 @@ from llmconv.convert.algebra.operations import (
 from llmconv.convert.formats.meta.names import LLAMA, split_dim
 from llmconv.convert.formats.meta.tokenizer import TOKENIZER
 from llmconv.convert.formats.meta.write_config import config_of, params_of
-from llmconv.convert.models.model_config import Decoder, read_decoder
+from llmconv.convert.models.model_config import LlamaLikeConfig, read_decoder
 from llmconv.convert.models.tied_head import with_head
 from llmconv.convert.models.unsupported_settings import refuse_shards
 from llmconv.convert.tokenizers.tiktoken_json import NUM_SPECIAL, is_tiktoken, tiktoken_of
@@ -53,7 +53,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     return Plan(checkpoint, files, small, _losses(decoder, params, tokenizer))
 
 
-def llama_tensors(checkpoint: Checkpoint, decoder: Decoder) -> dict[str, LazyTensor]:
+def llama_tensors(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> dict[str, LazyTensor]:
     """The whole tensors of a llama under Meta's names and in its order of rows; a tied head is written out.
 
     Raises:
@@ -85,7 +85,7 @@ def check_shapes(tensors: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[i
         )
 
 
-def _refuse_shards(decoder: Decoder, shards: int) -> None:
+def _refuse_shards(decoder: LlamaLikeConfig, shards: int) -> None:
     """Every rank has whole heads; with more ranks than key/value heads, neighbours hold the same one."""
     sizes = {
         "hidden_size": decoder.hidden,
@@ -96,7 +96,9 @@ def _refuse_shards(decoder: Decoder, shards: int) -> None:
     refuse_shards(decoder.source, shards, sizes, {"num_key_value_heads": decoder.kv_heads})
 
 
-def _parts(name: str, tensor: LazyTensor, decoder: Decoder, shards: int, *, by_words: bool) -> Sequence[LazyTensor]:
+def _parts(
+    name: str, tensor: LazyTensor, decoder: LlamaLikeConfig, shards: int, *, by_words: bool
+) -> Sequence[LazyTensor]:
     """What each rank holds of a tensor."""
     dim = split_dim(name)
     if dim is None:
@@ -109,7 +111,7 @@ def _parts(name: str, tensor: LazyTensor, decoder: Decoder, shards: int, *, by_w
     return split(tensor, dim, shards)
 
 
-def _tokenizer(checkpoint: Checkpoint, decoder: Decoder) -> bytes | None:
+def _tokenizer(checkpoint: Checkpoint, decoder: LlamaLikeConfig) -> bytes | None:
     """`tokenizer.model`: byte for byte where there is one; Llama 3's can be made from `tokenizer.json`."""
     files = checkpoint.side_files
     if TOKENIZER in files or "tokenizer.json" not in files:
@@ -122,7 +124,7 @@ def _tokenizer(checkpoint: Checkpoint, decoder: Decoder) -> bytes | None:
     return made if made and made.count(b"\n") + NUM_SPECIAL == decoder.vocabulary else None
 
 
-def _losses(decoder: Decoder, params: Mapping[str, Any], tokenizer: bytes | None) -> tuple[str, ...]:
+def _losses(decoder: LlamaLikeConfig, params: Mapping[str, Any], tokenizer: bytes | None) -> tuple[str, ...]:
     """What Meta's folder has no place for."""
     losses = []
     if tokenizer is None:

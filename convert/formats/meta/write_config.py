@@ -7,7 +7,7 @@ from math import floor
 from typing import Any
 
 from llmconv.convert.formats.meta.config import SMALL_DIMS, Sizes, intermediate_of, to_config
-from llmconv.convert.models.model_config import Decoder
+from llmconv.convert.models.model_config import LlamaLikeConfig
 from llmconv.convert.models.unsupported_settings import refuse_fields, refuse_other_values
 
 CODE = "Meta's code"
@@ -22,7 +22,7 @@ MULTIPLES = (4096, 1024, 256, 64, 16, 1)
 DIGITS = 17
 
 
-def params_of(decoder: Decoder, shards: int) -> dict[str, Any]:
+def params_of(decoder: LlamaLikeConfig, shards: int) -> dict[str, Any]:
     """The fields that Meta's code of the model's generation has, and no others, which it would refuse.
 
     Args:
@@ -50,12 +50,12 @@ def params_of(decoder: Decoder, shards: int) -> dict[str, Any]:
     return params
 
 
-def config_of(params: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
+def config_of(params: Mapping[str, Any], decoder: LlamaLikeConfig) -> dict[str, Any]:
     """What `to-hf` makes of `params.json`."""
     return to_config(params, Sizes(decoder.vocabulary, decoder.intermediate, decoder.kv_heads), decoder.source)
 
 
-def _scaling(decoder: Decoder) -> dict[str, Any]:
+def _scaling(decoder: LlamaLikeConfig) -> dict[str, Any]:
     """Llama 3.1's stretched rope; the factors are written where Meta's code would take others (8 and 4)."""
     if decoder.scaling.get("rope_type") != "llama3":
         return {}

@@ -23,7 +23,7 @@ from llmconv.convert.formats.mindformers.names import (
     refuse_model,
     split_qkv,
 )
-from llmconv.convert.models.model_config import Settings
+from llmconv.convert.models.model_config import ModelSettings
 from llmconv.convert.models.unsupported_settings import refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
@@ -142,7 +142,7 @@ def _neighbours(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
     return permute_rows(tensor, [row % 2 * (dim // 2) + row // 2 for row in range(dim)])
 
 
-def store_glm(settings: Settings, tensors: Tensors, source: str) -> Stored:
+def store_glm(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
     """`glm` as ChatGLM3, with queries, keys and values one after the other as all versions have them.
 
     Raises:

@@ -14,7 +14,7 @@ from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
 from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.convert.formats.mindformers.names import Model, Shapes, Stored, Tensors, finish, refuse_model
-from llmconv.convert.models.model_config import Settings
+from llmconv.convert.models.model_config import ModelSettings
 from llmconv.convert.models.unsupported_settings import refuse, refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
@@ -150,7 +150,7 @@ def build_bloom(run: RunConfig, tensors: Tensors) -> Model:
     return _finish(run, flipped, shapes | _norm("transformer.ln_f", hidden), config, heads)
 
 
-def store_gpt2(settings: Settings, tensors: Tensors, source: str) -> Stored:
+def store_gpt2(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
     """GPT-2, its `c_attn` taken apart into three matrices, out×in.
 
     Raises:
@@ -168,7 +168,7 @@ def store_gpt2(settings: Settings, tensors: Tensors, source: str) -> Stored:
     return Stored({target: parts[name] for target, name in renamed.items()}, "GPT2LMHeadModel", fields)
 
 
-def store_bloom(settings: Settings, tensors: Tensors, source: str) -> Stored:
+def store_bloom(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
     """BLOOM, the heads of its `query_key_value` sorted into three matrices.
 
     Raises:
@@ -209,7 +209,7 @@ def _apart(tensors: Tensors, module: str, weights: Cut, biases: Cut) -> Tensors:
     return parts
 
 
-def _fields(settings: Settings, source: str) -> dict[str, Any]:
+def _fields(settings: ModelSettings, source: str) -> dict[str, Any]:
     """What both models' configurations say.
 
     Raises:

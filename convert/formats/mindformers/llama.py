@@ -27,7 +27,7 @@ from llmconv.convert.formats.mindformers.names import (
     refuse_model,
     unfuse,
 )
-from llmconv.convert.models.model_config import Settings
+from llmconv.convert.models.model_config import ModelSettings
 from llmconv.convert.models.unsupported_settings import refuse, refuse_settings
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.tensors import Array, LazyTensor
@@ -41,7 +41,7 @@ SCALING = {
     "LLAMA3": ("factor", "low_freq_factor", "high_freq_factor"),
     "YARN": ("factor", "beta_fast", "beta_slow"),
 }
-"""Settings of rotary methods, by `extend_method`."""
+"""ModelSettings of rotary methods, by `extend_method`."""
 
 ORIGINAL = "original_max_position_embeddings"
 SEQ_LENGTH = 4096
@@ -228,7 +228,7 @@ HELD: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "sliding_window
 QKV, GATE_UP = tuple(f"linear_{one}" for one in "qkv"), ("gating", "hidden")
 
 
-def store_llama(settings: Settings, tensors: Tensors, source: str) -> Stored:
+def store_llama(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
     """A Llama or Qwen 2 under Llama's names, with nothing fused, so that no question is open.
 
     Raises:
@@ -269,7 +269,7 @@ def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def store_core(settings: Settings, tensors: Tensors, source: str) -> Stored:
+def store_core(settings: ModelSettings, tensors: Tensors, source: str) -> Stored:
     """A Qwen 3 under Megatron's names, fused in its order, with a configuration in transformers' words.
 
     Raises:

@@ -11,7 +11,7 @@ from llmconv.convert.adapters.weighted_sum import LowRank, add_low_rank
 from llmconv.convert.algebra.operations import concat, listing, require
 from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
 from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.models.model_config import Settings
+from llmconv.convert.models.model_config import ModelSettings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -71,7 +71,7 @@ class Family:
 
     sign: re.Pattern[str]
     build: Callable[[RunConfig, Tensors], Model]
-    store: Mapping[str, Callable[[Settings, Tensors, str], Stored]] = field(default_factory=dict)
+    store: Mapping[str, Callable[[ModelSettings, Tensors, str], Stored]] = field(default_factory=dict)
 
 
 def heads_of(run: RunConfig, hidden: int) -> Heads:

@@ -13,7 +13,7 @@ from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.convert.formats.mindformers.families import FAMILIES, family_of
 from llmconv.convert.formats.mindformers.names import Stored
 from llmconv.convert.formats.mindformers.ranks import ranks_of
-from llmconv.convert.models.model_config import Settings, settings_of, tied
+from llmconv.convert.models.model_config import ModelSettings, settings_of, tied
 from llmconv.convert.models.tied_head import settle_head
 from llmconv.convert.models.unsupported_settings import refuse_other_settings, refuse_shards
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -56,7 +56,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     return Plan(checkpoint, tuple(files), {**small, **strategies}, warnings)
 
 
-def _stored(checkpoint: Checkpoint, settings: Settings) -> Stored:
+def _stored(checkpoint: Checkpoint, settings: ModelSettings) -> Stored:
     known = {kind: store for family in FAMILIES for kind, store in family.store.items()}
     source, kind = checkpoint.path.name, settings["model_type"]
     if kind not in known:

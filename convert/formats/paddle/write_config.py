@@ -10,7 +10,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats.paddle.config import ACTIVATIONS, GLM_ONLY, KEPT, to_config
-from llmconv.convert.models.model_config import Settings, settings_of
+from llmconv.convert.models.model_config import ModelSettings, settings_of
 from llmconv.convert.models.unsupported_settings import refuse, refuse_other_settings, refuse_settings
 from llmconv.errors import UnsupportedInput
 
@@ -53,7 +53,7 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, back
 
 
-def _decoder(settings: Settings, source: str) -> dict[str, Any]:
+def _decoder(settings: ModelSettings, source: str) -> dict[str, Any]:
     if settings["head_dim"] * settings["num_attention_heads"] != settings["hidden_size"]:
         refuse(source, {"head_dim": settings["head_dim"]}, PADDLE)
     refuse_settings(source, settings, {"hidden_act": "silu"}, PADDLE)
@@ -65,7 +65,7 @@ def _decoder(settings: Settings, source: str) -> dict[str, Any]:
     }
 
 
-def _llama(settings: Settings, source: str) -> dict[str, Any]:
+def _llama(settings: ModelSettings, source: str) -> dict[str, Any]:
     scaling = settings["rope_scaling"] or {}
     stretched: dict[str, Any] = {}
     if scaling.get("rope_type") == "llama3" and set(scaling) == {"rope_type", *STRETCHED}:
@@ -76,16 +76,16 @@ def _llama(settings: Settings, source: str) -> dict[str, Any]:
     return _decoder(settings, source) | stretched
 
 
-def _mistral(settings: Settings, source: str) -> dict[str, Any]:
+def _mistral(settings: ModelSettings, source: str) -> dict[str, Any]:
     window = settings["sliding_window"]
     return _decoder(settings, source) | {"sliding_window": window[0] if window else None}
 
 
-def _qwen2(settings: Settings, source: str) -> dict[str, Any]:
+def _qwen2(settings: ModelSettings, source: str) -> dict[str, Any]:
     return _decoder(settings, source) | {"use_sliding_window": False}
 
 
-def _bloom(settings: Settings, source: str) -> dict[str, Any]:
+def _bloom(settings: ModelSettings, source: str) -> dict[str, Any]:
     return {
         **{name: settings[name] for name in ("vocab_size", "hidden_size", "layer_norm_epsilon")},
         "n_layer": settings["num_hidden_layers"],
@@ -94,7 +94,7 @@ def _bloom(settings: Settings, source: str) -> dict[str, Any]:
     }
 
 
-def _gpt(settings: Settings, source: str) -> dict[str, Any]:
+def _gpt(settings: ModelSettings, source: str) -> dict[str, Any]:
     ours = {theirs: name for name, theirs in reversed(ACTIVATIONS.items())}
     return {
         **{name: settings[name] for name in (*SAME, "intermediate_size", "max_position_embeddings")},
@@ -103,7 +103,7 @@ def _gpt(settings: Settings, source: str) -> dict[str, Any]:
     }
 
 
-def _chatglm(settings: Settings, source: str) -> dict[str, Any]:
+def _chatglm(settings: ModelSettings, source: str) -> dict[str, Any]:
     return {
         **GLM_ONLY,
         **{name: settings[name] for name in SAME},
@@ -118,7 +118,7 @@ def _chatglm(settings: Settings, source: str) -> dict[str, Any]:
     }
 
 
-WRITERS: Mapping[str, tuple[str, str, Callable[[Settings, str], dict[str, Any]]]] = {
+WRITERS: Mapping[str, tuple[str, str, Callable[[ModelSettings, str], dict[str, Any]]]] = {
     "llama": ("llama", "LlamaForCausalLM", _llama),
     "qwen2": ("qwen2", "Qwen2ForCausalLM", _qwen2),
     "mistral": ("mistral", "MistralForCausalLM", _mistral),

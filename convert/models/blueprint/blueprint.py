@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.models.architectures import causal_lm_classes
-from llmconv.convert.models.blueprint.config import Config, bounded
+from llmconv.convert.models.blueprint.config import ConfigStandIn, bounded
 from llmconv.convert.models.blueprint.names import model_folder
-from llmconv.convert.models.blueprint.source import PreTrainedModel, Source, remap_layer_types, source
+from llmconv.convert.models.blueprint.source import PreTrainedModel, SourceFile, remap_layer_types, source
 from llmconv.convert.models.blueprint.torch_stand_ins import Buffer, Module, Tensor
 from llmconv.convert.models.blueprint.unknown import Unreadable
 
@@ -81,7 +81,7 @@ def _blueprint(text: str) -> Blueprint | None:
         return None
 
 
-def _modeling(name: str, folder: Path) -> Source:
+def _modeling(name: str, folder: Path) -> SourceFile:
     """The source of the class `name`, which may be that of another model type."""
     kinds = [kind for kind, other in causal_lm_classes().items() if other == name]
     folders = [folder, *(found for kind in kinds if (found := model_folder(kind)))]
@@ -96,10 +96,10 @@ def constructor_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(bounded(fields))
 
 
-def _config_class(configuration: Source, kind: str) -> type[Config]:
+def _config_class(configuration: SourceFile, kind: str) -> type[ConfigStandIn]:
     for name in configuration.classes:
         found = configuration[name]
-        if isinstance(found, type) and issubclass(found, Config) and found.__dict__.get("model_type") == kind:
+        if isinstance(found, type) and issubclass(found, ConfigStandIn) and found.__dict__.get("model_type") == kind:
             return found
     raise Unreadable(f"no configuration of `{kind}`")
 
@@ -136,7 +136,7 @@ def _same_objects(tensors: Mapping[str, Tensor]) -> dict[str, set[str]]:
 def _tie(module: PreTrainedModel, prefix: str, tensors: Mapping[str, Tensor], shared: dict[str, set[str]]) -> None:
     """Adds what `_tied_weights_keys` ties to another (patterns of names or of modules), where the configuration ties.
 
-    Source: `get_expanded_tied_weights_keys` in transformers `modeling_utils.py`.
+    SourceFile: `get_expanded_tied_weights_keys` in transformers `modeling_utils.py`.
     """
     pairs = module._tied_weights_keys
     if not isinstance(pairs, dict) or not getattr(module.config, "tie_word_embeddings", False):

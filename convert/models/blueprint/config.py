@@ -16,7 +16,7 @@ CLASS_FIELDS = ("attribute_map", "sub_configs", "sub_configs_defaults", "model_t
 HOOKS = ("validate", "convert", "standardize", "remap", "_validate", "_convert")
 
 
-class Config:
+class ConfigStandIn:
     """A configuration; what checks or rewrites rotary settings is left out, since no shape depends on it."""
 
     attribute_map: dict[str, str] = {}
@@ -68,7 +68,7 @@ class Config:
     @classmethod
     def _fields(cls) -> dict[str, Any]:
         fields: dict[str, Any] = {}
-        for base in reversed(cls.__mro__[: cls.__mro__.index(Config)]):
+        for base in reversed(cls.__mro__[: cls.__mro__.index(ConfigStandIn)]):
             own = base.__dict__
             for name in own.get("__annotations__", {}):
                 if name in own and name not in CLASS_FIELDS and "ClassVar" not in str(own["__annotations__"][name]):
@@ -87,7 +87,7 @@ class Config:
             return lambda *args, **kwargs: kwargs
         raise AttributeError(name)
 
-    def get_text_config(self, **kwargs: Any) -> Config:
+    def get_text_config(self, **kwargs: Any) -> ConfigStandIn:
         return self
 
 

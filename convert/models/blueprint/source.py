@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from llmconv.convert.models.blueprint.config import Config
+from llmconv.convert.models.blueprint.config import ConfigStandIn
 from llmconv.convert.models.blueprint.torch_stand_ins import Module, Nn, Plain, Torch
 from llmconv.convert.models.blueprint.unknown import Unknown
 
@@ -47,8 +47,8 @@ class PreTrainedModel(Module):
 
 STAND_INS: dict[str, Any] = {
     "PreTrainedModel": PreTrainedModel,
-    "PreTrainedConfig": Config,
-    "PretrainedConfig": Config,
+    "PreTrainedConfig": ConfigStandIn,
+    "PretrainedConfig": ConfigStandIn,
     "GradientCheckpointingLayer": Module,
     "GenerationMixin": object,
     "EmbeddingAccessMixin": object,
@@ -89,12 +89,12 @@ def transformers_folder() -> Path | None:
 
 
 @lru_cache(maxsize=16)
-def source(path: Path) -> Source:
+def source(path: Path) -> SourceFile:
     """The source file `path`, read once."""
-    return Source(path)
+    return SourceFile(path)
 
 
-class Source:
+class SourceFile:
     """The names of one source file, each defined when it is first asked for."""
 
     def __init__(self, path: Path) -> None:
