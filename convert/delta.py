@@ -1,4 +1,4 @@
-"""apply_delta and extract_delta: a tuned model as its base and what is new over it."""
+"""apply_delta and extract_delta: a tuned model from its base and a delta, and the delta of two models."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def extract_delta(  # noqa: PLR0913 - the options of the command, by the same na
             to a million elements); None for an exact delta.
         dtype: `keep` or the float type that the tuned weights are rounded to first, or that the adapter gets
             (whose factors are float32 with `keep`).
-        max_shard_size: bytes of tuned weights that one file of an exact delta tells of.
+        max_shard_size: bytes of tuned weights that one file of an exact delta encodes.
         overwrite, resume, dry_run: replace an existing folder; continue an interrupted run; write nothing.
 
     Raises:

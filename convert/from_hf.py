@@ -58,7 +58,7 @@ def from_hf(
         checkpoint = open_model(local_path(model))
     assert chosen.save
     plan = chosen.save(with_cast(checkpoint, dtype), shards)
-    warn_all((*checkpoint.warnings, *plan.warnings, *_left_behind(plan, to)))
+    warn_all((*checkpoint.warnings, *plan.warnings, *_side_files_left_out(plan, to)))
     check_output(plan, Path(output), overwrite, [checkpoint.path], resume=resume)
     if not dry_run:
         made = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
@@ -82,8 +82,8 @@ def _savable(name: str) -> Format:
     return known[name]
 
 
-def _left_behind(plan: Plan, to: str) -> list[str]:
-    """A warning that lists the small files which the format has no place for."""
+def _side_files_left_out(plan: Plan, to: str) -> list[str]:
+    """A warning that lists the side files that the format cannot contain."""
     names = [name for name in plan.checkpoint.side_files if name not in plan.small_files]
     return [f"a checkpoint of the format `{to}` has no place for {listing(names)}"] if names else []
 
@@ -92,7 +92,7 @@ def open_model(path: Path) -> Checkpoint:
     """A Hugging Face folder, complete, without buffers, and with its output head only where it is not the embedding.
 
     Raises:
-        InputRefused: no such folder, incomplete, or quantized.
+        InputRefused: the folder does not exist, is incomplete, or quantized.
     """
     checkpoint = open_checkpoint(path)
     require_model_type(checkpoint.config, path.name)

@@ -1,4 +1,4 @@
-"""inspect: what a path is, from headers alone."""
+"""inspect: describes a checkpoint, model folder, adapter, or tensor file from headers alone."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Inspection:
         tensors: its tensors, in the names a conversion would give them.
         side_files: names of the tokenizer and generation files.
         warnings: what a conversion would warn of.
-        version: what the files tell of their writer; empty where they tell nothing.
+        version: the writer that the files name, such as `composer 0.32.1`; empty where they name none.
         shards: files that the weights lie in; 0 where that is not known.
-        dropped: what is in the files and would not be converted, one phrase each.
+        dropped: content of the files that would not be converted, one phrase each.
         kind: the model's type, and what its writer calls it where that differs, such as `chatglm_v2 as glm`.
         plain: of quantized weights, the tensors of the model that they stand for; empty where there are none.
         adapter: of an adapter: `peft_type`, `base`, `r`, `alpha`, `targets`, `modules_to_save`; else empty.
@@ -113,7 +113,7 @@ class Inspection:
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Tells what `path` is: a training checkpoint, a Hugging Face folder, an adapter, a safetensors or torch file.
+    """Describes `path`: a training checkpoint, a Hugging Face folder, an adapter, a safetensors or torch file.
 
     Raises:
         InputRefused: nothing that llmconv can read, or something malformed.
@@ -147,7 +147,7 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _inspect_training(path: Path, found: Format) -> Inspection:
-    """What a conversion would give; where it needs to be told more, what lies in the file, and what is missing."""
+    """The converted checkpoint; where a conversion needs more options, the tensors of the file and the missing option."""
     try:
         opened = settled(open_format(found, path, path.name, {}, None), sampled=True)
     except InputRefused as problem:
@@ -233,13 +233,13 @@ ADAPTER_FIELDS = {
 
 
 def _adapter_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What an adapter's config tells of it; None for what it does not say."""
-    told = {name: config.get(field) for name, field in ADAPTER_FIELDS.items()}
+    """The fields of an adapter's config; None for those it does not contain."""
+    found = {name: config.get(field) for name, field in ADAPTER_FIELDS.items()}
     parameters = config.get("lora_parameters")
     if isinstance(parameters, dict):
-        told |= {"r": parameters.get("rank"), "alpha": parameters.get("alpha"), "targets": parameters.get("keys")}
-        told |= {"peft_type": config.get("fine_tune_type"), "base": config.get("model")}
+        found |= {"r": parameters.get("rank"), "alpha": parameters.get("alpha"), "targets": parameters.get("keys")}
+        found |= {"peft_type": config.get("fine_tune_type"), "base": config.get("model")}
     for name in ("targets", "modules_to_save"):
-        value = told[name]
-        told[name] = sorted(map(str, value)) if isinstance(value, list) else value
-    return told
+        value = found[name]
+        found[name] = sorted(map(str, value)) if isinstance(value, list) else value
+    return found

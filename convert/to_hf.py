@@ -72,24 +72,24 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     check_output(plan, Path(output), overwrite, [path for path in (checkpoint.path, base) if path], resume=resume)
     if not dry_run:
         named = {name: path.name if path else None for name, path in (("tokenizer", words), ("base", base))}
-        told = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
-        done = _write(plan, Path(output), base, told, overwrite=overwrite, resume=resume)
+        given = {**options, **named, "config": [path.name for path in configs] or None, "dtype": dtype}
+        done = _write(plan, Path(output), base, given, overwrite=overwrite, resume=resume)
         plan = replace(plan, found=done.found)
     return plan
 
 
 def _require_words(dtype: str, qkv_layout: str | None, adapter: str | None) -> None:
-    """Refuses words that mean nothing; any of them would pass for the default."""
+    """Refuses unknown values of options, which would otherwise act as the default."""
     check_dtype(dtype)
     require_choice(qkv_layout or "plain", ("plain", "interleaved"), "qkv_layout")
     require_choice(adapter or "merge", ("merge", "split"), "adapter")
 
 
 def _write(
-    plan: Plan, output: Path, base: Path | None, told: Mapping[str, Any], *, overwrite: bool, resume: bool
+    plan: Plan, output: Path, base: Path | None, given: Mapping[str, Any], *, overwrite: bool, resume: bool
 ) -> Manifest:
     source = plan.checkpoint.path
-    steps = [step("to-hf", source, format=plan.checkpoint.format, **told)]
+    steps = [step("to-hf", source, format=plan.checkpoint.format, **given)]
     sources = [file for path in (source, base) if path for file in files_under(path, output)]
     return write_checkpoint(plan, output, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
 

@@ -1,7 +1,7 @@
 """Keeping OpenBLAS, which numpy brings, to the calling thread.
 
 Its threads wait for each other in loops: for small matrices half of the CPU time where nothing else runs, and several
-times what they save beside other work (measured).
+times what they save next to other work (measured).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Counter = tuple[Callable[[], int], Callable[[int], None]]
 
 
 def _thread_counters() -> list[Counter]:
-    """What reads and what sets the number of threads of each OpenBLAS in this process; none where it cannot be told."""
+    """Functions that get and set the number of threads of each OpenBLAS in this process; empty where none is found."""
     if not MAPS.is_file():
         return []
     paths = {Path(line.split(maxsplit=5)[-1]) for line in MAPS.read_text().splitlines()}

@@ -29,7 +29,7 @@ def rename(names: Iterable[str], table: Mapping[str, str | None], source: str) -
         source: file or folder name for error messages.
 
     Raises:
-        MalformedInput: a name that no row matches, or two names with one target.
+        MalformedInput: unexpected keys, which no row matches, or duplicate keys: two names with one target.
     """
     renamed: dict[str, str] = {}
     unknown: list[str] = []
@@ -47,7 +47,7 @@ def rename(names: Iterable[str], table: Mapping[str, str | None], source: str) -
             renamed[target] = name
     if unknown:
         raise MalformedInput(
-            f"`{source}` holds {len(unknown)} tensors that no rule places: {listing(unknown)}",
+            f"`{source}` contains {len(unknown)} tensors that no rule places; unexpected keys: {listing(unknown)}",
             hint="the model has parts that this format does not know; convert it with the code that wrote it",
         )
     return renamed
@@ -79,13 +79,13 @@ def require(targets: Iterable[str], produced: Mapping[str, Any], source: str) ->
     missing = [name for name in targets if name not in produced]
     if missing:
         raise MalformedInput(
-            f"`{source}` lacks {len(missing)} tensors of the model: {listing(missing)}",
+            f"`{source}` lacks {len(missing)} tensors of the model; missing keys: {listing(missing)}",
             hint="the checkpoint is incomplete, or its configuration is of another model",
         )
 
 
 LAYER_NUMBER = r"(?<=\.)\d{1,9}(?=\.)"
-"""A longer one is of no layer, and may be longer than what Python makes a number of."""
+"""A longer number is not a layer's, and may be longer than Python converts to an integer."""
 
 
 def first_missing(numbers: Collection[int], count: int) -> int | None:
@@ -188,7 +188,7 @@ def inverse_order(order: Sequence[int]) -> tuple[int, ...]:
 
 
 HEAD_LIMIT = 1 << 16
-"""Rows; no head has more than a few hundred."""
+"""Maximum number of rows of a head; real ones have a few hundred at most."""
 
 
 @lru_cache(maxsize=8)

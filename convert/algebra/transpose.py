@@ -21,7 +21,7 @@ PADDING_BYTES = 64
 
 
 def transposed(tensor: LazyTensor) -> LazyTensor:
-    """The transpose of a matrix; what is read again within one panel comes from memory.
+    """The transpose of a matrix; a second read within one panel comes from memory.
 
     Raises:
         ValueError: not two dimensions.

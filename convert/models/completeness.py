@@ -49,13 +49,13 @@ def select(
     warnings: list[str],
     prefix: str = "",
 ) -> dict[str, LazyTensor]:
-    """Hugging Face name to tensor, without wrappers, buffers and whatever is no tensor.
+    """Hugging Face name to tensor, without wrappers, buffers, and values that are not tensors.
 
     Args:
         state: the state dict; its tensors are `Leaf`.
         tensor: `tensor(name, leaf)` gives the LazyTensor.
         source: file name for messages.
-        warnings: gets a line for what is skipped.
+        warnings: gets a line that lists the skipped values.
         prefix: what the trainer's module puts in front of every name; left alone unless all names have it.
 
     Raises:
@@ -70,7 +70,9 @@ def select(
         if DROPPED.search(name) or _is_buffer(name, value):
             continue
         if isinstance(value, Stub) or name in tensors:
-            problem = "is doubled" if name in tensors else "is an object that was not rebuilt, no plain tensor"
+            problem = (
+                "is a duplicate key" if name in tensors else "is an object that was not rebuilt, not a plain tensor"
+            )
             raise UnsupportedInput(
                 f"`{name}` in `{source}` {problem}", hint="save a full (unsharded, unquantized) state dict"
             )
@@ -79,7 +81,7 @@ def select(
         else:
             skipped.append(name)
     if skipped:
-        warnings.append(f"skipped {len(skipped)} values that are no tensors: {listing(skipped)}")
+        warnings.append(f"skipped {len(skipped)} values that are not tensors: {listing(skipped)}")
     return tensors
 
 
@@ -165,7 +167,7 @@ def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
 
 
 def _depth_is_possible(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> bool:
-    """Whether no part of the configuration has more layers than there are tensors; no other is ever built."""
+    """Whether no part of the configuration has more layers than there are tensors; others are never built."""
     for name, value in config.items():
         if isinstance(value, Mapping) and not _depth_is_possible(tensors, value):
             return False

@@ -1,4 +1,4 @@
-"""config.json: what is taken out of one before it is written, and what is put in."""
+"""Reading and cleaning configurations: JSON and YAML files of the user, fields that are removed, the model's class."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def merged_configs(paths: tuple[Path, ...]) -> dict[str, Any]:
 
     Raises:
         InputRefused: a file is not there.
-        MalformedInput: a file is no such object.
+        MalformedInput: a file does not contain such an object.
     """
     merged: dict[str, Any] = {}
     for path in paths:
@@ -45,7 +45,7 @@ def merged_configs(paths: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or in a YAML file (told by its name); tags that would build other objects are refused.
+    """The object in a JSON file, or in a YAML file (by its name); tags that would build other objects are refused.
 
     Raises:
         MalformedInput: not such an object, or far larger than a configuration.
@@ -115,22 +115,22 @@ def without_code(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
 def causal_lm_config(
     stored: Mapping[str, Any], given: Mapping[str, Any], source: str, warnings: list[str]
 ) -> dict[str, Any]:
-    """The `config.json` of a causal language model: what is stored with it, and over that what the user gives.
+    """The `config.json` of a causal language model: the stored fields, and over them the user's.
 
     Args:
         stored: the checkpoint's own configuration, empty where it has none.
         given: the user's fields.
         source: file name for messages.
-        warnings: gets a line for what is left out.
+        warnings: gets a line for fields that are left out.
 
     Raises:
-        InputRefused: there is no `model_type`.
+        InputRefused: `model_type` is missing.
         UnsupportedInput: it is none that transformers has, or an MPT that it cannot express.
     """
     config, dropped = without_code({**stored, **given})
     if "model_type" not in config:
         raise InputRefused(
-            f"`{source}` holds no model configuration", hint="give the model's `config.json` with `--config`"
+            f"`{source}` does not contain a model configuration", hint="give the model's `config.json` with `--config`"
         )
     if dropped:
         warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
@@ -148,7 +148,7 @@ def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     kind, known = str(config.get("model_type")), causal_lm_classes()
     if known and kind not in known:
         raise UnsupportedInput(
-            f"model_type `{kind[:80]}` is no causal language model that the installed transformers knows",
+            f"unsupported model_type `{kind[:80]}`: not a causal language model of the installed transformers",
             hint="models with code of their own cannot be converted yet; give the right type with `--config`",
         )
     return {**config, **({"architectures": [known[kind]]} if known else {})}

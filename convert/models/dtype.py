@@ -13,13 +13,13 @@ from llmconv.tensors import BY_NAME, FLOATS, LazyTensor, cast
 
 
 def check_dtype(dtype: str) -> None:
-    """Refuses a name that is no element type of weights.
+    """Refuses a name that is not an element type of weights.
 
     Raises:
         UsageProblem: neither `keep` nor a float type.
     """
     if dtype not in ("keep", *FLOATS):
-        raise UsageProblem(f"there is no dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
+        raise UsageProblem(f"unknown dtype `{dtype}`", hint="keep, float32, float16 or bfloat16")
 
 
 def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

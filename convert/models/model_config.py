@@ -128,12 +128,14 @@ def read_decoder(checkpoint: Checkpoint) -> LlamaLikeConfig:
     """The model of a Hugging Face folder.
 
     Raises:
-        UnsupportedInput: it is no model like Llama.
-        MalformedInput: a size is missing or no number, or the sizes contradict each other.
+        UnsupportedInput: it is not a model like Llama.
+        MalformedInput: a size is missing or not a number, or the sizes contradict each other.
     """
     fields, source = checkpoint.config, checkpoint.path.name
     if not isinstance(fields.get("model_type"), str):
-        raise MalformedInput(f"`config.json` of `{source}` names no `model_type`", hint="repair it; copy it again")
+        raise MalformedInput(
+            f"`config.json` of `{source}` does not contain a `model_type`", hint="repair it; copy it again"
+        )
     if OTHER_SIZES & fields.keys() and not {"hidden_size", "num_attention_heads"} <= fields.keys():
         raise UnsupportedInput(
             f"`{source}` is a `{fields['model_type'][:40]}`, and this format holds only models like Llama",
@@ -205,7 +207,7 @@ def settings_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Raises:
         UnsupportedInput: a `model_type` that is not read here.
-        MalformedInput: a size is missing or no number, or the sizes contradict each other.
+        MalformedInput: a size is missing or not a number, or the sizes contradict each other.
     """
     kind = str(checkpoint.config.get("model_type"))
     if kind not in DEFAULTS:

@@ -89,7 +89,7 @@ def native_config(config: Mapping[str, Any], source: str, warnings: list[str]) -
     attention, ffn = _branch(config, "attn_config", source), _branch(config, "ffn_config", source)
     found = _of_attention(attention, sizes) | _of_model(config, attention, sizes) | _of_mlp(config, ffn, sizes)
     if old and sizes["n_heads"] & (sizes["n_heads"] - 1):
-        found["n_heads"] = f"{sizes['n_heads']} (no power of two, whose ALiBi was another one before April 2023)"
+        found["n_heads"] = f"{sizes['n_heads']} (not a power of two: its ALiBi was different before April 2023)"
     if found:
         options = ", ".join(f"`{name}` {value}" for name, value in found.items())
         raise UnsupportedInput(
@@ -148,7 +148,7 @@ def _of_model(config: Mapping[str, Any], attention: Mapping[str, Any], sizes: Ma
     if config.get("no_bias") is True and config.get("attention_bias"):
         found["attention_bias"] = "True"
     if config.get("norm_eps", same := config.get("layer_norm_epsilon")) != same and same is not None:
-        found["norm_eps"] = f"{config['norm_eps']!r} beside `layer_norm_epsilon` {same!r}"
+        found["norm_eps"] = f"{config['norm_eps']!r} next to `layer_norm_epsilon` {same!r}"
     kind = config.get("fc_type", "torch")
     if (kind.get("name", "torch") if isinstance(kind, Mapping) else kind) not in ("torch", "te"):
         found["fc_type"] = repr(kind)
@@ -207,7 +207,7 @@ def read_sizes(config: Mapping[str, Any], source: str) -> dict[str, int]:
     """The fields of `SIZES`.
 
     Raises:
-        MalformedInput: one is no positive whole number.
+        MalformedInput: one is not a positive whole number.
     """
     return {name: _size(config, name, default, source) for name, default in SIZES.items()}
 

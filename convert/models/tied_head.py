@@ -68,7 +68,7 @@ def settle_head(
     tied, same = config.get(TIE, False), _same_bytes(tensors[head], tensors[embedding])
     if tied is False and not same:
         return config
-    may_tie = tied or "lm_head.bias" not in tensors  # without being told, a head with a bias is its own
+    may_tie = tied or "lm_head.bias" not in tensors  # where nothing says so, a head with a bias is not tied
     if same or (may_tie and equal(tensors[head], tensors[embedding], sampled=sampled)):
         del tensors[head]
         return {**config, TIE: True}

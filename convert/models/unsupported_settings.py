@@ -50,7 +50,7 @@ def refuse_other_settings(checkpoint: Checkpoint, back: Mapping[str, Any], what:
 
     Args:
         checkpoint: the model.
-        back: the `config.json` that `to-hf` will make of what is written.
+        back: the `config.json` that `to-hf` will make of the written checkpoint.
         what: the format, such as `PaddleNLP`.
 
     Raises:

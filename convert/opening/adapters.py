@@ -17,7 +17,7 @@ from llmconv.files.sources import local_path, reading_safely
 
 PREFIX = "base_model.model."
 SMALL = (".json", ".md", ".txt", ".jinja", ".model")
-"""How the files beside the weights of an adapter end."""
+"""Suffixes of the files next to the weights of an adapter."""
 
 
 def open_adapters(

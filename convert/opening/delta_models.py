@@ -23,17 +23,17 @@ def open_model(name: str | Path) -> Checkpoint:
         name: a Hugging Face folder, or a checkpoint that `to-hf` reads without options; a path, URI or hub id.
 
     Raises:
-        InputRefused: no model that can be read, or a delta or an adapter in place of one.
+        InputRefused: not a model that can be read, or a delta or an adapter instead of one.
     """
     with reading_safely(name):
         path = local_path(name)
         if (path / DELTA_FILE).is_file():
             raise UnsupportedInput(
-                f"`{path}` is a delta, no model", hint="the order is `llmconv delta apply BASE DELTA -o OUT`"
+                f"`{path}` is a delta, not a model", hint="the order is `llmconv delta apply BASE DELTA -o OUT`"
             )
         if (path / ADAPTER_CONFIG).is_file():
             raise UnsupportedInput(
-                f"`{path}` is an adapter, no model", hint="merge it: `llmconv merge-lora BASE ADAPTER -o OUT`"
+                f"`{path}` is an adapter, not a model", hint="merge it: `llmconv merge-lora BASE ADAPTER -o OUT`"
             )
         if is_hugging_face(path):
             model = open_checkpoint(path)
@@ -42,11 +42,11 @@ def open_model(name: str | Path) -> Checkpoint:
         opened = open_training(path)
         if not opened.tensors:
             raise UnsupportedInput(
-                f"`{path}` holds an adapter alone, no model", hint="convert it with `llmconv to-hf --base` first"
+                f"`{path}` contains an adapter alone, not a model", hint="convert it with `llmconv to-hf --base` first"
             )
         return replace(with_cast(opened, "keep"), path=path)
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether `path` is a folder with a config and safetensors weights, and no training format's."""
+    """Whether `path` is a folder with a config and safetensors weights that no training format claims."""
     return is_model_folder(path) and detect(path) is None

@@ -1,4 +1,4 @@
-"""The checkpoint files of a folder that no format claims as a whole: one of them alone is what the user means."""
+"""Finds the checkpoint files of a folder that no format claims; a single one is taken for the folder."""
 
 from __future__ import annotations
 

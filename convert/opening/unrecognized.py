@@ -1,4 +1,4 @@
-"""What a path is that no format claims, so that the error can name it and the way out."""
+"""Explains why a path matches no known format: the error names what it is, and the way out."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 MEGATRON = {"checkpoint_version", "args", "model"}
 
 OF_DEEPSPEED = "_optim_states.pt"
-"""How the names of DeepSpeed's files of an optimizer end."""
+"""Suffix of DeepSpeed's optimizer files."""
 
 
 def explain(path: Path) -> LlmconvError:
-    """The error for a path that is of no known format."""
+    """The error for a path that matches no known format."""
     if kind := adapter_format(path):
         return UnsupportedInput(
             f"`{path.name}` is an adapter of {kind.title}",
@@ -41,7 +41,7 @@ def _explain_folder(folder: Path) -> LlmconvError:
         return UnsupportedInput(f"`{folder}` is an adapter", hint="use `llmconv merge-lora BASE ADAPTER -o OUT`")
     if is_model_folder(folder):
         return UnsupportedInput(
-            f"`{folder}` already is a Hugging Face folder",
+            f"`{folder}` already is a Hugging Face model folder",
             hint="go on with `merge-lora` or `export`; `--dtype` and `--max-shard-size` write it anew",
         )
     if any(name.endswith((".pdiparams", ".pdmodel")) for name in names):
@@ -65,14 +65,14 @@ def _explain_folder(folder: Path) -> LlmconvError:
 
 def _explain_file(path: Path) -> LlmconvError:
     if not path.is_file():
-        return InputRefused(f"`{path}` is no regular file", hint="give a file or a folder")
+        return InputRefused(f"`{path}` is not a regular file", hint="give a file or a folder")
     if not path.stat().st_size:
         return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     with open(path, "rb") as file:
         head = file.read(300)
     left = what_is_left(path.name)
     if left and not path.name.endswith(OF_DEEPSPEED):  # whose optimizer holds the weights
-        return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=_weights_beside(path))
+        return InputRefused(f"`{path.name}` is {left}, not the model's weights", hint=_weights_next_to(path))
     if path.suffix not in SUFFIXES and zipfile.is_zipfile(path) and not is_torch_file(path):
         return known_refusal(path) or _unknown(path)
     if head.startswith(b"PK") or is_torch_file(path):
@@ -103,20 +103,20 @@ def _explain_torch(path: Path) -> LlmconvError:
             f"`{path.name}` is one rank's file of Megatron-LM, which is not converted",
             hint="convert it with Megatron's own `tools/checkpoint/convert.py`, and go on from there",
         )
-    keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "no dict"
+    keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "not a dict"
     return UnsupportedInput(
-        f"`{path.name}` is a torch file, but of no known training format (it holds {keys})", hint=_known()
+        f"`{path.name}` is a torch file, but not of a known training format (it contains {keys})", hint=_known()
     )
 
 
-def _weights_beside(path: Path) -> str:
+def _weights_next_to(path: Path) -> str:
     files = checkpoint_files(path.parent)
     return f"give the weights next to it: `{files[0]}`" if files else "give the file or folder with the weights"
 
 
 def _unknown(path: Path) -> LlmconvError:
-    return UnsupportedInput(f"`{path.name}` is of no training format that llmconv knows", hint=_known())
+    return UnsupportedInput(f"`{path.name}` is not of a training format that llmconv knows", hint=_known())
 
 
 def _known() -> str:
-    return f"known formats: {', '.join(formats())}; `llmconv formats` tells what each looks like"
+    return f"known formats: {', '.join(formats())}; `llmconv formats` describes each"

@@ -161,7 +161,7 @@ def make_checkpoints(path: Path) -> Path:
 
 UNCLAIMED: dict[str, tuple[Any, str]] = {
     "a compressed file that was cut": (write_gzip, "(compressed with gzip) is truncated"),
-    "a text file": (write_text, "of no training format"),
+    "a text file": (write_text, "of not of a training format"),
     "a bare state dict": (write_state_dict, "it holds `weight`"),
     "a truncated file": (write_truncated, "truncated or damaged"),
     "a sharded folder without what says what it holds": (

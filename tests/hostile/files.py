@@ -108,7 +108,7 @@ def header(
     fields: dict[str, Any] | bytes, refused: str = r"safetensors", data: bytes = bytes(8), length: int | None = None
 ) -> Case:
     """A safetensors file; `inspect` refuses it for its header, to-hf because nothing claims it."""
-    return content(safetensors(fields, data, length), "no training format", "x.safetensors")
+    return content(safetensors(fields, data, length), "not of a training format", "x.safetensors")
 
 
 def tensor(**changes: Any) -> dict[str, Any]:
@@ -153,13 +153,13 @@ def hugging_face(shards: Any) -> Case:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
         return folder
 
-    return Case(build, "already is a Hugging Face folder")
+    return Case(build, "already is a Hugging Face model folder")
 
 
 FEW = np.ones(2, np.float32)
-NO_FILE = "no regular file|no torch file|no training format"
+NO_FILE = "(not a|no) regular file|no torch file|not of a training format"
 SHARD = "consolidated.00.pth"
-UNKNOWN = "no training format"
+UNKNOWN = "not of a training format"
 LONG = struct.pack("<Q", 1 << 62)
 
 CASES: dict[str, Case] = {
@@ -172,10 +172,12 @@ CASES: dict[str, Case] = {
     "a link to nothing for a shard": replaced(SHARD, linked("nothing"), "cannot be read"),
     "a link to itself for a shard": replaced(SHARD, linked(SHARD), "cannot be read"),
     "an empty shard": replaced(SHARD, Path.touch, "no torch file|empty"),
-    "a pipe for params.json": replaced("params.json", lambda path: os.mkfifo(path), "no `params.json`|no regular file"),
-    "a folder for params.json": replaced("params.json", Path.mkdir, "no `params.json`|no regular file"),
+    "a pipe for params.json": replaced(
+        "params.json", lambda path: os.mkfifo(path), "no `params.json`|(not a|no) regular file"
+    ),
+    "a folder for params.json": replaced("params.json", Path.mkdir, "no `params.json`|(not a|no) regular file"),
     "a link to /dev/zero for params.json": replaced(
-        "params.json", linked("/dev/zero"), "no `params.json`|no regular file"
+        "params.json", linked("/dev/zero"), "no `params.json`|(not a|no) regular file"
     ),
     "params.json of 8 GB": replaced("params.json", sparse(8 << 30), "too large|not valid JSON"),
     "a tokenizer of 8 GB": replaced("tokenizer.model", sparse(8 << 30), "too large"),

@@ -15,8 +15,8 @@ from tests.hostile.honest import CONFIG, members, repacked, save, weights
 from tests.hostile.pickles import PYTHON, SHELL, call, text
 
 ATTACK = "nothing was run"
-UNKNOWN = "no training format"
-NO_FILE = "no torch file|no regular file|is missing|truncated|damaged|no training format|no state dict"
+UNKNOWN = "not of a training format"
+NO_FILE = "no torch file|(not a|no) regular file|is missing|truncated|damaged|not of a training format|no state dict"
 INDEX = "pytorch_model.bin.index.json"
 FIRST, SECOND = (f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
 EMBEDDING = "model.embed_tokens.weight"
@@ -130,7 +130,7 @@ CASES: dict[str, Case] = {
     "index: a tensor that is not there": index({"x": FIRST}, "disagree about"),
     "index: 20,000 shards": index({f"x{n}": f"{n}.bin" for n in range(20_000)}, "is missing"),
     "index: 8 GB": shard(lambda path: os.truncate(path.touch() or path, 8 << 30), "too large", INDEX),  # type: ignore[func-returns-value]
-    "index: a pipe": shard(lambda path: os.mkfifo(path), "no regular file", INDEX),
+    "index: a pipe": shard(lambda path: os.mkfifo(path), "(not a|no) regular file", INDEX),
     "index: two": shard(lambda path: path.write_text("{}"), "indices", "\x1b[2J.bin.index.json"),
     "shard: a pipe": shard(lambda path: os.mkfifo(path), NO_FILE),
     "shard: a folder": shard(Path.mkdir, NO_FILE),
@@ -175,7 +175,7 @@ CASES: dict[str, Case] = {
         lambda own: own.update({f"model.layers.{n}.t{n}": torch.zeros(1) for n in range(1, 15_000)}),
         {"num_hidden_layers": 15_000},
     ),
-    "state: nested": state("no known training format", lambda own: {"model": {"model": own}}),
+    "state: nested": state("not of a known training format", lambda own: {"model": {"model": own}}),
     "state: quantized": state("quantized", changed("model.layers.0.mlp.up_proj.qweight", torch.zeros(2))),
     "config: 100,000 deep": state("not valid JSON", lambda own: None, "[" * 100_000),
     "config: a list": state("not a JSON object", lambda own: None, "[]"),
@@ -186,10 +186,10 @@ CASES: dict[str, Case] = {
         {"architectures": [[]], "model_type": None} and '{"architectures": [[1]]}',
     ),
     "config: a model_type that leads out": state(
-        "no causal language model", lambda own: None, {"model_type": "../../evil"}
+        "not a causal language model", lambda own: None, {"model_type": "../../evil"}
     ),
     "config: a model_type that is a list": state(
-        "no causal language model", lambda own: None, {"model_type": ["llama"]}
+        "not a causal language model", lambda own: None, {"model_type": ["llama"]}
     ),
     "config: sizes of 400 digits": state(
         "shape|says|impossible|layer|head", lambda own: None, {"hidden_size": HUGE, "num_hidden_layers": HUGE}
@@ -213,7 +213,9 @@ CASES: dict[str, Case] = {
         call("evil", "Evil", text(CANARY)), None, lambda own: lightning(own)
     ),
     "lightning: a list a million deep": more(
-        b"]" * 1_000_000 + b"a" * 999_999, "nested deeper|no training format|configuration", lambda own: lightning(own)
+        b"]" * 1_000_000 + b"a" * 999_999,
+        "nested deeper|not of a training format|configuration",
+        lambda own: lightning(own),
     ),
     "lightning: a version with an escape sequence": state(
         None, lambda own: lightning(own, **{"pytorch-lightning_version": "\x1b[2J\n"})
@@ -222,6 +224,6 @@ CASES: dict[str, Case] = {
         None, lambda own: lightning(own, **{"pytorch-lightning_version": [[]]})
     ),
     "lightning: no state dict": state(
-        "no known training format", lambda own: {"pytorch-lightning_version": "2", "state_dict": [1]}
+        "not of a known training format", lambda own: {"pytorch-lightning_version": "2", "state_dict": [1]}
     ),
 }

@@ -93,7 +93,7 @@ CASES: dict[str, Case] = {
     "a name that is a number": names(7, refused="lacks"),
     "a name that is nothing": names("model.", refused=FOREIGN),
     "a name that is __metadata__": names("model.__metadata__", refused=FOREIGN),
-    "two names that become one": names("model.evil", "model.module.evil", refused="is doubled"),
+    "two names that become one": names("model.evil", "model.module.evil", refused="duplicate key"),
     "20,000 tensors of one storage": Case(
         lambda folder: save(folder, composer({f"model.e{n}": ONE for n in range(20_000)})), FOREIGN
     ),

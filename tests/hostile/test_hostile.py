@@ -46,7 +46,7 @@ HONEST: dict[str, Case] = {
     "honest: paddle": Case(paddle, None),
     "honest: mindformers": Case(mindspore, None, {"config": ["run.yaml"]}),
     "honest: zip": zips.CASES["a zip written by hand"],
-    "honest: refused": Case(lambda folder: folder, "no training format"),
+    "honest: refused": Case(lambda folder: folder, "not of a training format"),
 }
 KINDS: dict[str, Any] = {
     "pickle": pickles,

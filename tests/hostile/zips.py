@@ -222,11 +222,11 @@ CASES: dict[str, Case] = {
     "a directory of 8 GB": Case(huge_directory, DAMAGED),
     "bytes in front": written(encode(honest_members(), front=b"PK\x03\x04" + os.urandom(40)), "in front|" + DAMAGED),
     "a shell script in front": written(
-        encode(honest_members(), front=b"#!/bin/sh\n"), "no torch file|no training format"
+        encode(honest_members(), front=b"#!/bin/sh\n"), "no torch file|not of a training format"
     ),
     "a zip in a zip": Case(quine, "no checkpoint needs|damaged|inconsistent|opcode"),
     "60,000 members": Case(many_members, None),
-    "no members": written(encode([]), "without members|no training format|damaged"),
+    "no members": written(encode([]), "without members|not of a training format|damaged"),
     "only a directory entry": written(
         struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0, 0, 0, 0, 0), "without members|damaged"
     ),

@@ -1,7 +1,7 @@
 """The tensors of a model by its configuration: what transformers would build, without building it.
 
 Its own constructors are run, with modules that note names and shapes in place of torch's; so every model type that the
-installed transformers has is known as exactly as it is there, and no table has to be kept.
+installed transformers has is known exactly, without a table to maintain.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _modeling(name: str, folder: Path) -> SourceFile:
 
 
 def constructor_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a `config.json` goes to the constructor of its class, with no number larger than `LARGEST`."""
+    """The fields of a `config.json` for the constructor of its class, with no number larger than `LARGEST`."""
     left_out = ("model_type", "architectures", "transformers_version", "torch_dtype", "dtype", "quantization_config")
     fields = {name: value for name, value in config.items() if name not in left_out}
     return dict(bounded(fields))
@@ -106,7 +106,7 @@ def _config_class(configuration: SourceFile, kind: str) -> type[ConfigStandIn]:
 
 def _described(model: Any, kind: str) -> Blueprint:
     if not isinstance(model, PreTrainedModel):
-        raise Unreadable("no model")
+        raise Unreadable("not a model")
     tensors = dict(model.named_tensors())
     shared = _same_objects(tensors)
     ignored: dict[str, None] = {}

@@ -126,7 +126,7 @@ def refuse_shapes(wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], 
 
 
 def check_floats(tensors: Mapping[str, LazyTensor], source: str) -> None:
-    """Refuses weights that are no floats of 16 bits or more: they are quantized, or no weights.
+    """Refuses weights that are not floats of 16 bits or more: they are quantized, or not weights.
 
     Raises:
         MalformedInput: lists them.
@@ -135,6 +135,6 @@ def check_floats(tensors: Mapping[str, LazyTensor], source: str) -> None:
     odd = [f"{name} ({kind})" for name, kind in kinds.items() if kind not in (*FLOATS, "float64")]
     if odd:
         raise MalformedInput(
-            f"`{source}` has {len(odd)} weights that are no floats: {listing(odd)}",
+            f"`{source}` has {len(odd)} weights that are not floats: {listing(odd)}",
             hint="give the weights from before quantization",
         )

@@ -17,7 +17,7 @@ HOOKS = ("validate", "convert", "standardize", "remap", "_validate", "_convert")
 
 
 class ConfigStandIn:
-    """A configuration; what checks or rewrites rotary settings is left out, since no shape depends on it."""
+    """A configuration, without the checks of rotary settings, on which no shape depends."""
 
     attribute_map: dict[str, str] = {}
     is_encoder_decoder = False

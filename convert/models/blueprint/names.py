@@ -41,7 +41,7 @@ class ModelNames:
 
 @lru_cache(maxsize=8)
 def model_names(model_type: str) -> ModelNames:
-    """The names for `model_type`; where the installed transformers does not tell, `model` and no more.
+    """The names for `model_type`; `model` alone where the source of the installed transformers does not contain them.
 
     Source: `base_model_prefix` and `_tied_weights_keys` in transformers `models/*/modeling_*.py`, and the default of
     `tie_word_embeddings` in `configuration_*.py`.

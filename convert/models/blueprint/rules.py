@@ -1,4 +1,4 @@
-"""What holds for any whole model, where no blueprint tells its tensors one by one."""
+"""Rules that hold for any whole model, checked where its tensors are not known one by one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIGITS = 9
 """No model has layers with longer numbers; the first digits show that already."""
 
 LACKING_LIMIT = 1000
-"""Names that are counted before it is said that they lack."""
+"""Maximum number of missing names that are collected for a message."""
 
 UNEVEN_FIELDS = ("decoder_sparse_step", "mlp_only_layers", "first_k_dense_replace", "layers_block_type", "moe_layers")
 KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types", "attn_type_list")
@@ -102,7 +102,7 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
     odd = [f"{name} {str(config[name])[:40]}" for name in SIZES if name in config and not _is_size(config[name])]
     if odd:
         raise MalformedInput(
-            f"the configuration of `{source}` has sizes that are no positive numbers: {listing(odd)}",
+            f"the configuration of `{source}` has sizes that are not positive numbers: {listing(odd)}",
             hint="give the model's own `config.json` with `--config`",
         )
 

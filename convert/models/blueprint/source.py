@@ -122,7 +122,7 @@ class SourceFile:
         return {name: node.body for name, node in self._nodes.items() if isinstance(node, ast.ClassDef)}
 
     def __getitem__(self, name: str) -> Any:
-        """What `name` stands for; Unknown where that cannot be told."""
+        """What `name` stands for; Unknown where it cannot be defined."""
         if name in self._names:
             return self._names[name]
         self._names[name] = Unknown(name)  # until it is known; also ends circles
@@ -179,7 +179,7 @@ class SourceFile:
 
 
 def _called_by_constructors(tree: ast.Module) -> set[str]:
-    """Names of attributes that constructors use, and what is used by methods of these names."""
+    """Names of attributes that constructors use, and of those that the methods of these names use."""
     methods = [node for one in tree.body if isinstance(one, ast.ClassDef) for node in one.body]
     functions = [node for node in methods if isinstance(node, ast.FunctionDef)]
     used: dict[str, set[str]] = {}

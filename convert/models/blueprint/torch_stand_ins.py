@@ -66,14 +66,14 @@ def _sized(*sizes: Any, **kwargs: Any) -> Tensor:
     if not isinstance(shape, tuple | list) or any(isinstance(size, Unknown) for size in shape):
         return Tensor()
     if any(type(size) is not int for size in shape):
-        raise TypeError(f"{shape!r} is no shape")
+        raise TypeError(f"{shape!r} is not a shape")
     return Tensor(tuple(shape))
 
 
 def _parameter(*sizes: Any) -> Parameter:
     shape = tuple(sizes[0]) if isinstance(sizes[0], tuple | list) else sizes
     if any(type(size) is not int for size in shape):
-        raise TypeError(f"{shape!r} is no shape")
+        raise TypeError(f"{shape!r} is not a shape")
     return Parameter(Tensor(shape))
 
 

@@ -1,4 +1,4 @@
-"""A value of which nothing is known but that it holds no weights; whoever needs more of it has to give up."""
+"""Stand-in for a value that is not a weight and otherwise unknown; code that needs more of it raises Unreadable."""
 
 from __future__ import annotations
 

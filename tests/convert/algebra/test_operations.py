@@ -38,7 +38,7 @@ def test_names_are_renamed_by_number_and_dropped_where_the_table_says_so() -> No
 
 
 def test_a_name_that_no_rule_places_is_an_error_that_lists_it() -> None:
-    with pytest.raises(MalformedInput, match="1 tensors that no rule places: `in.7.bias`"):
+    with pytest.raises(MalformedInput, match="1 tensors that no rule places; unexpected keys: `in.7.bias`"):
         rename(["in.7.bias", "head"], TABLE, "x")
 
 
@@ -48,7 +48,7 @@ def test_two_names_with_one_target_are_an_error() -> None:
 
 
 def test_a_target_that_nobody_produced_is_an_error_that_counts_the_rest() -> None:
-    with pytest.raises(MalformedInput, match="lacks 7 tensors of the model: `t0`, .* and 2 more"):
+    with pytest.raises(MalformedInput, match="lacks 7 tensors of the model; missing keys: `t0`, .* and 2 more"):
         require([f"t{number}" for number in range(7)], {}, "x")
 
 

@@ -195,7 +195,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a shard of another split": (reshape, r"differ in 1 tensors: `output\.weight`"),
     "half a LoRA": (halve_lora, r"LoRA of `layers\.0\.attention\.wq\.weight` in `x` does not fit"),
     "a bias of one layer alone": (lose_bias, r"not in each of its 2 layers: `layers\.\{\}\.attention\.wq\.bias`"),
-    "an unknown tensor": (add_unknown, r"no rule places: `layers\.0\.router\.weight`"),
+    "an unknown tensor": (add_unknown, r"no rule places; unexpected keys: `layers\.0\.router\.weight`"),
     "no tensors": (put_object, "is no plain state dict"),
     "an unknown plugin": (rename_plugin, "the plugin `my_own`, which upstream does not have"),
     "another size": (configure(dim=64), "of another shape than its configuration says"),

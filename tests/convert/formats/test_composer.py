@@ -161,7 +161,7 @@ def test_buffers_and_values_that_are_no_tensors_are_left_out(tmp_path: Path) -> 
     buffer = {"model.model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2), "model.notes": "text"}
     checkpoint = open_training(save(tmp_path / "x.pt", {**prefixed(), **buffer}))
     assert set(checkpoint) == set(state_dict())
-    assert any("skipped 1 values that are no tensors: `notes`" in warning for warning in checkpoint.warnings)
+    assert any("skipped 1 values that are not tensors: `notes`" in warning for warning in checkpoint.warnings)
 
 
 def test_a_transposed_weight_is_written_as_it_is(tmp_path: Path) -> None:
@@ -290,12 +290,12 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_type_of_foreign_code_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedInput, match="`my_model` is no causal language model"):
+    with pytest.raises(UnsupportedInput, match="`my_model` is not a causal language model"):
         open_training(save(tmp_path / "x.pt", prefixed(), {**CONFIG, "model_type": "my_model"}))
 
 
 def test_a_sharded_tensor_in_the_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedInput, match="no plain tensor"):
+    with pytest.raises(UnsupportedInput, match="not a plain tensor"):
         open_training(save(tmp_path / "x.pt", OrderedDict({**prefixed(), "model.odd": torch.device("cpu")})))
 
 

@@ -52,7 +52,7 @@ def test_inspecting_needs_no_shard_to_be_readable(dcp: Path, tmp_path: Path) -> 
 def test_without_a_configuration_inspect_shows_what_is_there(tmp_path: Path) -> None:
     found = inspect(save(tmp_path / "x", {"model": state_dict()}))
     assert f"model.{next(iter(state_dict()))}" in found.tensors
-    assert "holds no model configuration" in found.warnings[0]
+    assert "does not contain a model configuration" in found.warnings[0]
 
 
 def test_what_holds_no_language_model_is_shown_and_an_optimizer_alone_is_refused(dcp: Path, tmp_path: Path) -> None:

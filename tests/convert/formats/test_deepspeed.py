@@ -145,7 +145,7 @@ def test_the_folder_of_the_save_itself_finds_the_config_above_it() -> None:
 def test_a_config_above_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
     save = shutil.copytree(FIXTURES / "z2_bf16_groups" / "global_step3", tmp_path / "global_step3")
     (tmp_path / "config.json").write_text("of something else")
-    with pytest.raises(InputRefused, match="holds no model configuration"):
+    with pytest.raises(InputRefused, match="does not contain a model configuration"):
         open_training(save)
 
 

@@ -289,5 +289,5 @@ def test_params_of_another_model_are_refused(tmp_path: Path, change: dict[str, A
 
 def test_a_tensor_that_no_rule_places_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", whole_model() | {"layers.0.feed_forward.router_DE": torch.ones(2, 2)})
-    with pytest.raises(MalformedInput, match=r"no rule places: `layers\.0\.feed_forward\.router_DE`"):
+    with pytest.raises(MalformedInput, match=r"no rule places; unexpected keys: `layers\.0\.feed_forward\.router_DE`"):
         open_training(folder)

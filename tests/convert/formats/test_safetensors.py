@@ -163,7 +163,7 @@ def test_a_file_of_any_name_takes_the_config_beside_it(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_config_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(InputRefused, match="holds no model configuration") as caught:
+    with pytest.raises(InputRefused, match="does not contain a model configuration") as caught:
         open_training(write(tmp_path / "model.safetensors", config=None))
     assert "--config" in caught.value.hint
 
@@ -285,7 +285,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_without_a_change_a_hugging_face_folder_is_refused_with_the_way(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(UnsupportedInput, match="already is a Hugging Face folder") as caught:
+    with pytest.raises(UnsupportedInput, match="already is a Hugging Face model folder") as caught:
         to_hf(folder, tmp_path / "hf")
     assert "--dtype" in caught.value.hint
 

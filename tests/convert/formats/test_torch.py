@@ -205,7 +205,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
 def test_a_folder_with_safetensors_already_is_a_model_folder(tmp_path: Path) -> None:
     folder = sharded(tmp_path)
     (folder / "model.safetensors").touch()
-    with pytest.raises(UnsupportedInput, match="already is a Hugging Face folder"):
+    with pytest.raises(UnsupportedInput, match="already is a Hugging Face model folder"):
         open_training(folder)
 
 

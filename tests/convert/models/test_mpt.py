@@ -186,7 +186,7 @@ IN_THE_WAY: dict[str, tuple[dict[str, Any], str]] = {
     "overrides": (config_with(block_overrides={"order": []}), "`block_overrides` {'order': []}"),
     "head_dim": (config_with(head_dim=16), "`head_dim` 16"),
     "layers of another library": (config_with(fc_type={"name": "mine"}), "`fc_type` {'name': 'mine'}"),
-    "two epsilons": (config_with(layer_norm_epsilon=1e-6), "`norm_eps` 1e-05 beside `layer_norm_epsilon` 1e-06"),
+    "two epsilons": (config_with(layer_norm_epsilon=1e-6), "`norm_eps` 1e-05 next to `layer_norm_epsilon` 1e-06"),
     "old multi-query": (old_config(multiquery_attention=True), "`attn_config.attn_type` 'multiquery_attention'"),
 }
 
