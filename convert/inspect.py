@@ -147,7 +147,7 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def _inspect_training(path: Path, found: Format) -> Inspection:
-    """The converted checkpoint; where a conversion needs more options, the tensors of the file and the missing option."""
+    """The converted checkpoint; where that needs more options, the tensors of the file and what is missing."""
     try:
         opened = settled(open_format(found, path, path.name, {}, None), sampled=True)
     except InputRefused as problem:

@@ -153,7 +153,10 @@ def nested(depth: int) -> Any:
 
 
 ODD = "the adapter config has"
-NO_FILE = "no torch file|(not a|no) regular file|no adapter weights|not a PEFT adapter|not of a training format|cannot be read"
+NO_FILE = (
+    "no torch file|(not a|no) regular file|no adapter weights|not a PEFT adapter|not of a training format"
+    "|cannot be read"
+)
 SCALING = "scaling|has .* for|would merge nothing"
 HONEST = {"peft": adapter(None), "paddle's": paddle(None), "run": run(None)}
 HONEST |= {"split": run(None, options={"adapter": "split"})}
