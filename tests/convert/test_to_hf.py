@@ -161,8 +161,8 @@ def make_checkpoints(path: Path) -> Path:
 
 UNCLAIMED: dict[str, tuple[Any, str]] = {
     "a compressed file that was cut": (write_gzip, "(compressed with gzip) is truncated"),
-    "a text file": (write_text, "of not of a training format"),
-    "a bare state dict": (write_state_dict, "it holds `weight`"),
+    "a text file": (write_text, "not of a training format"),
+    "a bare state dict": (write_state_dict, "it contains `weight`"),
     "a truncated file": (write_truncated, "truncated or damaged"),
     "a sharded folder without what says what it holds": (
         lambda path: make_folder(path, "__0_0.distcp"),

@@ -130,7 +130,7 @@ def test_a_packed_file_of_no_format_is_refused_under_its_own_name(tmp_path: Path
     (tmp_path / "notes.gz").write_bytes(gzip.compress(b"notes"))
     done = CliRunner().invoke(main, ["to-hf", str(tmp_path / "notes.gz"), "-o", str(tmp_path / "hf")])
     assert done.exit_code == 3
-    assert "error: `notes.gz` is of not of a training format" in done.stderr
+    assert "error: `notes.gz` is not of a training format" in done.stderr
 
 
 def test_a_packed_file_that_is_damaged_inside_is_refused_under_its_own_name(composer: Path, tmp_path: Path) -> None:
