@@ -73,8 +73,13 @@ def inverted(table: Mapping[str, str | None]) -> dict[str, str | None]:
 def require(targets: Iterable[str], produced: Mapping[str, Any], source: str) -> None:
     """Checks that every name of `targets` was produced.
 
+    Args:
+        targets: names that the model needs.
+        produced: by name, the tensors that were made.
+        source: file or folder name for messages.
+
     Raises:
-        MalformedInput: lists the missing ones.
+        MalformedInput: missing keys, which it lists.
     """
     missing = [name for name in targets if name not in produced]
     if missing:
@@ -130,7 +135,7 @@ def _stacked_rows(parts: Sequence[LazyTensor], start: int, stop: int) -> Array:
 
 
 def slice_rows(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
-    """Rows `start:stop` of a tensor."""
+    """Rows `start:stop` (along the first axis) of a tensor."""
     shape = (stop - start, *tensor.shape[1:])
     return LazyTensor(tensor.dtype, shape, lambda first, last: tensor.rows(start + first, start + last))
 
@@ -151,6 +156,11 @@ def slice_columns(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
 
 def split(tensor: LazyTensor, dim: int, count: int) -> list[LazyTensor]:
     """`count` equal parts along `dim` (0 or 1); the reverse of `concat`.
+
+    Args:
+        tensor: with at least `dim + 1` dimensions.
+        dim: the axis that is split.
+        count: number of parts.
 
     Raises:
         ValueError: they would not be equal, or there is no such dim.

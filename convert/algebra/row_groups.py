@@ -1,4 +1,4 @@
-"""Fused matrices taken apart and put together by groups of rows; lazily, in any row range."""
+"""Splitting and joining fused matrices by groups of rows, lazily."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from llmconv.tensors import BLOCK_BYTES, Array, LazyTensor
 
 def pick_rows(tensor: LazyTensor, group: int, first: int, count: int) -> LazyTensor:
     """Rows `first:first + count` of every group of `group` rows, one group after the other.
+
+    Args:
+        tensor: of any number of dimensions.
+        group: rows in a group.
+        first: the first row that is taken of each group.
+        count: rows that are taken of each group.
 
     Raises:
         ValueError: the rows do not divide into such groups, or a group has no such rows.

@@ -1,6 +1,6 @@
-"""A state dict in Hugging Face names, as training leaves it: wrappers in the names, buffers, a tied head stored twice.
+"""State dicts in Hugging Face names: which entries are tensors of the model, and whether the model is complete.
 
-What is left of it is the whole model, or it is refused: transformers would fill every gap with random weights.
+An incomplete state dict is refused, since transformers would fill every gap with random weights.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ BUFFERS: tuple[tuple[str, re.Pattern[str], tuple[int, ...]], ...] = (
     ("rotary tables", re.compile(r"\.rotary_emb\.(?:inv_freq|(?:cos|sin)_cached)$|\.embed_positions$"), (1, 2, 3, 4)),
     ("position numbers", re.compile(r"(?:^|\.)position_ids$"), (1, 2)),
 )
-"""What models compute for themselves and old files hold nevertheless: what it is, its name, its possible ranks."""
+"""Buffers that models compute and old files contain nevertheless: description, pattern of the name, possible ranks."""
 
 COUNTS, COUNT_LIMIT = re.compile("layer|depth|blocks|experts"), 4096
 """Fields that count what a model is built of, and a number that no real model reaches."""
 
 Leaf = TensorRef | LazyTensor
-"""What stands for a tensor: a reference into a torch file, or a tensor that is already lazy."""
+"""A tensor of a state dict: a reference into a torch file, or a tensor that is already lazy."""
 
 
 def select(
@@ -56,7 +56,7 @@ def select(
         tensor: `tensor(name, leaf)` gives the LazyTensor.
         source: file name for messages.
         warnings: gets a line that lists the skipped values.
-        prefix: what the trainer's module puts in front of every name; left alone unless all names have it.
+        prefix: that the trainer's module adds to every name; kept unless all names have it.
 
     Raises:
         UnsupportedInput: two tensors with one name, or an object that stands where a tensor should.

@@ -1,5 +1,4 @@
-"""MPT of LLM Foundry as transformers' own MPT, where that computes the same; where it does not, each option that stands
-in the way is named.
+"""Converting the configuration of LLM Foundry's MPT to transformers' MPT, or refusing options that it cannot express.
 
 Foundry's formula: mosaicml/llm-foundry `models/mpt/`, `models/layers/{attention,blocks,ffn,norm}.py`. transformers'
 class (`models/mpt/modeling_mpt.py`) has ALiBi of at most 8, as many key heads as query heads, no biases, an MLP four

@@ -1,4 +1,4 @@
-"""The tensors of an MPT under transformers' names: renamed, fused, and compared with what its class holds."""
+"""Renaming the tensors of LLM Foundry's MPT to transformers' names, and fusing query, key and value."""
 
 from __future__ import annotations
 

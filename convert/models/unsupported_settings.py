@@ -63,6 +63,12 @@ def refuse_other_settings(checkpoint: Checkpoint, back: Mapping[str, Any], what:
 def refuse_settings(source: str, settings: ModelSettings, held: ModelSettings, what: str) -> None:
     """Refuses a model with another setting than those in `held`.
 
+    Args:
+        source: folder name for messages.
+        settings: of the model.
+        held: field to the only value that the format can hold.
+        what: the format, such as `PaddleNLP`.
+
     Raises:
         UnsupportedInput: lists the fields.
     """
@@ -72,6 +78,11 @@ def refuse_settings(source: str, settings: ModelSettings, held: ModelSettings, w
 
 def refuse(source: str, odd: ModelSettings, what: str) -> None:
     """Refuses a model for the settings `odd`, if there are any.
+
+    Args:
+        source: folder name for messages.
+        odd: field to the value that cannot be held.
+        what: the format, such as `PaddleNLP`.
 
     Raises:
         UnsupportedInput: lists the fields.

@@ -1,4 +1,4 @@
-"""Opening: what a path names as an adapter, whichever program wrote it."""
+"""Opening the adapters of a merge, whichever program wrote them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SMALL = (".json", ".md", ".txt", ".jinja", ".model")
 def open_adapters(
     adapters: Sequence[str | Path], initial: Sequence[str | Path], base: Checkpoint, alpha: float | None
 ) -> list[Adapter]:
-    """Opens all adapters of a merge, each with what it was before training where that is given.
+    """Opens all adapters of a merge, each with its state before training where that is given.
 
     Args:
         adapters: folders, files or hub ids.
         initial: one per adapter, `-` for none; or nothing at all.
-        base: what they are for.
-        alpha: `lora_alpha` for those that do not carry it.
+        base: the model that they are merged into.
+        alpha: `lora_alpha` for adapters whose files do not contain it.
 
     Raises:
         UsageProblem: not as many initial adapters as adapters, or options that an adapter contradicts.
@@ -50,7 +50,7 @@ def open_adapters(
 
 @contextmanager
 def _named(path: str | Path, count: int) -> Iterator[None]:
-    """Errors of one of several adapters say which it is: their files have the same names."""
+    """Adds the path to errors about one of several adapters, whose files have the same names."""
     try:
         yield
     except LlmconvError as error:
@@ -75,9 +75,9 @@ def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter
 
 
 def is_plainly_peft(path: Path) -> bool:
-    """Whether the path is a folder that only PEFT writes: asking all foreign kinds takes as long as planning a merge.
+    """Whether a folder contains only PEFT's own files, safetensors in PEFT's names, and a config with a `peft_type`.
 
-    Nothing but PEFT's own files, safetensors in PEFT's names, and a config with its `peft_type`.
+    Then the formats of other tools need not be tried, which takes as long as planning a merge.
     """
     weights = path / WEIGHTS[0]
     if not weights.is_file() or not (path / CONFIG).is_file() or not read_json(path / CONFIG).get("peft_type"):
@@ -89,6 +89,6 @@ def is_plainly_peft(path: Path) -> bool:
 
 
 def _open_initial(adapter: str | Path, alpha: float | None) -> Adapter:
-    """One of a pair: only PEFT has initialisations that change the base."""
+    """One of a pair: only PEFT has initializations that change the base."""
     with reading_safely(adapter):
         return open_adapter(local_path(adapter), alpha, initial=True)

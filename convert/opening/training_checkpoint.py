@@ -1,4 +1,4 @@
-"""open_training: a training checkpoint of any known format, in Hugging Face names."""
+"""Opening a training checkpoint of any known format, in Hugging Face names: detect, open, check that it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of a model by its configuration: what transformers would build, without building it.
+"""The tensors of a model by its configuration, as transformers would build them, without importing torch.
 
 Its own constructors are run, with modules that note names and shapes in place of torch's; so every model type that the
 installed transformers has is known exactly, without a table to maintain.

@@ -1,4 +1,4 @@
-"""A state dict against the blueprint of its configuration: missing, foreign and misshapen tensors, and integers."""
+"""Comparing a state dict with a blueprint: missing and unexpected keys, shape mismatches, element types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names under which other versions of transformers keep the same weights, such as one matrix per expert.
+"""Renaming tensors of other versions of transformers to the names of the installed one; experts stored one by one.
 
 Source: the tables in transformers `conversion_mapping.py`, by which it renames and joins what it loads.
 """
@@ -110,7 +110,13 @@ def is_known(rule: object) -> bool:
 
 
 def new_names(names: Iterable[str], rules: list[Any], known: Mapping[str, Any]) -> dict[str, str]:
-    """Stored name to the name of today; a `known` name stays."""
+    """Stored name to the name of today.
+
+    Args:
+        names: the stored names.
+        rules: of the model, from `conversions`.
+        known: names of today, which are kept.
+    """
     renamings = [rule for rule in rules if type(rule) in (Renaming, PrefixChange)]
     return {name: name if name in known else _renamed(name, renamings) for name in names}
 
@@ -122,7 +128,13 @@ def _renamed(name: str, renamings: list[Renaming]) -> str:
 
 
 def experts(name: str, shape: Shape, rules: list[Any]) -> dict[str, Shape]:
-    """The tensors of single experts, by name to shape, that are stacked to the tensor `name`; empty where none are."""
+    """The tensors of single experts, by name to shape, that are stacked to one tensor; empty where none are.
+
+    Args:
+        name: of the stacked tensor.
+        shape: of the stacked tensor, experts first.
+        rules: of the model, from `conversions`.
+    """
     for rule in rules:
         is_stack = isinstance(rule, Converter) and rule.stacks_experts
         if shape and is_stack and name.endswith(target := _plain(rule.target_patterns[0])):

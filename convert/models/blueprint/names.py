@@ -1,4 +1,4 @@
-"""What a model type calls its parts, read from the installed transformers' source without importing it."""
+"""Names of a model type's parts (inner model, embedding, head), read from transformers' source without importing it."""
 
 from __future__ import annotations
 

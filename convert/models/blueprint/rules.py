@@ -38,10 +38,15 @@ EMBEDDING = re.compile(r"emb|wte")
 
 
 def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[int, set[str]]:
-    """The names of each layer's tensors; as many layers as the configuration says.
+    """The names of each layer's tensors, by layer number.
+
+    Args:
+        tensors: by Hugging Face name.
+        config: content of `config.json`.
+        source: file name for messages.
 
     Raises:
-        MalformedInput: there are more or fewer.
+        MalformedInput: there are more or fewer layers than in the configuration.
     """
     wanted = next((config[field] for field in LAYER_COUNTS if field in config), None)
     layers: dict[int, set[str]] = {}
@@ -57,7 +62,13 @@ def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], s
 
 
 def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], model: ModelNames, source: str) -> None:
-    """Sizes that make sense, even layers, an embedding of that size, a norm after the last layer, a head; floats only.
+    """Checks sizes, equal layers, an embedding of that size, a norm after the last layer, a head, and float weights.
+
+    Args:
+        tensors: by Hugging Face name.
+        config: content of `config.json`.
+        model: names of the model's parts, as far as they are known.
+        source: file name for messages.
 
     Raises:
         MalformedInput: one of them is missing, or the sizes are of another model.
