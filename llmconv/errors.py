@@ -12,10 +12,14 @@ LlmconvError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 SHOWN = 500
 """Characters of a message: what a file names may be longer."""
+
+LISTED = 5
+"""Names that a message shows before it counts the rest."""
 
 
 def printable(text: str) -> str:
@@ -76,3 +80,9 @@ def first_line(error: BaseException, length: int = 300) -> str:
     """What another library's exception says first, cut to `length`; its class where it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0][:length] if lines else type(error).__name__
+
+
+def listing(names: Sequence[str]) -> str:
+    """The first few names between backticks, and how many more there are."""
+    shown = ", ".join(f"`{name}`" for name in names[:LISTED])
+    return shown + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")

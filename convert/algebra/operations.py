@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 
 from llmconv.errors import LlmconvError, MalformedInput
+from llmconv.errors import listing as listing
 from llmconv.tensors import BLOCK_BYTES, Array, LazyTensor
-
-LISTED = 5
-"""Names an error shows before it counts the rest."""
 
 
 def rename(names: Iterable[str], table: Mapping[str, str | None], source: str) -> dict[str, str]:
@@ -96,12 +94,6 @@ LAYER_NUMBER = r"(?<=\.)\d{1,9}(?=\.)"
 def first_missing(numbers: Collection[int], count: int) -> int | None:
     """The lowest of 0 … `count` - 1 that is not among `numbers`, which a file's name may make as large as it likes."""
     return next((number for number in range(min(count, len(numbers) + 1)) if number not in numbers), None)
-
-
-def listing(names: Sequence[str]) -> str:
-    """The first few names between backticks, and how many more there are."""
-    shown = ", ".join(f"`{name}`" for name in names[:LISTED])
-    return shown + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
 def concat(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:

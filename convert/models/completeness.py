@@ -9,13 +9,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.models.architectures import causal_lm_classes
 from llmconv.convert.models.blueprint.blueprint import blueprint
 from llmconv.convert.models.blueprint.comparison import COMPUTED, check_floats, compare, refuse_gaps, refuse_shapes
 from llmconv.convert.models.blueprint.names import model_names
 from llmconv.convert.models.blueprint.rules import LAYER_COUNTS, RULES, check_layers, check_rules
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickles.machine import Stub
 from llmconv.files.pickles.reader import TensorRef
 from llmconv.tensors import LazyTensor

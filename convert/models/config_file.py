@@ -9,10 +9,9 @@ from typing import Any
 import yaml
 
 from llmconv.checkpoint import read_json, require_shallow
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.models import mpt_config as mpt
 from llmconv.convert.models.architectures import causal_lm_classes
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 
 CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines", "_attn_implementation_internal")
 """Fields that make a loader run code or fetch a repository that the file names."""

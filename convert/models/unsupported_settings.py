@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.models.model_config import LlamaLikeConfig, ModelSettings, settings_of
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem, listing
 
 SHARD_LIMIT = 256
 FITS_SHOWN = 12

@@ -15,8 +15,8 @@ from typing import Any
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.adapters.peft_file import to_adapter
-from llmconv.convert.algebra.operations import LAYER_NUMBER, LISTED, listing
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.convert.algebra.operations import LAYER_NUMBER, listing
+from llmconv.errors import LISTED, InputRefused, MalformedInput
 from llmconv.tensors import LazyTensor
 
 Rows = Callable[[LazyTensor], LazyTensor]

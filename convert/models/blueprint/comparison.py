@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from llmconv.convert.algebra.operations import listing
 from llmconv.convert.models.blueprint.blueprint import Blueprint, Shape
 from llmconv.convert.models.blueprint.conversions import conversions, experts, is_known, new_names
 from llmconv.convert.models.blueprint.names import HEADS
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import FLOATS, LazyTensor
 
 COMPUTED = re.compile(

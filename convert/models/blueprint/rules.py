@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from llmconv.convert.algebra.operations import listing, require
+from llmconv.convert.algebra.operations import require
 from llmconv.convert.models.blueprint.comparison import PARTIAL, check_floats
 from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS, ModelNames
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, listing
 from llmconv.tensors import LazyTensor
 
 RULES = "number of layers, the same tensors in each, embedding, last norm, output head"
