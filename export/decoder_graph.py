@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmconv.export.graph_spec import GROWING, Form
+from llmconv.export.graph_spec import GROWING, GraphSpec
 from llmconv.export.input_maps import InputMap
-from llmconv.export.rewrite.gemm import bind_linear_layers
-from llmconv.export.rewrite.grouped_query import share_buffers
+from llmconv.export.rewrite.gemm import rewrite_linear_layers
+from llmconv.export.rewrite.grouped_query import use_grouped_query_attention
 from llmconv.export.rewrite.node_names import name_everything
-from llmconv.export.rewrite.nonpad_lengths import tell_length
-from llmconv.export.rewrite.ort_cpu import fuse
+from llmconv.export.rewrite.nonpad_lengths import add_filled_length
+from llmconv.export.rewrite.ort_cpu import fuse_for_cpu
 from llmconv.export.rewrite.replicate import NotIsomorphic, replicate, warm_up
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import build, depth, period, refusing, shortened
@@ -19,7 +19,7 @@ from llmconv.export.tracing.trace import trace, trace_embeddings
 from llmconv.progress import say
 
 
-def build_graph(config: Any, input_map: InputMap, form: Form = GROWING) -> tuple[TracedGraph, int]:
+def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> tuple[TracedGraph, int]:
     """The graph of all layers, and how many of them were traced.
 
     Three periods of layers are traced and the last is replicated; where the periods differ, all layers are traced.
@@ -27,13 +27,13 @@ def build_graph(config: Any, input_map: InputMap, form: Form = GROWING) -> tuple
     Args:
         config: a transformers config.
         input_map: the row of its `model_type`.
-        form: how the cache is kept, and which axes are numbers.
+        spec: how the cache is kept, and which axes are numbers.
 
     Raises:
         UnsupportedInput: transformers or torch cannot build or trace the model.
     """
     with refusing("trace this model"):
-        return _build(config, input_map, form)
+        return _build(config, input_map, spec)
 
 
 def build_embeddings(config: Any) -> TracedGraph:
@@ -48,18 +48,18 @@ def build_embeddings(config: Any) -> TracedGraph:
         return traced
 
 
-def _build(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGraph, int]:
+def _build(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[TracedGraph, int]:
     total = depth(config)
-    replicated = _replicated(config, input_map, form)
+    replicated = _replicated(config, input_map, spec)
     if replicated is not None:
         return replicated
-    traced = trace(config, input_map, form)
+    traced = trace(config, input_map, spec)
     _improve(traced)
     name_everything(traced.model)
     return traced, total
 
 
-def _replicated(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGraph, int] | None:
+def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[TracedGraph, int] | None:
     """The grown graph and how many layers were traced; None where that saves nothing, or layers are not alike.
 
     The first layers may be others than the rest (dense ones before those with experts): they are traced too. Where that
@@ -75,7 +75,7 @@ def _replicated(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGra
             if not _is_part(build(short), whole):
                 difference = NotIsomorphic("with fewer of them the first ones are made otherwise")
                 continue
-            traced = trace(short, input_map, form)
+            traced = trace(short, input_map, spec)
             _improve(traced)
             try:
                 replicate(traced, total, repeat)
@@ -97,9 +97,9 @@ def _is_part(short: Any, whole: Any) -> bool:
 
 def _improve(traced: TracedGraph) -> None:
     """What the exporter's nodes become, in place."""
-    bind_linear_layers(traced)
-    tell_length(traced)
-    if traced.form.cache == "shared-buffer":
-        share_buffers(traced)
-    if traced.form.target == "ort-cpu":
-        fuse(traced)
+    rewrite_linear_layers(traced)
+    add_filled_length(traced)
+    if traced.spec.cache == "shared-buffer":
+        use_grouped_query_attention(traced)
+    if traced.spec.target == "ort-cpu":
+        fuse_for_cpu(traced)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
 
-from llmconv.export.graph_spec import Form
+from llmconv.export.graph_spec import GraphSpec
 
 SCOPES = "pkg.torch.onnx.name_scopes"
 
@@ -27,7 +27,7 @@ class TracedGraph:
         transforms: how a checkpoint's tensors become parameters, see `llmconv.export.weights.parameter_sources`.
         unused: shapes of parameters and buffers that no node reads, by name.
         token_axes: the trace's symbols of batch size and sequence length.
-        form: how the cache is kept, and which axes are numbers.
+        spec: how the cache is kept, and which axes are fixed.
         ignored: patterns of names of stored tensors that the model has no use for.
         own: what the names of the checkpoint's tensors begin with that are the graph's; those of all do with nothing.
     """
@@ -41,9 +41,15 @@ class TracedGraph:
     transforms: list[Any]
     unused: dict[str, tuple[int, ...]]
     token_axes: tuple[str, ...]
-    form: Form
+    spec: GraphSpec
     ignored: tuple[str, ...] = ()
     own: tuple[str, ...] = ("",)
+
+    def copy(self) -> TracedGraph:
+        """The same graph with a model of its own; only before it is bound."""
+        model = self.model.clone()
+        inputs = {value.name: value for value in model.graph.inputs}
+        return replace(self, model=model, weights={name: inputs[value.name] for name, value in self.weights.items()})
 
 
 def scopes(node: ir.Node) -> list[str]:

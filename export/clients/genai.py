@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.clients import Graphs, Layout, Model
+from llmconv.export.clients import Client, ClientModel, EncodedGraphs
 from llmconv.export.input_maps import Port
 from llmconv.output.plan import json_bytes
 
@@ -31,7 +31,7 @@ SEARCH = {
 """What `generation_config.json` and genai's `search` call alike."""
 
 
-def check(model: Model) -> None:
+def check(model: ClientModel) -> None:
     """Raises UnsupportedInput for a cache that `genai_config.json` cannot describe."""
     keys = _past(model)
     names = {f"past_key_values.{layer}.{part}" for layer in range(len(keys) // 2) for part in ("key", "value")}
@@ -42,12 +42,12 @@ def check(model: Model) -> None:
         )
 
 
-def files(model: Model, graphs: Graphs) -> dict[str, bytes]:
+def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, bytes]:
     """`genai_config.json`."""
     return {FILE: json_bytes({"model": _model(model, graphs), "search": _search(model)})}
 
 
-def _model(model: Model, graphs: Graphs) -> dict[str, Any]:
+def _model(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
     is_pipeline = "unified" not in graphs.files
     return {
         "type": "decoder-pipeline" if is_pipeline else "decoder",
@@ -58,7 +58,7 @@ def _model(model: Model, graphs: Graphs) -> dict[str, Any]:
     }
 
 
-def _decoder(model: Model, graphs: Graphs, is_pipeline: bool) -> dict[str, Any]:
+def _decoder(model: ClientModel, graphs: EncodedGraphs, is_pipeline: bool) -> dict[str, Any]:
     config, past = model.config, graphs.past() or _past(model)
     _, kv_heads, _, head_size = past[0].axes
     # Two sessions share one mapped file only where neither makes a packed copy of the weights.
@@ -86,7 +86,7 @@ def _decoder(model: Model, graphs: Graphs, is_pipeline: bool) -> dict[str, Any]:
     return {"filename": graphs.files["unified"], **decoder}
 
 
-def _stage(model: Model, graphs: Graphs, role: str) -> dict[str, Any]:
+def _stage(model: ClientModel, graphs: EncodedGraphs, role: str) -> dict[str, Any]:
     """One graph of the pipeline: `prompt` is a call with several tokens, `token_gen` one with a single token."""
     return {
         "filename": graphs.files[role],
@@ -97,7 +97,7 @@ def _stage(model: Model, graphs: Graphs, role: str) -> dict[str, Any]:
     }
 
 
-def _past(model: Model) -> list[Port]:
+def _past(model: ClientModel) -> list[Port]:
     return [port for port in model.input_map.inputs(model.config) if port.name.startswith("past_key_values.")]
 
 
@@ -110,7 +110,7 @@ def context_length(config: Any) -> int:
     return UNBOUNDED
 
 
-def _tokens(model: Model) -> dict[str, Any]:
+def _tokens(model: ClientModel) -> dict[str, Any]:
     """Special tokens; those of `generation_config.json` come first, as in transformers' `generate`.
 
     The client insists on an end, and takes the padding where it is given none: a model without one ends at the last
@@ -126,14 +126,14 @@ def _tokens(model: Model) -> dict[str, Any]:
     }
 
 
-def _ids(model: Model, name: str) -> list[int]:
+def _ids(model: ClientModel, name: str) -> list[int]:
     for given in ((model.generation or {}).get(name), getattr(model.config, name, None)):
         if given is not None:
             return [int(token) for token in (given if isinstance(given, list | tuple) else [given])]
     return []
 
 
-def _search(model: Model) -> Mapping[str, Any]:
+def _search(model: ClientModel) -> Mapping[str, Any]:
     """Greedy, unless `generation_config.json` says otherwise."""
     given = model.generation or {}
     told = {name: kind(given[name]) for name, kind in SEARCH.items() if isinstance(given.get(name), int | float)}
@@ -145,13 +145,13 @@ def _search(model: Model) -> Mapping[str, Any]:
     }
 
 
-LAYOUT = Layout(
+CLIENT = Client(
     name="genai",
     title="onnxruntime_genai.Model: genai_config.json over model.onnx, or over prefill.onnx and decode.onnx",
     roles=("unified",),
-    serves=(frozenset({"unified"}), frozenset({"prefill", "decode"})),
+    supports=(frozenset({"unified"}), frozenset({"prefill", "decode"})),
     caches=("growing", "shared-buffer"),
     check=check,
-    names=(FILE,),
+    file_names=(FILE,),
     files=files,
 )

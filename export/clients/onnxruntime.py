@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from llmconv.export.clients import Layout
+from llmconv.export.clients import Client
 
-LAYOUT = Layout(
+CLIENT = Client(
     name="onnxruntime",
     title="onnxruntime, and `llmconv generate`: prefill.onnx and decode.onnx",
     roles=("prefill", "decode"),

@@ -14,7 +14,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from llmconv.export.clients import Graphs, Layout, Model
+from llmconv.export.clients import Client, ClientModel, EncodedGraphs
 from llmconv.export.input_maps import Port
 
 OWN_HEAD_DIM = {"gemma", "gemma3_text", "gpt_oss", "nemotron"}
@@ -29,7 +29,7 @@ OWN_KV_HEADS = {
 KV_HEADS, HEAD_DIM = "kv_heads", "head_dim"
 
 
-def files(model: Model, graphs: Graphs) -> dict[str, bytes]:
+def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, bytes]:
     """model.onnx again, where it would refuse the guess."""
     past = graphs.past()
     if all(guess(model.config, port) == (port.axes[1], port.axes[3]) for port in past):
@@ -89,11 +89,11 @@ def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:
     return bytes(model.SerializeToString(deterministic=True))
 
 
-LAYOUT = Layout(
+CLIENT = Client(
     name="optimum",
     title="optimum's ORTModelForCausalLM: model.onnx",
     roles=("unified",),
-    serves=(frozenset({"unified"}),),
-    adds=True,
+    supports=(frozenset({"unified"}),),
+    adds_graphs=True,
     files=files,
 )

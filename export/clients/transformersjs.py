@@ -16,7 +16,7 @@ from typing import Any
 import onnx
 
 from llmconv.errors import UsageProblem
-from llmconv.export.clients import Content, Graphs, Layout, Model
+from llmconv.export.clients import Client, ClientModel, EncodedGraphs, FileContent
 from llmconv.files.safe_folder import Link
 from llmconv.output.plan import json_bytes
 
@@ -30,7 +30,7 @@ MAX_DATA_FILES = 100
 """`MAX_EXTERNAL_DATA_CHUNKS` of transformers.js 4.3."""
 
 
-def files(model: Model, graphs: Graphs) -> dict[str, Content]:
+def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, FileContent]:
     """The graph with the data names that the client knows, and the links."""
     if len(graphs.weights) > MAX_DATA_FILES:
         raise UsageProblem(
@@ -43,7 +43,7 @@ def files(model: Model, graphs: Graphs) -> dict[str, Content]:
     return {GRAPH: encoded, PLACE: Link(f"../{GRAPH}"), **links, **_generation(model)}
 
 
-def _generation(model: Model) -> dict[str, bytes]:
+def _generation(model: ClientModel) -> dict[str, bytes]:
     """What transformers itself makes of a config where the file is missing."""
     if model.generation is not None:
         return {}
@@ -52,7 +52,7 @@ def _generation(model: Model) -> dict[str, bytes]:
     return {GENERATION: json_bytes({"_from_model_config": True, **told})}
 
 
-def config(model: Model, graphs: Graphs) -> dict[str, Any]:
+def config(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
     """How many data files to fetch; on a disk onnxruntime finds them itself."""
     return {"transformers.js_config": {"use_external_data_format": {"model.onnx": len(graphs.weights)}}}
 
@@ -72,13 +72,13 @@ def rename_data(encoded: bytes, names: dict[str, str]) -> bytes:
     return bytes(model.SerializeToString(deterministic=True))
 
 
-LAYOUT = Layout(
+CLIENT = Client(
     name="transformersjs",
     title="transformers.js: onnx/model.onnx and onnx/model.onnx_data, which are links",
     roles=("unified",),
-    serves=(frozenset({"unified"}),),
-    adds=True,
-    names=(GRAPH, PLACE, "onnx/model.onnx_data"),
+    supports=(frozenset({"unified"}),),
+    adds_graphs=True,
+    file_names=(GRAPH, PLACE, "onnx/model.onnx_data"),
     files=files,
     config=config,
 )

@@ -27,7 +27,7 @@ from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.scan_functions import define_functions
 from llmconv.export.caches.shared_buffer import buffer_cache
 from llmconv.export.caches.traced_layers import TracedCache
-from llmconv.export.graph_spec import GROWING, Form
+from llmconv.export.graph_spec import GROWING, GraphSpec
 from llmconv.export.input_maps import BATCH, SEQUENCE, InputMap, Port, decoder_config
 from llmconv.export.library_patches import TRANSLATIONS, exact_constants, fix_program, library_fixes
 from llmconv.export.traced_graph import TracedGraph
@@ -47,9 +47,9 @@ TOWERS = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimodal|mm_|vq
 class CacheAsTensors(nn.Module):
     """The model with its cache spelled out as flat tensors, in the order of `past`, its names."""
 
-    def __init__(self, model: PreTrainedModel, past: Sequence[str], form: Form) -> None:
+    def __init__(self, model: PreTrainedModel, past: Sequence[str], spec: GraphSpec) -> None:
         super().__init__()
-        self.model, self._past, self._form = model, past, form
+        self.model, self._past, self._spec = model, past, spec
         self._cache_name = cache_argument(model)
 
     def forward(
@@ -68,14 +68,14 @@ class CacheAsTensors(nn.Module):
         TracedCache.is_step = (new == 1) & (total > 1)
         if self._cache_name == "cache_params":  # these models take the mask of the new tokens alone
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
-        given = {INPUTS_EMBEDS if self._form.embeddings else "input_ids": input_ids, "attention_mask": attention_mask}
+        given = {INPUTS_EMBEDS if self._spec.embeddings else "input_ids": input_ids, "attention_mask": attention_mask}
         if position_ids is not None:
             given["position_ids"] = position_ids
         result = self.model(**given, use_cache=True, **{self._cache_name: cache})
         return result.logits, cache.tensors()
 
     def _cache(self, past: list[Tensor], input_ids: Tensor, mask: Tensor, write_indices: Tensor | None) -> Any:
-        if self._form.cache == GROWING.cache:
+        if self._spec.cache == GROWING.cache:
             _same_length(past, self._past, mask.shape[1] - input_ids.shape[1])
             return TracedCache(self._past, past, depth(self.model.config))
         return buffer_cache(past, input_ids, mask, write_indices)
@@ -106,30 +106,30 @@ def cache_argument(model: PreTrainedModel) -> str:
     return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def trace(config: Any, input_map: InputMap, form: Form = GROWING) -> TracedGraph:
-    """Traces all layers of `config` (shorten it first), for any sizes that `form` leaves open."""
+def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> TracedGraph:
+    """Traces all layers of `config` (shorten it first), for any sizes that `spec` leaves open."""
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
         with complex_as_pairs():
             found = ports_of(model, input_map)
-        inputs, outputs = form.inputs(found[0]), form.outputs(found[1])
+        inputs, outputs = spec.inputs(found[0]), spec.outputs(found[1])
         past = [port.name for port in inputs if is_cache(port)]
         model.set_attn_implementation(ATTENTION)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
         with library_fixes(), complex_as_pairs(), traceable:
             program = torch.export.export(
-                CacheAsTensors(model, past, form), example(inputs), dynamic_shapes=dynamic(inputs), strict=False
+                CacheAsTensors(model, past, spec), example(inputs), dynamic_shapes=dynamic(inputs), strict=False
             )
             fix_program(program.graph_module)
             onnx_program = torch.onnx.export(
                 program,
                 optimize=False,
-                opset_version=form.opset,
+                opset_version=spec.opset,
                 verbose=False,
                 custom_translation_table=TRANSLATIONS,
             )
     assert onnx_program is not None
-    return _traced(onnx_program.model, model, config, form, inputs, outputs, input_map.kind.functions)
+    return _traced(onnx_program.model, model, config, spec, inputs, outputs, input_map.kind.functions)
 
 
 def trace_embeddings(config: Any) -> TracedGraph:
@@ -153,7 +153,7 @@ def _traced(
     graph_model: ir.Model,
     model: PreTrainedModel,
     config: Any,
-    form: Form,
+    spec: GraphSpec,
     inputs: Sequence[Port],
     outputs: Sequence[Port],
     functions: Mapping[str, str] | None = None,
@@ -175,7 +175,7 @@ def _traced(
         get_model_conversion_mapping(model),
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in weights},
         token_axes,
-        form,
+        spec,
         _ignored(model, config),
     )
 

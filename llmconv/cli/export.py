@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
 from llmconv.cli import options
+
+if TYPE_CHECKING:
+    from llmconv.export.exporter import ExportOptions
 
 
 @click.command("export")
@@ -56,7 +60,7 @@ from llmconv.cli import options
 @options.trust_remote_code
 @options.as_json
 @options.talk
-def command(model: str, output: Path | None, as_json: bool, **choices: object) -> None:
+def command(model: str, output: Path | None, as_json: bool, **given: Unpack[ExportOptions]) -> None:
     """Write ONNX graphs that map the weights of MODEL, a Hugging Face folder.
 
     Three layers are traced and the rest is replicated, so cost does not grow with depth. Graphs are written beside the
@@ -72,7 +76,7 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
     require_causal_folder(Path(model))
     from llmconv.export import export
 
-    exported = export(model, output, **choices)  # type: ignore[arg-type]
+    exported = export(model, output, **given)
     sizes = exported.sizes
     mapped, copied = exported.weight_bytes_mapped, exported.weight_bytes_written
     result = {

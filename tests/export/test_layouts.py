@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.export.clients import Graphs, Model, by_names, layouts, roles_for, transformersjs
+from llmconv.export.clients import ClientModel, EncodedGraphs, find_clients, known_clients, roles_for, transformersjs
 from llmconv.export.clients import genai as genai_layout
 from llmconv.export.clients.optimum import accept_any_empty_past, guess
 from llmconv.export.input_maps import InputMap, Port, find_input_map
@@ -39,15 +39,15 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def model_of(model_type: str, generation: dict[str, Any] | None = None, **changes: Any) -> Model:
+def model_of(model_type: str, generation: dict[str, Any] | None = None, **changes: Any) -> ClientModel:
     """What a layout knows of a tiny model."""
     config = load_config({**CONFIGS[model_type], "model_type": model_type, **changes})
-    return Model(config, find_input_map(model_type), generation)
+    return ClientModel(config, find_input_map(model_type), generation)
 
 
-def genai_config(model: Model, *roles: str) -> dict[str, Any]:
+def genai_config(model: ClientModel, *roles: str) -> dict[str, Any]:
     """The content of genai_config.json over these graphs."""
-    graphs = Graphs(dict.fromkeys(roles, b""), {role: f"{role}.onnx" for role in roles}, ("model.safetensors",))
+    graphs = EncodedGraphs(dict.fromkeys(roles, b""), {role: f"{role}.onnx" for role in roles}, ("model.safetensors",))
     content: dict[str, Any] = json.loads(genai_layout.files(model, graphs)["genai_config.json"])
     return content
 
@@ -60,11 +60,11 @@ def axes(path: Path, name: str) -> list[str | int]:
 
 
 def test_every_layout_has_the_name_of_its_file() -> None:
-    assert all(layout.name == name for name, layout in layouts().items())
+    assert all(layout.name == name for name, layout in known_clients().items())
 
 
 def test_an_unknown_layout_names_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(UsageProblem, match="no layout `coreml`") as refused:
+    with pytest.raises(UsageProblem, match="unknown layout `coreml`") as refused:
         export(tmp_path, layout="coreml")
     assert "genai, onnxruntime, optimum, transformersjs" in refused.value.hint
 
@@ -73,7 +73,7 @@ def test_an_unknown_layout_names_those_there_are(tmp_path: Path) -> None:
 def test_half_a_pair_of_graphs_contradicts_genai(tmp_path: Path, graph: str) -> None:
     result = CliRunner().invoke(main, ["export", str(tmp_path), graph, "--layout", "genai"])
     assert result.exit_code == 2
-    assert "layout `genai` can do nothing with" in result.stderr and "`--prefill --incremental`" in result.stderr
+    assert "layout `genai` cannot use" in result.stderr and "`--prefill --incremental`" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_half_a_pair_of_graphs_contradicts_genai(tmp_path: Path, graph: str) -> 
 def test_a_layout_implies_the_graphs_that_its_client_runs(
     names: list[str], asked: list[str], expected: list[str]
 ) -> None:
-    assert roles_for(by_names(names), asked) == expected
+    assert roles_for(find_clients(names), asked) == expected
 
 
 def test_everything_beside_the_graphs_is_in_the_manifest(odd: Path) -> None:
@@ -185,7 +185,7 @@ def test_genai_knows_no_model_with_several_head_sizes() -> None:
             return (*rest, Port(last.name, last.dtype, (*last.axes[:3], 8)))
 
     with pytest.raises(UnsupportedInput, match="one number of heads and one head size"):
-        genai_layout.check(Model(model_of("llama").config, Uneven()))
+        genai_layout.check(ClientModel(model_of("llama").config, Uneven()))
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_the_links_of_transformersjs_open_where_they_lie_and_as_copies(odd: Path
 
 
 def test_transformersjs_takes_a_hundred_data_files() -> None:
-    graphs = Graphs({"unified": b""}, {"unified": "model.onnx"}, tuple(f"{i}.safetensors" for i in range(101)))
+    graphs = EncodedGraphs({"unified": b""}, {"unified": "model.onnx"}, tuple(f"{i}.safetensors" for i in range(101)))
     with pytest.raises(UsageProblem, match="at most 100 data files") as refused:
         transformersjs.files(model_of("llama"), graphs)
     assert "--max-shard-size" in refused.value.hint
@@ -260,7 +260,7 @@ def test_transformersjs_gets_the_generation_config_that_it_insists_on(llama: Pat
 
 def test_a_link_leads_to_a_file_of_the_folder(odd: Path) -> None:
     model, weights = model_of("qwen3"), ("a.safetensors", "b.safetensors")
-    graphs = Graphs({"unified": onnx.ModelProto().SerializeToString()}, {"unified": "model.onnx"}, weights)
+    graphs = EncodedGraphs({"unified": onnx.ModelProto().SerializeToString()}, {"unified": "model.onnx"}, weights)
     files = transformersjs.files(model, graphs)
     assert files["onnx/model.onnx_data_1"] == Link("../b.safetensors")
 

@@ -12,7 +12,7 @@ import pytest
 
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.export.graph_spec import forms
+from llmconv.export.graph_spec import ShapeOptions, graph_specs
 from llmconv.export.input_maps import INPUT_MAPS
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime import OrtGraph, OrtRunner, default_positions
@@ -156,8 +156,8 @@ def test_a_family_that_counts_tokens_itself_is_refused(tiny: Tiny) -> None:
 )
 def test_sizes_that_do_not_fit_are_refused(shapes: str, slots: int | None, prompt_len: int | None) -> None:
     with pytest.raises(UsageProblem):
-        forms(["prefill"], shapes, batch_size=1, max_seq_len=slots, prompt_len=prompt_len)
+        graph_specs(["prefill"], ShapeOptions(shapes, batch_size=1, max_seq_len=slots, prompt_len=prompt_len))
 
 
 def test_a_prompt_is_cut_into_pieces_that_fill_the_cache() -> None:
-    assert forms(["prefill"], "static", max_seq_len=1000)["prefill"].sequence == 125
+    assert graph_specs(["prefill"], ShapeOptions("static", max_seq_len=1000))["prefill"].sequence == 125

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.rewrite.passes.node_editor import Editor, cone, integers, output_named
+from llmconv.export.node_editor import NodeEditor, ancestors, integers, output_named
 
 TO_THE_END = (1 << 63) - 1
 TOKENS = {"input_ids", "inputs_embeds"}
@@ -28,7 +28,7 @@ def keep_last_logits(model: ir.Model) -> None:
         _refuse("has no output `logits`")
     vocabulary = int(logits.shape[2])  # type: ignore[arg-type]
     head = _head(logits, vocabulary)
-    editor = Editor(graph, "last_logits", head)
+    editor = NodeEditor(graph, head, "last_logits")
     hidden = head.inputs[0]
     assert hidden is not None
     if head.op_type == "Gemm":  # it takes a matrix: [batch * sequence, features]
@@ -43,7 +43,7 @@ def keep_last_logits(model: ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
-def _last(editor: Editor, hidden: ir.Value) -> ir.Value:
+def _last(editor: NodeEditor, hidden: ir.Value) -> ir.Value:
     """The last position of `[batch, sequence, features]`."""
     ends = [integers(editor.graph, number) for number in (-1, TO_THE_END, 1)]
     return editor.one("Slice", [hidden, *ends])
@@ -66,7 +66,9 @@ def _head(logits: ir.Value, vocabulary: int) -> ir.Node:
 
 def _row_source(node: ir.Node) -> ir.Value | None:
     """The one input of a rowwise node that depends on the tokens."""
-    moving = [value for value in node.inputs if value is not None and any(part.name in TOKENS for part in cone(value))]
+    moving = [
+        value for value in node.inputs if value is not None and any(part.name in TOKENS for part in ancestors(value))
+    ]
     if node.op_type not in ROWWISE or len(moving) != 1:
         _refuse(f"makes its logits with `{node.op_type}`")
     return moving[0]

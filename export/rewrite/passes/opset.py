@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.rewrite.passes.node_editor import Editor, integers, scalar
+from llmconv.export.node_editor import NodeEditor, integers, replace_value, scalar
 
 TO_THE_END = (1 << 63) - 1
 IR_VERSIONS = {21: 10, 23: 10, 24: 11}
@@ -44,15 +44,11 @@ def _spell_out(node: ir.Node, opset: int) -> None:
     spell = _SPELLED.get(node.op_type)
     if spell is None or not isinstance(node.graph, ir.Graph):
         _refuse(node, f"has no equal in opset {opset}")
-    result = spell(Editor(node.graph, node.name or node.op_type, node), node)
-    old = node.outputs[0]
-    result.name, result.shape, result.type = old.name, old.shape, old.type
-    old.name = None
-    old.replace_all_uses_with(result, replace_graph_outputs=True)
+    replace_value(node.outputs[0], spell(NodeEditor(node.graph, node, node.name or node.op_type), node))
     node.graph.remove(node, safe=True)
 
 
-def _attention(edit: Editor, node: ir.Node) -> ir.Value:
+def _attention(edit: NodeEditor, node: ir.Node) -> ir.Value:
     """Attention-23: `softmax(softcap(scale * q @ k^T) + mask) @ v`.
 
     Query heads that share a key/value head are laid behind one another, so that keys and values need no repeating:
@@ -91,7 +87,7 @@ def _plain_attention(node: ir.Node) -> Sequence[ir.Value]:
     return inputs
 
 
-def _rms_normalization(edit: Editor, node: ir.Node) -> ir.Value:
+def _rms_normalization(edit: NodeEditor, node: ir.Node) -> ir.Value:
     """RMSNormalization-23 over the last axis: `x / sqrt(mean(x^2) + epsilon) * scale`."""
     content, scale = node.inputs[0], node.inputs[1]
     if content is None or scale is None or node.attributes.get_int("axis", -1) != -1:
@@ -102,7 +98,7 @@ def _rms_normalization(edit: Editor, node: ir.Node) -> ir.Value:
     return edit.one("Mul", [edit.one("Div", [content, root]), scale])
 
 
-def _rotary_embedding(edit: Editor, node: ir.Node) -> ir.Value:
+def _rotary_embedding(edit: NodeEditor, node: ir.Node) -> ir.Value:
     """RotaryEmbedding-23 on `[batch, heads, new, size]`: the first `rotary_embedding_dim` of each head are turned."""
     content, cosines, sines, *positions = node.inputs
     num_heads = node.attributes.get_int("num_heads", 0)
@@ -121,7 +117,7 @@ def _rotary_embedding(edit: Editor, node: ir.Node) -> ir.Value:
     return turned if rest is None else edit.one("Concat", [turned, rest], {"axis": -1})
 
 
-def _pairs(edit: Editor, content: ir.Value, interleaved: bool) -> tuple[ir.Value, ir.Value]:
+def _pairs(edit: NodeEditor, content: ir.Value, interleaved: bool) -> tuple[ir.Value, ir.Value]:
     """The two numbers of every pair: neighbours, or one half and the other."""
     if interleaved:
         return _slice(edit, content, 0, TO_THE_END, 2), _slice(edit, content, 1, TO_THE_END, 2)
@@ -130,7 +126,7 @@ def _pairs(edit: Editor, content: ir.Value, interleaved: bool) -> tuple[ir.Value
 
 
 def _turn(
-    edit: Editor,
+    edit: NodeEditor,
     first: ir.Value,
     second: ir.Value,
     cosines: ir.Value,
@@ -152,12 +148,12 @@ def _turn(
     return edit.one("Reshape", [pairs, edit.one("Shape", [like])])
 
 
-def _slice(edit: Editor, content: ir.Value, start: int, end: int, step: int = 1) -> ir.Value:
+def _slice(edit: NodeEditor, content: ir.Value, start: int, end: int, step: int = 1) -> ir.Value:
     """Along the last axis."""
     return edit.one("Slice", [content, *(integers(edit.graph, number) for number in (start, end, -1, step))])
 
 
-_SPELLED: dict[str, Callable[[Editor, ir.Node], ir.Value]] = {
+_SPELLED: dict[str, Callable[[NodeEditor, ir.Node], ir.Value]] = {
     "Attention": _attention,
     "RMSNormalization": _rms_normalization,
     "RotaryEmbedding": _rotary_embedding,

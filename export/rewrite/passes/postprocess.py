@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmconv.errors import UsageProblem
-from llmconv.export.rewrite.passes.node_editor import Editor, integers, output_named
+from llmconv.export.node_editor import NodeEditor, integers, output_named
 
 TOKENS, SCORES = "tokens", "scores"
-"""The outputs, see `choose`."""
+"""The outputs, see `choose_tokens`."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class TokenChoice:
     """How many tokens the graph chooses at every position.
 
     Attributes:
@@ -27,7 +27,7 @@ class Choice:
     count: int | None
 
     @classmethod
-    def parse(cls, text: str) -> Choice:
+    def parse(cls, text: str) -> TokenChoice:
         """Reads `argmax` or `topk:K`.
 
         Raises:
@@ -45,7 +45,7 @@ class Choice:
         return cls(text, int(found[1]))
 
 
-def choose(model: ir.Model, choice: Choice) -> None:
+def choose_tokens(model: ir.Model, choice: TokenChoice) -> None:
     """Replaces the output `logits` by `tokens` (int64) and `scores` (float32).
 
     Both are `[batch_size, sequence_length]` for `argmax`, fit to be the next `input_ids`, and `[…, K]` for `topk:K`,
@@ -64,7 +64,7 @@ def choose(model: ir.Model, choice: Choice) -> None:
             f"`--postprocess {choice.text}` is more than the vocabulary of {vocabulary} tokens", hint="give a smaller K"
         )
     logits.name = "postprocess/logits"
-    editor = Editor(graph, "postprocess")
+    editor = NodeEditor(graph, scope="postprocess")
     best, tokens = _likeliest(editor, logits, choice.count)
     total = editor.one("ReduceLogSumExp", [logits, integers(graph, -1)], {"keepdims": int(choice.count is not None)})
     scores = editor.one("Sub", [best, total])
@@ -76,7 +76,7 @@ def choose(model: ir.Model, choice: Choice) -> None:
     graph.outputs[:] = [tokens, scores, *(value for value in graph.outputs if value is not logits)]
 
 
-def _likeliest(editor: Editor, logits: ir.Value, count: int | None) -> tuple[ir.Value, ir.Value]:
+def _likeliest(editor: NodeEditor, logits: ir.Value, count: int | None) -> tuple[ir.Value, ir.Value]:
     """The largest logits and their tokens."""
     if count is None:
         best = editor.one("ReduceMax", [logits, integers(editor.graph, -1)], {"keepdims": 0})

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.rewrite.passes.node_editor import Editor, constant, input_named, integers
+from llmconv.export.node_editor import NodeEditor, constant, input_named, integers
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 PRESENT_LENGTH = "present_sequence_length"
@@ -76,7 +76,7 @@ class _Inserted:
 
     def __init__(self, graph: ir.Graph, length: int) -> None:
         self._graph = graph
-        self._edit = Editor(graph, "prefix", graph[0])
+        self._edit = NodeEditor(graph, graph[0], "prefix")
         first = next(iter(past_ports(graph).values()))
         past = self._edit.one("Shape", [first], {"start": LENGTH_AXIS, "end": LENGTH_AXIS + 1})
         is_empty = self._edit.one("Equal", [past, integers(graph, 0)])
@@ -90,7 +90,7 @@ class _Inserted:
     def before_past(self, port: ir.Value, stored: ir.Value, scope: str) -> None:
         """Every reader of a past input reads the prefix and then that; its length is told without the tensors."""
         uses = [use for use in port.uses() if use.node not in self._own]
-        edit = Editor(self._graph, scope, self._graph[0])
+        edit = NodeEditor(self._graph, self._graph[0], scope)
         some = edit.one("Slice", [stored, integers(self._graph, 0), self._count, integers(self._graph, LENGTH_AXIS)])
         both = edit.one("Concat", [edit.one("Expand", [some, self._rows]), port], {"axis": LENGTH_AXIS})
         for node, index in uses:
@@ -107,7 +107,7 @@ class _Inserted:
         result = shape.outputs[0]
         uses = list(result.uses())
         where = np.array([axis == LENGTH_AXIS for axis in range(start, end)], dtype=np.int64)
-        edit = Editor(self._graph, f"prefix/{shape.name}", self._graph[0])
+        edit = NodeEditor(self._graph, self._graph[0], f"prefix/{shape.name}")
         mask = constant(self._graph, f"int64_axes_{start}_{end}", where)
         longer = edit.one("Add", [result, edit.one("Mul", [self._count, mask])])
         for node, index in uses:

@@ -8,7 +8,7 @@ import pytest
 from onnx import helper
 
 from llmconv.errors import UsageProblem
-from llmconv.export.rewrite.passes.postprocess import Choice, choose
+from llmconv.export.rewrite.passes.postprocess import TokenChoice, choose_tokens
 from tests.export.rewrite.passes.graphs import graph, port, run
 
 ROWS = np.random.default_rng(1).normal(size=(2, 3, 7)).astype(np.float32) * 9
@@ -23,7 +23,7 @@ def copy_of_input() -> ir.Model:
 def chosen(text: str, rows: np.ndarray) -> dict[str, np.ndarray]:
     """What a graph gives instead of these logits."""
     model = copy_of_input()
-    choose(model, Choice.parse(text))
+    choose_tokens(model, TokenChoice.parse(text))
     return run(model, rows=rows)
 
 
@@ -63,15 +63,15 @@ def test_large_logits_have_finite_scores() -> None:
 
 def test_more_tokens_than_the_vocabulary_are_refused() -> None:
     with pytest.raises(UsageProblem, match="vocabulary of 7"):
-        choose(copy_of_input(), Choice.parse("topk:8"))
+        choose_tokens(copy_of_input(), TokenChoice.parse("topk:8"))
 
 
 @pytest.mark.parametrize("text", ["", "greedy", "topk", "topk:-1", "topk:x", "argmax:2"])
 def test_another_choice_is_refused(text: str) -> None:
     with pytest.raises(UsageProblem, match="unknown"):
-        Choice.parse(text)
+        TokenChoice.parse(text)
 
 
 def test_a_choice_of_no_token_is_refused() -> None:
     with pytest.raises(UsageProblem, match="chooses no token"):
-        Choice.parse("topk:0")
+        TokenChoice.parse("topk:0")
