@@ -33,6 +33,6 @@ def _filled(graph: ir.Graph, write_indices: ir.Value) -> ir.Value:
     tokens = graph.inputs[0]
     assert tokens.shape is not None
     editor, new = NodeEditor(graph, graph[0]), tokens.shape[1]
-    is_fixed = isinstance(new, int)
-    count = integers(graph, new) if is_fixed else editor.one("Shape", [tokens], {"start": 1, "end": 2})
+    fixed = integers(graph, new) if isinstance(new, int) else None
+    count = fixed or editor.one("Shape", [tokens], {"start": 1, "end": 2})
     return editor.one("Add", [write_indices, count])

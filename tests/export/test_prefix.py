@@ -110,7 +110,7 @@ def test_the_prefix_is_one_small_file_beside_the_weights(prefixed: Callable[[str
 
 def test_the_decode_graph_alone_can_have_no_prefix(tiny: Tiny, tmp_path: Path) -> None:
     adapter = save_adapter(tiny("llama"), tmp_path / "adapter", "PromptTuning")
-    with pytest.raises(UsageProblem, match="for the graph of a prompt"):
+    with pytest.raises(UsageProblem, match="the graph for prompts, which is not exported"):
         export(tiny("llama"), incremental=True, prefix=adapter, dry_run=True)
 
 

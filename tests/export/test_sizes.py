@@ -102,7 +102,7 @@ class Counting(InputMap):
 
 def test_an_input_that_no_graph_has_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INPUT_MAPS, "llama", Counting())
-    with pytest.raises(UnsupportedInput, match="an input `token_type_ids`"):
+    with pytest.raises(UnsupportedInput, match="an unsupported input `token_type_ids`"):
         export(llama)
 
 

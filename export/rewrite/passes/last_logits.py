@@ -66,12 +66,11 @@ def _head(logits: ir.Value, vocabulary: int) -> ir.Node:
 
 def _row_source(node: ir.Node) -> ir.Value | None:
     """The one input of a rowwise node that depends on the tokens."""
-    moving = [
-        value for value in node.inputs if value is not None and any(part.name in TOKENS for part in ancestors(value))
-    ]
-    if node.op_type not in ROWWISE or len(moving) != 1:
-        _refuse(f"makes its logits with `{node.op_type}`")
-    return moving[0]
+    inputs = [value for value in node.inputs if value is not None]
+    variable = [value for value in inputs if any(part.name in TOKENS for part in ancestors(value))]
+    if node.op_type not in ROWWISE or len(variable) != 1:
+        _refuse(f"computes its logits with the unsupported operator `{node.op_type}`")
+    return variable[0]
 
 
 def _refuse(problem: str) -> NoReturn:

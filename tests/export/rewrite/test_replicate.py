@@ -11,7 +11,7 @@ import pytest
 
 from llmconv.export import export
 from llmconv.export.input_maps import find_input_map
-from llmconv.export.rewrite.gemm import bind_linear_layers
+from llmconv.export.rewrite.gemm import rewrite_linear_layers
 from llmconv.export.rewrite.node_names import name_everything
 from llmconv.export.rewrite.replicate import NotIsomorphic, replicate, shift, warm_up
 from llmconv.export.tracing.fake_model import load_config, period
@@ -29,7 +29,7 @@ def test_replicated_layers_are_the_traced_ones_node_for_node(model_type: str) ->
     for depth in (warm_up(9, period(config)) + 2 * period(config), 9):
         few = load_config({**CONFIGS[model_type], "model_type": model_type, "num_hidden_layers": depth})
         traced = trace(few, input_map)
-        bind_linear_layers(traced)
+        rewrite_linear_layers(traced)
         if depth < 9:
             replicate(traced, 9, period(config))
         name_everything(traced.model)
