@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from llmconv.errors import UnsupportedInput
+from llmconv.export.library_patches import replaced_attributes
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "attention", "hybrid", "hybrid_sliding"}
@@ -76,12 +77,11 @@ class CacheKind:
         kind = config.layer_types[layer]
         return kind in ATTENTION_TYPES, self.states(config) if kind in STATE_TYPES else ()
 
-    @contextmanager
-    def traceable(self, module: ModuleType) -> Iterator[None]:
-        """The functions of `module` are replaced inside.
+    def traceable(self, module: ModuleType) -> AbstractContextManager[None]:
+        """Replaces the functions of `module` while the context is open.
 
         Raises:
-            UnsupportedInput: it lacks one, so its loop would be traced for one length only.
+            UnsupportedInput: `module` lacks one, so its loop would be traced for one length only.
         """
         missing = [name for name in self.replacements if not hasattr(module, name)]
         if missing:
@@ -89,14 +89,7 @@ class CacheKind:
                 f"`{module.__name__}` has no function `{missing[0]}`",
                 hint="the family needs another kind of cache, or another version of transformers",
             )
-        kept = {name: getattr(module, name) for name in self.replacements}
-        try:
-            for name in kept:
-                setattr(module, name, self.replacements[name])
-            yield
-        finally:
-            for name, function in kept.items():
-                setattr(module, name, function)
+        return replaced_attributes(module, self.replacements)
 
 
 def first(config: Any, *names: str) -> Any:

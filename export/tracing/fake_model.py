@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.export.input_maps import decoder_config
+from llmconv.export.library_patches import fake_parameters
 from llmconv.export.tracing.experts import EXPERTS
 from llmconv.export.tracing.rotary_scaling import frequencies_from_positions
 from llmconv.runtime.custom_code import own_classes
@@ -129,7 +128,7 @@ def _is_computed(config: Any, name: str) -> bool:
 
 def build(config: Any) -> PreTrainedModel:
     """The eager float32 model of `config`, in eval mode, with fake parameters."""
-    with _fake_parameters() as mode:
+    with fake_parameters() as mode:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(EXPERTS)
@@ -147,39 +146,3 @@ def stored_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             is_stored = name not in module._non_persistent_buffers_set
             if buffer is not None and is_stored and buffer.is_floating_point():
                 yield module, name
-
-
-class _FakeEmpty(TorchFunctionMode):
-    """`torch.empty` gives fake tensors: modules make their large parameters with it, and no buffer has its content."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self._mode = mode
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.empty:
-            return func(*args, **(kwargs or {}))
-        with self._mode:
-            return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _fake_parameters() -> Iterator[FakeTensorMode]:
-    """Every parameter registered meanwhile is replaced by a fake one, so no initialisation touches memory."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    empty = _FakeEmpty(mode)
-    register = nn.Module.register_parameter
-
-    def register_fake(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            with mode:
-                parameter = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=False)
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined] # some initialisers read what they wrote
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
-    try:
-        with empty:
-            yield mode
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

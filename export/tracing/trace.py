@@ -29,11 +29,16 @@ from llmconv.export.caches.shared_buffer import buffer_cache
 from llmconv.export.caches.traced_layers import TracedCache
 from llmconv.export.graph_spec import GROWING, GraphSpec
 from llmconv.export.input_maps import BATCH, SEQUENCE, InputMap, Port, decoder_config
-from llmconv.export.library_patches import TRANSLATIONS, exact_constants, fix_program, library_fixes
+from llmconv.export.library_patches import (
+    TRANSLATIONS,
+    complex_as_pairs,
+    exact_constants,
+    fix_program,
+    transformers_fixes,
+)
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.attention import ATTENTION
 from llmconv.export.tracing.cache_probe import ports_of
-from llmconv.export.tracing.complex_pairs import complex_as_pairs
 from llmconv.export.tracing.example_inputs import axes, dynamic, example, is_cache, sizes
 from llmconv.export.tracing.fake_model import build, depth
 from llmconv.export.tracing.layer_kinds import layers_name
@@ -116,7 +121,7 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
         past = [port.name for port in inputs if is_cache(port)]
         model.set_attn_implementation(ATTENTION)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
-        with library_fixes(), complex_as_pairs(), traceable:
+        with transformers_fixes(), complex_as_pairs(), traceable:
             program = torch.export.export(
                 CacheAsTensors(model, past, spec), example(inputs), dynamic_shapes=dynamic(inputs), strict=False
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llmconv.export.tracing.complex_pairs import complex_as_pairs
+from llmconv.export.library_patches import complex_as_pairs
 
 
 def rotate(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -19,10 +19,3 @@ def test_a_rotation_by_pairs_is_the_complex_one() -> None:
     expected = rotate(states, angles)
     with complex_as_pairs():
         torch.testing.assert_close(rotate(states, angles), expected)
-
-
-def test_torch_is_itself_again_afterwards() -> None:
-    before = torch.polar, torch.view_as_complex, torch.view_as_real
-    with complex_as_pairs():
-        assert torch.polar is not before[0]
-    assert (torch.polar, torch.view_as_complex, torch.view_as_real) == before
