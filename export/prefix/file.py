@@ -14,7 +14,7 @@ from llmconv.export.prefix.adapter import Prefix
 from llmconv.export.prefix.virtual_tokens import keys_and_values
 from llmconv.export.rewrite.passes.prefix import cache_shapes, prepend_prefix
 from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.weights.parameter_sources import Expression
+from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor, encode_header
 from llmconv.tensors import BY_NAME, Array
 
@@ -43,7 +43,7 @@ class PrefixFile:
         cls,
         prefix: Prefix,
         traced: TracedGraph,
-        matches: Mapping[str, Expression],
+        matches: Mapping[str, WeightSource],
         sources: Mapping[str, FileTensor],
         weights: Mapping[str, FileTensor],
     ) -> PrefixFile:

@@ -16,7 +16,7 @@ from llmconv.export.prefix.adapter import KeyValue
 from llmconv.export.rewrite.passes.prefix import past_ports
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.bind import bind
-from llmconv.export.weights.parameter_sources import Expression
+from llmconv.export.weights.parameter_sources import WeightSource
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -25,7 +25,7 @@ from llmconv.tensors import Array, LazyTensor
 
 def keys_and_values(
     traced: TracedGraph,
-    matches: Mapping[str, Expression],
+    matches: Mapping[str, WeightSource],
     sources: Mapping[str, FileTensor],
     weights: Mapping[str, LazyTensor],
     embeddings: Array,

@@ -1,10 +1,10 @@
-"""Layer k -> layers k+1…n: the last two traced periods are matched node by node, then the last one is cloned.
+"""Replicates layers: the last two traced periods are matched node by node, then the last one is cloned.
 
     warm-up layers | period A | period B | clone 1 | clone 2 | …  | epilogue
 
-A slot (one input of one node) is the same value in A and B: shared. Two weights or two past inputs whose names differ
-by the layer number: numbered. Made outside its period: carried, the hidden state. Anything else: not isomorphic, and
-the caller traces all layers instead.
+Each input of a node of B must be related to the same input in A: the same value (shared), weights or past inputs whose
+names differ by the layer number (numbered), or a result of the period before (carried: the hidden state). Otherwise the
+periods are not isomorphic, and the caller traces all layers instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PROLOGUE, EPILOGUE = -1, 1 << 30
 
 
 class NotIsomorphic(Exception):
-    """Two periods differ; the message says where."""
+    """Two periods differ; the message contains the place."""
 
 
 @dataclass
 class _Periods:
-    """The matched periods: node lists in order, and how a value of A reads in B."""
+    """The matched periods: their nodes in order, and the value in B of each value in A."""
 
     first: list[ir.Node]
     second: list[ir.Node]
@@ -35,19 +35,24 @@ class _Periods:
 
 
 def warm_up(num_layers: int, period: int, first: int = 0) -> int:
-    """Layers before period A: a whole period at least, so that values shared by all layers exist by then.
+    """Number of layers before period A: at least one whole period, which creates the values shared by all layers.
 
     Args:
-        num_layers: of the model.
-        period: of the layers that repeat.
-        first: layers before those that repeat.
+        num_layers: number of layers of the model.
+        period: length of the repeating pattern.
+        first: number of layers before the pattern begins.
     """
     before = first + period
     return before + (num_layers - before) % period
 
 
 def replicate(traced: TracedGraph, num_layers: int, period: int) -> None:
-    """Grows the graph in place to `num_layers` layers.
+    """Extends the graph in place.
+
+    Args:
+        traced: the graph of a few layers.
+        num_layers: number of layers of the result.
+        period: length of the repeating pattern of layers.
 
     Raises:
         NotIsomorphic: the last two periods differ in more than names.
@@ -67,7 +72,7 @@ def replicate(traced: TracedGraph, num_layers: int, period: int) -> None:
 
 
 def _layers_of_nodes(traced: TracedGraph) -> dict[ir.Node, int]:
-    """The layer of every node; nodes before all layers are PROLOGUE, nodes after the last are EPILOGUE."""
+    """The layer of every node: PROLOGUE before the first layer, EPILOGUE after the last."""
     pattern = re.compile(re.escape(traced.layers_name) + r"\.(\d+)(\.|$)")
     layers: dict[ir.Node, int] = {}
     for node in traced.model.graph:
@@ -93,7 +98,7 @@ def _match(traced: TracedGraph, layer_of: dict[ir.Node, int], start: int, period
     first = [node for node, layer in layer_of.items() if start <= layer < start + period]
     second = [node for node, layer in layer_of.items() if start + period <= layer < start + 2 * period]
     if len(first) != len(second):
-        raise NotIsomorphic(f"{len(first)} nodes against {len(second)}")
+        raise NotIsomorphic(f"{len(first)} nodes, then {len(second)}")
     counterpart: dict[ir.Value, ir.Value] = {}
     for left, right in zip(first, second, strict=True):
         _match_nodes(left, right, counterpart, set(first), traced.layers_name, period)
@@ -111,7 +116,7 @@ def _match_nodes(
 ) -> None:
     same_kind = (left.domain, left.op_type, len(left.outputs)) == (right.domain, right.op_type, len(right.outputs))
     if not same_kind or _attributes(left) != _attributes(right) or len(left.inputs) != len(right.inputs):
-        raise NotIsomorphic(f"`{left.name}` ({left.op_type}) against `{right.name}` ({right.op_type})")
+        raise NotIsomorphic(f"`{left.name}` ({left.op_type}), then `{right.name}` ({right.op_type})")
     for a, b in zip(left.inputs, right.inputs, strict=True):
         if a in counterpart:
             matches = b is counterpart[a]
@@ -122,7 +127,7 @@ def _match_nodes(
 
 
 def _attributes(node: ir.Node) -> dict[str, object]:
-    """Their values; tensors as bytes, because those of equal content are not equal."""
+    """Attribute values; tensors as bytes, because tensors of equal content do not compare equal."""
     values = {name: attribute.value for name, attribute in node.attributes.items()}
     return {name: _content(value) if isinstance(value, ir.TensorProtocol) else value for name, value in values.items()}
 
@@ -144,7 +149,7 @@ def _shifted(a: ir.Value | None, b: ir.Value | None, layers_name: str, period: i
 
 
 def shift(name: str, layers_name: str, by: int) -> str | None:
-    """A weight's or cache port's name, `by` layers on; None where the name carries no layer number."""
+    """The name of a weight or cache tensor `by` layers later; None if it contains no layer number."""
     for pattern in (re.compile(re.escape(layers_name) + r"\.(\d+)\."), CACHE_NAME):
         match = pattern.match(name)
         if match:
@@ -154,14 +159,14 @@ def shift(name: str, layers_name: str, by: int) -> str | None:
 
 
 def _carried(a: ir.Value | None, b: ir.Value | None, first: set[ir.Node]) -> bool:
-    """B takes from A what A takes from before."""
+    """Whether B reads from A what A reads from the period before."""
     if a is None or b is None:
         return False
     return a.producer() is not None and a.producer() not in first and b.producer() in first
 
 
 def _require_clean_epilogue(layer_of: dict[ir.Node, int], periods: _Periods) -> None:
-    """The epilogue may read the last layer and the prologue only, or the clones could not replace it."""
+    """Refuses an epilogue that reads other layers than the last, which the clones could not replace."""
     last = set(periods.counterpart.values())
     for node, layer in layer_of.items():
         if layer == EPILOGUE:
@@ -174,7 +179,7 @@ def _require_clean_epilogue(layer_of: dict[ir.Node, int], periods: _Periods) -> 
 def _clone(
     traced: TracedGraph, periods: _Periods, latest: dict[ir.Value, ir.Value], by: int
 ) -> dict[ir.Value, ir.Value]:
-    """Appends one more period, `by` layers after B; returns how a value of B reads in it."""
+    """Appends one more period, `by` layers after B; returns its value of each value in B."""
     graph = traced.model.graph
     copies: dict[ir.Value, ir.Value] = {}
     second = set(periods.second)
@@ -213,7 +218,7 @@ def _clone_input(
         return b
     if b in copies:
         return copies[b]
-    if b in periods.counterpart:  # made in A: the hidden state that enters B
+    if b in periods.counterpart:  # computed in A: the hidden state that enters B
         return latest[periods.counterpart[b]]
     assert b.producer() not in second and b.name is not None
     name = shift(b.name, traced.layers_name, by)
@@ -221,7 +226,7 @@ def _clone_input(
 
 
 def _numbered_input(traced: TracedGraph, like: ir.Value, name: str) -> ir.Value:
-    """The weight or past input `name`, made like that of another layer."""
+    """The weight or past input `name`, created with the type and shape of that of another layer."""
     graph = traced.model.graph
     for value in (traced.weights.get(name), next((i for i in graph.inputs if i.name == name), None)):
         if value is not None:
@@ -238,7 +243,7 @@ def _shift_scopes(text: str, layers_name: str, by: int) -> str:
 
 
 def _number_unused(traced: TracedGraph, period: int, by: int) -> None:
-    """The parameters of one more period that no node reads, like those of the last one traced."""
+    """Adds the parameters of one more period that no node reads, like those of the last traced period."""
     last = range(traced.num_layers - period, traced.num_layers)
     for name, shape in list(traced.unused.items()):
         if any(name.startswith(f"{traced.layers_name}.{layer}.") for layer in last):
@@ -254,7 +259,7 @@ def _rewire_epilogue(layer_of: dict[ir.Node, int], latest: dict[ir.Value, ir.Val
 
 
 def _order_ports(graph: ir.Graph) -> None:
-    """Cache ports last, layers in order, key before value, states after both."""
+    """Sorts inputs and outputs: the cache last, layers in order, key before value, states after both."""
     for ports in (graph.inputs, graph.outputs):
         ordered = sorted(ports, key=lambda port: cache_order(port.name or ""))
         ports.clear()

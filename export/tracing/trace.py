@@ -1,8 +1,4 @@
-"""A few layers of the eager model on fake weights -> an ONNX graph whose weights are still graph inputs.
-
-Attention becomes one ONNX `Attention` node (opset 23) through transformers' `AttentionInterface`; families that do not
-use that interface trace with their own attention code. The cache concatenates, so a past may be empty.
-"""
+"""Traces the eager model on fake weights to an ONNX graph whose weights are graph inputs."""
 
 from __future__ import annotations
 
@@ -39,18 +35,24 @@ from llmconv.export.library_patches import (
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.attention import ATTENTION
 from llmconv.export.tracing.cache_probe import ports_of
-from llmconv.export.tracing.example_inputs import axes, dynamic, example, is_cache, sizes
+from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, is_cache, sizes
 from llmconv.export.tracing.fake_model import build, depth
 from llmconv.export.tracing.layer_kinds import layers_name
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 
-TOWERS = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimodal|mm_|vq)"
-"""Names of what sees or hears in a checkpoint that holds more than a text model."""
+OTHER_MODALITIES = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimodal|mm_|vq)"
+"""Names of image and audio modules in a checkpoint that contains more than a text model."""
 
 
 class CacheAsTensors(nn.Module):
-    """The model with its cache spelled out as flat tensors, in the order of `past`, its names."""
+    """The model with its cache as a flat list of tensors.
+
+    Args:
+        model: the eager model.
+        past: names of the cache inputs, in order.
+        spec: how the cache is kept.
+    """
 
     def __init__(self, model: PreTrainedModel, past: Sequence[str], spec: GraphSpec) -> None:
         super().__init__()
@@ -65,13 +67,13 @@ class CacheAsTensors(nn.Module):
         write_indices: Tensor | None,
         past: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits `[batch, sequence, vocab]` and the cache with the new tokens in it; tokens may be embeddings."""
+        """Logits `[batch, sequence, vocab]` and the cache with the new tokens; `input_ids` may be embeddings."""
         cache = self._cache(past, input_ids, attention_mask, write_indices)
         new, total = (
             torch.ones_like(tokens[0]).sum() for tokens in (attention_mask[:, -input_ids.shape[1] :], attention_mask)
         )
         TracedCache.is_step = (new == 1) & (total > 1)
-        if self._cache_name == "cache_params":  # these models take the mask of the new tokens alone
+        if self._cache_name == "cache_params":  # these models take the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
         given = {INPUTS_EMBEDS if self._spec.embeddings else "input_ids": input_ids, "attention_mask": attention_mask}
         if position_ids is not None:
@@ -86,7 +88,7 @@ class CacheAsTensors(nn.Module):
         return buffer_cache(past, input_ids, mask, write_indices)
 
 
-class Embedded(nn.Module):
+class EmbeddingTable(nn.Module):
     """The embedding table alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -94,25 +96,34 @@ class Embedded(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """What the model makes of tokens before its first layer."""
+        """Embeddings of tokens, `[batch, sequence, hidden]`."""
         embedded: Tensor = self.model.get_input_embeddings()(input_ids)
         return embedded
 
 
 def _same_length(tensors: Sequence[Tensor], names: Sequence[str], length: Any) -> None:
-    """Every key and value has as many tokens, so the trace has one symbol for all: layers then differ in no length."""
+    """Declares that all keys and values have one length, so that the trace has one symbol for it."""
     for tensor, name in zip(tensors, names, strict=True):
         if not is_state(name):
             torch._check(tensor.shape[-2] == length)  # type: ignore[no-untyped-call]
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """What the model calls its cache: `cache_params` where no layer has keys and values."""
+    """The model's name for its cache: `cache_params` if no layer has keys and values."""
     return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> TracedGraph:
-    """Traces all layers of `config` (shorten it first), for any sizes that `spec` leaves open."""
+    """Traces all layers of a model.
+
+    Args:
+        config: a transformers config, usually shortened to a few layers.
+        input_map: the input map of its `model_type`.
+        spec: how the cache is kept, and which axes are fixed.
+
+    Raises:
+        UnsupportedInput: the model's code fixes an axis that must be dynamic.
+    """
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
         with complex_as_pairs():
@@ -123,7 +134,10 @@ def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> Traced
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
         with transformers_fixes(), complex_as_pairs(), traceable:
             program = torch.export.export(
-                CacheAsTensors(model, past, spec), example(inputs), dynamic_shapes=dynamic(inputs), strict=False
+                CacheAsTensors(model, past, spec),
+                example_arguments(inputs),
+                dynamic_shapes=dynamic_axes(inputs),
+                strict=False,
             )
             fix_program(program.graph_module)
             onnx_program = torch.onnx.export(
@@ -144,7 +158,7 @@ def trace_embeddings(config: Any) -> TracedGraph:
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
         program = torch.export.export(
-            Embedded(model),
+            EmbeddingTable(model),
             (torch.ones(sizes(tokens), dtype=torch.int64),),
             dynamic_shapes=(axes(tokens),),
             strict=False,
@@ -163,7 +177,7 @@ def _traced(
     outputs: Sequence[Port],
     functions: Mapping[str, str] | None = None,
 ) -> TracedGraph:
-    """The exporter's graph with its weights as inputs, and its ports named."""
+    """The exporter's graph with its weights as inputs, and named inputs and outputs."""
     weights = _weights_to_inputs(graph_model, model)
     with exact_constants():
         onnxscript.optimizer.optimize(graph_model)
@@ -186,13 +200,13 @@ def _traced(
 
 
 def _ignored(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
-    """What transformers drops when it loads this model: other heads, and towers where the text model is made alone."""
+    """Tensors that transformers ignores when it loads this model: other heads, and image and audio modules."""
     alone = decoder_config(config) is not config and decoder_config(model.config) is model.config
-    return (*(model._keys_to_ignore_on_load_unexpected or ()), *((TOWERS,) if alone else ()))
+    return (*(model._keys_to_ignore_on_load_unexpected or ()), *((OTHER_MODALITIES,) if alone else ()))
 
 
 def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
-    """What a checkpoint stores becomes graph inputs, buffers too: the optimizer must not look into it."""
+    """Makes stored parameters and buffers graph inputs, so that the optimizer does not fold them."""
     weights = {}
     buffers = [name for name, buffer in module.named_buffers() if isinstance(buffer, FakeTensor)]
     for name in [*(name for name, _ in module.named_parameters(remove_duplicate=False)), *buffers]:
@@ -201,7 +215,7 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
             continue
         model.graph.initializers.pop(f"model.{name}")
         if not value.uses():
-            continue  # the table of a decoder that takes embeddings
+            continue  # the embedding table of a decoder that takes embeddings
         value.const_value = None
         value.name = name
         model.graph.inputs.append(value)
@@ -211,7 +225,7 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
 
 def _name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
     for value, port in zip(model.graph.inputs, inputs, strict=False):
-        _require_free(value, port)
+        _require_dynamic(value, port)
         value.name = port.name
         value.shape = ir.Shape(port.axes)
     for value, port in zip(model.graph.outputs, outputs, strict=True):
@@ -219,23 +233,19 @@ def _name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]
         value.shape = ir.Shape(port.axes)
 
 
-def _require_free(value: ir.Value, port: Port) -> None:
-    """A loop over tokens in the model's code makes a trace hold for one length; such a graph is none.
-
-    Raises:
-        UnsupportedInput: an axis that should be free has become a number.
-    """
+def _require_dynamic(value: ir.Value, port: Port) -> None:
+    """Refuses a trace for one length only, which a loop over tokens in the model's code causes."""
     for found, wanted in zip(value.shape or (), port.axes, strict=False):
         if isinstance(found, int) and isinstance(wanted, str):
             raise UnsupportedInput(
-                f"the trace fixes the axis `{wanted}` of `{port.name}` to {found}",
+                f"the trace fixes the dynamic axis `{wanted}` of `{port.name}` to {found}",
                 hint="the model's code depends on its value; see docs/adding-a-family.md",
             )
 
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """The exporters talk about torchvision and about themselves; none of it concerns the user."""
+    """Silences messages of the libraries' exporters that do not concern the user."""
     exporter = logging.getLogger("torch.onnx")
     levels = exporter.level, transformers_logging.get_verbosity()
     exporter.setLevel(logging.ERROR)

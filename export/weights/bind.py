@@ -14,7 +14,7 @@ import onnx_ir as ir
 from llmconv.errors import InputRefused
 from llmconv.export.traced_graph import TracedGraph, static_shape
 from llmconv.export.weights.experts import expand_experts
-from llmconv.export.weights.parameter_sources import Expression, expressions, leaves
+from llmconv.export.weights.parameter_sources import WeightSource, expressions, leaves
 from llmconv.export.weights.stored_values import ONNX_TYPES, StoredValues
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import LazyTensor
@@ -23,7 +23,7 @@ BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.ro
 """Computed tensors that older checkpoints contain; a graph does not need them."""
 
 
-def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dict[str, Expression]:
+def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dict[str, WeightSource]:
     """The stored tensors that each weight of the graph consists of, by parameter name (tied parameters share one).
 
     Args:
@@ -50,7 +50,7 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
 
 def bind(
     traced: TracedGraph,
-    matches: Mapping[str, Expression],
+    matches: Mapping[str, WeightSource],
     tensors: Mapping[str, FileTensor],
     rounded: Mapping[str, LazyTensor] | None = None,
 ) -> None:
@@ -89,7 +89,7 @@ def mapped_bytes(graphs: Iterable[TracedGraph]) -> int:
     return total
 
 
-def _require(name: str, found: Mapping[str, Expression], traced: TracedGraph) -> Expression:
+def _require(name: str, found: Mapping[str, WeightSource], traced: TracedGraph) -> WeightSource:
     """The source of a parameter: that of the parameter it is tied to, otherwise its own."""
     for spelling in (traced.tied.get(name), name):
         if spelling is not None and spelling in found:
@@ -100,7 +100,7 @@ def _require(name: str, found: Mapping[str, Expression], traced: TracedGraph) ->
     )
 
 
-def _require_shape(name: str, expression: Expression, expected: tuple[int, ...]) -> None:
+def _require_shape(name: str, expression: WeightSource, expected: tuple[int, ...]) -> None:
     if expression.shape != expected:
         stored = next(iter(leaves(expression))).name
         raise InputRefused(

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 import onnx_ir as ir
 
 from llmconv.export.node_editor import NodeEditor
-from llmconv.export.weights.parameter_sources import Expression, Joined, Swapped, element
+from llmconv.export.weights.parameter_sources import Concatenation, Transposition, WeightSource, element
 
 DOMAIN, OP_TYPE = "llmconv", "GroupedMatMul"
 
 
 def expand_experts(
     model: ir.Model,
-    stacks: Mapping[ir.Value, Expression],
-    value_of: Callable[[Expression], ir.Value],
+    stacks: Mapping[ir.Value, WeightSource],
+    value_of: Callable[[WeightSource], ir.Value],
 ) -> None:
     """Replaces every `GroupedMatMul` of the graph.
 
@@ -32,7 +32,7 @@ def expand_experts(
     model.opset_imports.pop(DOMAIN, None)
 
 
-def _expand(graph: ir.Graph, node: ir.Node, stack: Expression, value_of: Callable[[Expression], ir.Value]) -> None:
+def _expand(graph: ir.Graph, node: ir.Node, stack: WeightSource, value_of: Callable[[WeightSource], ir.Value]) -> None:
     """Replaces a node by Split, one Gemm per expert (and per stored part of it), Concat."""
     rows, _, counts = node.inputs
     experts = range(stack.shape[0])
@@ -52,10 +52,10 @@ def _expand(graph: ir.Graph, node: ir.Node, stack: Expression, value_of: Callabl
     graph.remove(node, safe=True)
 
 
-def _parts(matrix: Expression, transposed: bool) -> list[tuple[Expression, int]]:
+def _parts(matrix: WeightSource, transposed: bool) -> list[tuple[WeightSource, int]]:
     """The stored parts of a matrix along its output features, each with the `transB` of its Gemm."""
-    if isinstance(matrix, Swapped) and set(matrix.axes) == {0, 1}:
+    if isinstance(matrix, Transposition) and set(matrix.axes) == {0, 1}:
         return _parts(matrix.whole, not transposed)
-    if isinstance(matrix, Joined) and not matrix.stack and matrix.axis == int(transposed):
+    if isinstance(matrix, Concatenation) and not matrix.stack and matrix.axis == int(transposed):
         return [part for each in matrix.parts for part in _parts(each, transposed)]
     return [(matrix, int(not transposed))]

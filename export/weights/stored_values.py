@@ -8,7 +8,14 @@ from typing import Any
 import onnx_ir as ir
 
 from llmconv.export.node_editor import NodeEditor, integers
-from llmconv.export.weights.parameter_sources import Expression, Joined, Rows, Sliced, Swapped, leaves
+from llmconv.export.weights.parameter_sources import (
+    AxisSlice,
+    Concatenation,
+    StoredRows,
+    Transposition,
+    WeightSource,
+    leaves,
+)
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import LazyTensor
 
@@ -30,17 +37,17 @@ class StoredValues:
 
     def __init__(self, graph: ir.Graph, tensors: Mapping[str, FileTensor], rounded: Mapping[str, LazyTensor]) -> None:
         self._graph, self._tensors, self._rounded = graph, tensors, rounded
-        self._values: dict[Expression, ir.Value] = {}
+        self._values: dict[WeightSource, ir.Value] = {}
 
-    def value(self, expression: Expression) -> ir.Value:
+    def value(self, expression: WeightSource) -> ir.Value:
         """The float32 value of an expression."""
         if expression not in self._values:
             self._values[expression] = (
-                self._rows(expression) if isinstance(expression, Rows) else self._computed(expression)
+                self._rows(expression) if isinstance(expression, StoredRows) else self._computed(expression)
             )
         return self._values[expression]
 
-    def _rows(self, rows: Rows) -> ir.Value:
+    def _rows(self, rows: StoredRows) -> ir.Value:
         """An initializer over the bytes of these rows, named after the tensor, and cast to float32."""
         tensor = self._tensors[rows.name]
         dtype = ONNX_TYPES[tensor.dtype.name]
@@ -59,21 +66,21 @@ class StoredValues:
             value.name = f"{rows.label}:float32"
         return value
 
-    def _computed(self, made: Expression) -> ir.Value:
+    def _computed(self, made: WeightSource) -> ir.Value:
         """Nodes that a runtime evaluates once, when it loads the graph."""
         name = f"{next(iter(leaves(made))).label}.{len(self._values)}"
-        if isinstance(made, Joined):
+        if isinstance(made, Concatenation):
             parts = [self.value(part) for part in made.parts]
             if made.stack:
                 axis = integers(self._graph, made.axis)
                 parts = [self._node("Unsqueeze", [part, axis], {}, f"{name}.{i}") for i, part in enumerate(parts)]
             return self._node("Concat", parts, {"axis": made.axis}, name)
-        assert not isinstance(made, Rows)
+        assert not isinstance(made, StoredRows)
         whole = self.value(made.whole)
-        if isinstance(made, Sliced):
+        if isinstance(made, AxisSlice):
             ends = [integers(self._graph, size) for size in (made.first, made.first + made.count, made.axis)]
             return self._node("Slice", [whole, *ends], {}, name)
-        if isinstance(made, Swapped):
+        if isinstance(made, Transposition):
             order = list(range(len(made.shape)))
             a, b = made.axes
             order[a], order[b] = b, a

@@ -1,4 +1,4 @@
-"""`--last-logits`: the head runs on the last position only, so a long prompt pays for one row of the vocabulary."""
+"""`--last-logits`: computes the head for the last position only, which saves time for long prompts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from llmconv.export.node_editor import NodeEditor, ancestors, integers, output_n
 TO_THE_END = (1 << 63) - 1
 TOKENS = {"input_ids", "inputs_embeds"}
 ROWWISE = {"Add", "Cast", "Clip", "Div", "Identity", "Max", "Min", "Mul", "Sub", "Tanh"}
-"""What may follow the head: scaling and soft-capping, which see one row at a time."""
+"""Operators that may follow the head, such as scaling and soft-capping: they work on each row alone."""
 
 
 def keep_last_logits(model: ir.Model) -> None:
-    """Makes `logits` `[batch_size, 1, vocab]`: those of the last position, which left padding keeps a real token.
+    """Changes `logits` to `[batch_size, 1, vocab]`, those of the last position, in place.
+
+    With padding on the left the last position is always a real token.
 
     Raises:
-        UnsupportedInput: the logits are no linear layer's rows, scaled or capped.
+        UnsupportedInput: the logits are not the rows of a linear layer, scaled or capped.
     """
     graph = model.graph
     logits = output_named(graph, "logits")
@@ -34,7 +36,7 @@ def keep_last_logits(model: ir.Model) -> None:
     if head.op_type == "Gemm":  # it takes a matrix: [batch * sequence, features]
         flat = hidden.producer()
         if flat is None or flat.op_type != "Reshape" or flat.inputs[0] is None or flat.inputs[1] is None:
-            _refuse("flattens its hidden state in a way that is not known")
+            _refuse("flattens its hidden state in an unsupported way")
         last = _last(editor, flat.inputs[0])
         head.replace_input_with(0, editor.one("Reshape", [last, flat.inputs[1]]))
     else:
@@ -50,7 +52,7 @@ def _last(editor: NodeEditor, hidden: ir.Value) -> ir.Value:
 
 
 def _head(logits: ir.Value, vocabulary: int) -> ir.Node:
-    """The linear layer that makes the logits; a Reshape after it gets the shape of one position."""
+    """The linear layer that computes the logits; a Reshape after it is changed to one position."""
     node = logits.producer()
     while node is not None and node.op_type not in ("Gemm", "MatMul"):
         if node.op_type == "Reshape":
@@ -65,7 +67,7 @@ def _head(logits: ir.Value, vocabulary: int) -> ir.Node:
 
 
 def _row_source(node: ir.Node) -> ir.Value | None:
-    """The one input of a rowwise node that depends on the tokens."""
+    """The only input of a rowwise node that depends on the tokens."""
     inputs = [value for value in node.inputs if value is not None]
     variable = [value for value in inputs if any(part.name in TOKENS for part in ancestors(value))]
     if node.op_type not in ROWWISE or len(variable) != 1:

@@ -1,8 +1,8 @@
-"""`--prefix`: a graph that is given no past begins with the keys and values of a prefix.
+"""`--prefix`: with an empty past, a graph begins with the keys and values of a prefix.
 
-The client sees a model without a prefix, but for a cache that is P tokens longer: with an empty past the graph puts
-the prefix first, widens the mask and shifts the positions itself; with a past that is not empty the prefix is in it,
-and the mask covers it as it covers every past.
+To the client the model has no prefix, except that the cache is P tokens longer: with an empty past the graph prepends
+the prefix, extends the mask and shifts the positions itself; any other past contains the prefix already, and the mask
+covers it like every past.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from llmconv.export.node_editor import NodeEditor, constant, input_named, intege
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 PRESENT_LENGTH = "present_sequence_length"
-"""The symbol of a cache's length where it is not `past_sequence_length + sequence_length`."""
+"""The symbol of a cache length that is not `past_sequence_length + sequence_length`."""
 
 LENGTH_AXIS = 2
 
 
 def past_ports(graph: ir.Graph) -> dict[str, ir.Value]:
-    """The past inputs by what they hold: `0.key`, `0.value`, `1.key`, …"""
+    """The past inputs by layer and part: `0.key`, `0.value`, `1.key`, …"""
     found = {name[1] + "." + name[2]: port for port in graph.inputs if (name := PAST.fullmatch(port.name or ""))}
     if not found or any((port.name or "").startswith("past_") and port not in found.values() for port in graph.inputs):
         raise UnsupportedInput(
@@ -35,7 +35,7 @@ def past_ports(graph: ir.Graph) -> dict[str, ir.Value]:
 
 def cache_shapes(graph: ir.Graph) -> list[tuple[int, int]]:
     """(kv_heads, head_dim) of every layer, keys and values alike."""
-    shapes = {what: (int(port.shape[1]), int(port.shape[3])) for what, port in past_ports(graph).items()}  # type: ignore
+    shapes = {name: (int(port.shape[1]), int(port.shape[3])) for name, port in past_ports(graph).items()}  # type: ignore
     layers = len(shapes) // 2
     if any(shapes[f"{layer}.key"] != shapes[f"{layer}.value"] for layer in range(layers)):
         raise UnsupportedInput("`--prefix`: keys and values differ in shape", hint="export without `--prefix`")
@@ -43,26 +43,26 @@ def cache_shapes(graph: ir.Graph) -> list[tuple[int, int]]:
 
 
 def prepend_prefix(model: ir.Model, tensors: Mapping[str, ir.ExternalTensor], first_position: int) -> None:
-    """Edits the graph of a prompt.
+    """Prepends a prefix to an empty past, in place.
 
     Args:
-        model: a decoder; its past may be empty.
-        tensors: keys and values `[1, kv_heads, P, head_dim]` by what they hold: `0.key`, `0.value`, …
-        first_position: of the first token after the prefix; P or 0.
+        model: the graph of a decoder for prompts.
+        tensors: keys and values `[1, kv_heads, P, head_dim]` by layer and part: `0.key`, `0.value`, …
+        first_position: position of the first token after the prefix: P or 0.
 
     Raises:
-        UnsupportedInput: a layer keeps something else than keys and values.
+        UnsupportedInput: a layer keeps more than keys and values.
     """
     graph = model.graph
     ports = past_ports(graph)
     length = int(next(iter(tensors.values())).shape[LENGTH_AXIS])  # type: ignore[arg-type]
-    inserted = _Inserted(graph, length)
-    for what, port in ports.items():
-        layer, part = what.split(".")
-        inserted.before_past(port, _initializer(graph, f"prefix.{what}", tensors[what]), f"prefix.{layer}.{part}")
-    inserted.before_mask()
+    inserter = _PrefixInserter(graph, length)
+    for name, port in ports.items():
+        layer, part = name.split(".")
+        inserter.before_past(port, _initializer(graph, f"prefix.{name}", tensors[name]), f"prefix.{layer}.{part}")
+    inserter.before_mask()
     if first_position:
-        inserted.shift_positions()
+        inserter.shift_positions()
     for output in graph.outputs:
         if (output.name or "").startswith("present.") and output.shape is not None:
             output.shape = ir.Shape(
@@ -71,8 +71,8 @@ def prepend_prefix(model: ir.Model, tensors: Mapping[str, ir.ExternalTensor], fi
     graph.sort()
 
 
-class _Inserted:
-    """How many tokens are put first: P with an empty past, else none."""
+class _PrefixInserter:
+    """Prepends the prefix to past, mask and positions: P tokens with an empty past, otherwise none."""
 
     def __init__(self, graph: ir.Graph, length: int) -> None:
         self._graph = graph
@@ -88,7 +88,7 @@ class _Inserted:
         self._own = {past.producer()}
 
     def before_past(self, port: ir.Value, stored: ir.Value, scope: str) -> None:
-        """Every reader of a past input reads the prefix and then that; its length is told without the tensors."""
+        """Makes users of a past input read the prefix and the past, and users of its shape the sum of the lengths."""
         uses = [use for use in port.uses() if use.node not in self._own]
         edit = NodeEditor(self._graph, self._graph[0], scope)
         some = edit.one("Slice", [stored, integers(self._graph, 0), self._count, integers(self._graph, LENGTH_AXIS)])
@@ -100,7 +100,7 @@ class _Inserted:
                 node.replace_input_with(index, both)
 
     def _lengthen(self, shape: ir.Node) -> None:
-        """Adds the prefix to the length that a node takes of a past input."""
+        """Adds the prefix to the length that a node reads from a past input."""
         start, end = shape.attributes.get_int("start", 0), shape.attributes.get_int("end", 4)
         if not start <= LENGTH_AXIS < end:
             return
@@ -114,7 +114,7 @@ class _Inserted:
             node.replace_input_with(index, longer)
 
     def before_mask(self) -> None:
-        """The mask begins with ones for the prefix."""
+        """Prepends ones for the prefix to the mask."""
         mask = input_named(self._graph, "attention_mask")
         assert mask is not None
         uses = list(mask.uses())
@@ -125,7 +125,7 @@ class _Inserted:
             node.replace_input_with(index, wider)
 
     def shift_positions(self) -> None:
-        """Positions begin after the prefix."""
+        """Shifts the positions by the length of the prefix."""
         positions = input_named(self._graph, "position_ids")
         if positions is None:
             return
