@@ -1,4 +1,4 @@
-"""How many tokens a cache of fixed length may hold: the positions of a model reach no further than its context."""
+"""Checks the length of a static cache against the context length of the model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from llmconv.progress import warn
 
 
 def check_context(config: Any, context: int | None, slots: int | None) -> None:
-    """Compares the length of a static cache with the context of the model.
+    """Checks that a static cache is not longer than the context; warns if only training ends there.
 
-    A table of positions, learned or not, ends there. Rotary positions go on, but the model was not trained on them.
+    A table of positions, learned or computed, ends at the context length. Rotary positions continue, but the model was
+    not trained on them.
 
     Args:
-        config: of transformers.
-        context: tokens that `config.json` declares; None where it declares none.
-        slots: tokens of the cache; None where it grows.
+        config: a transformers config.
+        context: context length in tokens that `config.json` declares; None if it declares none.
+        slots: number of tokens that the cache holds; None for a growing cache.
 
     Raises:
-        InputRefused: there are no positions for so many tokens.
+        InputRefused: the cache is longer than the model's table of positions.
     """
     config = decoder_config(config)
     if slots is None or context is None or slots <= context or getattr(config, "alibi", False):
@@ -34,5 +35,5 @@ def check_context(config: Any, context: int | None, slots: int | None) -> None:
 
 
 def _is_rotary(config: Any) -> bool:
-    """Whether positions are angles that any number has; GPT-J and CodeGen look theirs up in a table."""
+    """Whether positions are rotation angles without a limit; GPT-J and CodeGen have a table of angles."""
     return bool(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))

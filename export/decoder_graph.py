@@ -1,4 +1,4 @@
-"""Config -> the whole decoder as a graph without weights: trace few layers, replicate the rest."""
+"""The graph of a whole decoder, its weights still inputs: a few layers are traced, the others replicated."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from llmconv.progress import say
 
 
 def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> tuple[TracedGraph, int]:
-    """The graph of all layers, and how many of them were traced.
+    """The graph of all layers, and the number of layers that were traced.
 
-    Three periods of layers are traced and the last is replicated; where the periods differ, all layers are traced.
+    Three periods of layers are traced and the last is replicated; if the periods differ, all layers are traced.
 
     Args:
         config: a transformers config.
-        input_map: the row of its `model_type`.
-        spec: how the cache is kept, and which axes are numbers.
+        input_map: the input map of its `model_type`.
+        spec: how the cache is kept, and which axes are fixed.
 
     Raises:
         UnsupportedInput: transformers or torch cannot build or trace the model.
@@ -54,16 +54,16 @@ def _build(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[TracedGra
     if replicated is not None:
         return replicated
     traced = trace(config, input_map, spec)
-    _improve(traced)
+    _rewrite(traced)
     name_everything(traced.model)
     return traced, total
 
 
 def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[TracedGraph, int] | None:
-    """The grown graph and how many layers were traced; None where that saves nothing, or layers are not alike.
+    """The extended graph and the number of traced layers; None if that saves nothing, or layers are not alike.
 
-    The first layers may be others than the rest (dense ones before those with experts): they are traced too. Where that
-    does not show in their modules, one more period goes in front of those that are compared.
+    If the first layers differ from the others (dense layers before layers with experts), they are traced too. If their
+    modules do not show a difference, one more period is traced in front of the compared ones.
     """
     total, repeat = depth(config), period(config)
     whole = build(config)
@@ -73,10 +73,10 @@ def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[Trac
         if traced_layers < total:
             short = shortened(config, traced_layers)
             if not _is_part(build(short), whole):
-                difference = NotIsomorphic("with fewer of them the first ones are made otherwise")
+                difference = NotIsomorphic("the first layers of a shorter model differ")
                 continue
             traced = trace(short, input_map, spec)
-            _improve(traced)
+            _rewrite(traced)
             try:
                 replicate(traced, total, repeat)
             except NotIsomorphic as found:
@@ -90,13 +90,13 @@ def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[Trac
 
 
 def _is_part(short: Any, whole: Any) -> bool:
-    """Whether a model cut short is made as the beginning of the whole one."""
+    """Whether a shortened model is equal to the beginning of the whole one."""
     kinds = layer_kinds(short)
     return kinds == layer_kinds(whole)[: len(kinds)] and factors(short).items() <= factors(whole).items()
 
 
-def _improve(traced: TracedGraph) -> None:
-    """What the exporter's nodes become, in place."""
+def _rewrite(traced: TracedGraph) -> None:
+    """Rewrites the exporter's nodes for mapped weights and the target, in place."""
     rewrite_linear_layers(traced)
     add_filled_length(traced)
     if traced.spec.cache == "shared-buffer":

@@ -1,8 +1,7 @@
-"""ONNX Runtime GenAI: `genai_config.json`, over model.onnx, or over prefill.onnx and decode.onnx where only they are.
+"""ONNX Runtime GenAI: `genai_config.json` for model.onnx, or else for the pair prefill.onnx and decode.onnx.
 
-One graph is preferred: a pipeline of two cannot be taken back (`rewind_to`), which is what a second turn needs. Its
-parser refuses every key it does not know and wants `pad_token_id` to be one number; the keys are those of
-onnxruntime-genai 0.18, `src/config.cpp`.
+One graph is preferred: a pipeline of two does not support `rewind_to`, which a second turn needs. GenAI's parser
+refuses unknown keys, and `pad_token_id` must be one number; the keys are those of onnxruntime-genai 0.18, `src/config.cpp`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from llmconv.output.plan import json_bytes
 
 FILE = "genai_config.json"
 UNBOUNDED = 2048
-"""Context length of a family that states none, as BLOOM, whose ALiBi knows no bound and which was trained with it."""
+"""Context length for configs without one, such as BLOOM, whose ALiBi has no limit and which was trained with it."""
 
 SEARCH = {
     "do_sample": bool,
@@ -28,7 +27,7 @@ SEARCH = {
     "no_repeat_ngram_size": int,
     "min_length": int,
 }
-"""What `generation_config.json` and genai's `search` call alike."""
+"""Fields with the same name in `generation_config.json` and in genai's `search`, and their types."""
 
 
 def check(model: ClientModel) -> None:
@@ -37,7 +36,7 @@ def check(model: ClientModel) -> None:
     names = {f"past_key_values.{layer}.{part}" for layer in range(len(keys) // 2) for part in ("key", "value")}
     if {port.name for port in keys} != names or len({port.axes for port in keys}) > 1:
         raise UnsupportedInput(
-            "ONNX Runtime GenAI knows one number of heads and one head size for all layers, and this model has several",
+            "ONNX Runtime GenAI supports only one number of heads and one head size, and this model has several",
             hint="leave out `--layout genai`",
         )
 
@@ -87,7 +86,7 @@ def _decoder(model: ClientModel, graphs: EncodedGraphs, is_pipeline: bool) -> di
 
 
 def _stage(model: ClientModel, graphs: EncodedGraphs, role: str) -> dict[str, Any]:
-    """One graph of the pipeline: `prompt` is a call with several tokens, `token_gen` one with a single token."""
+    """One graph of the pipeline: `prompt` means calls with several tokens, `token_gen` calls with one."""
     return {
         "filename": graphs.files[role],
         "inputs": [port.name for port in model.input_map.inputs(model.config)],
@@ -102,7 +101,7 @@ def _past(model: ClientModel) -> list[Port]:
 
 
 def context_length(config: Any) -> int:
-    """Tokens that the model was made for."""
+    """Context length of the model in tokens."""
     for name in ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
@@ -111,10 +110,10 @@ def context_length(config: Any) -> int:
 
 
 def _tokens(model: ClientModel) -> dict[str, Any]:
-    """Special tokens; those of `generation_config.json` come first, as in transformers' `generate`.
+    """Special tokens, from `generation_config.json` first, like transformers' `generate`.
 
-    The client insists on an end, and takes the padding where it is given none: a model without one ends at the last
-    token of its vocabulary, which is the least likely to be of use.
+    The client requires an end token, and otherwise uses the padding token: a model without one gets the last token of
+    its vocabulary, which is most likely unused.
     """
     ends = _ids(model, "eos_token_id") or [int(model.config.vocab_size) - 1]
     pads = _ids(model, "pad_token_id") or ends
@@ -134,12 +133,12 @@ def _ids(model: ClientModel, name: str) -> list[int]:
 
 
 def _search(model: ClientModel) -> Mapping[str, Any]:
-    """Greedy, unless `generation_config.json` says otherwise."""
+    """Sampling options of `generation_config.json`; greedy without them."""
     given = model.generation or {}
-    told = {name: kind(given[name]) for name, kind in SEARCH.items() if isinstance(given.get(name), int | float)}
+    kept = {name: kind(given[name]) for name, kind in SEARCH.items() if isinstance(given.get(name), int | float)}
     return {
         "do_sample": False,
-        **told,
+        **kept,
         "max_length": context_length(model.config),
         "past_present_share_buffer": model.cache == "shared-buffer",
     }

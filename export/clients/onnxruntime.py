@@ -1,4 +1,4 @@
-"""Plain onnxruntime: the graphs, and nothing beside them."""
+"""Plain onnxruntime: the graphs alone."""
 
 from __future__ import annotations
 

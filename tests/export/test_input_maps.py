@@ -34,7 +34,7 @@ def test_an_unknown_family_is_answered_with_close_matches() -> None:
 
 
 def test_an_unknown_kind_of_cache_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedInput, match="`ring` is unknown") as refused:
+    with pytest.raises(UnsupportedInput, match="unknown cache kind `ring`") as refused:
         _ = InputMap(cache="ring").kind
     assert "state_space" in refused.value.hint
 

@@ -184,7 +184,7 @@ def test_genai_knows_no_model_with_several_head_sizes() -> None:
             *rest, last = super().inputs(config)
             return (*rest, Port(last.name, last.dtype, (*last.axes[:3], 8)))
 
-    with pytest.raises(UnsupportedInput, match="one number of heads and one head size"):
+    with pytest.raises(UnsupportedInput, match="only one number of heads and one head size"):
         genai_layout.check(ClientModel(model_of("llama").config, Uneven()))
 
 

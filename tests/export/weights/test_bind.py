@@ -46,10 +46,10 @@ def test_a_wrong_shape_names_both_shapes(llama: Path) -> None:
         export(llama)
 
 
-def test_quantised_weights_are_refused(llama: Path) -> None:
+def test_quantized_weights_are_refused(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(UnsupportedInput, match="quantised"):
+    with pytest.raises(UnsupportedInput, match="quantized"):
         export(llama)
 
 
