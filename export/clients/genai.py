@@ -1,7 +1,8 @@
 """ONNX Runtime GenAI: `genai_config.json` for model.onnx, or else for the pair prefill.onnx and decode.onnx.
 
 One graph is preferred: a pipeline of two does not support `rewind_to`, which a second turn needs. GenAI's parser
-refuses unknown keys, and `pad_token_id` must be one number; the keys are those of onnxruntime-genai 0.18, `src/config.cpp`.
+refuses unknown keys, and `pad_token_id` must be one number; its keys are in `src/config.cpp`
+(onnxruntime-genai 0.18).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The client requires the folder `onnx/`, and a graph may refer to data in its own folder or below only. But onnxruntime
 follows links of the kind that the Hugging Face cache has: if the graph is a link, its data may be next to the target of
 the link. So nothing is copied; a program that uploads or copies the folder follows the links and gets plain files,
-which the client also opens. (Hard links would work too, but then onnx refuses the weights of every graph in the folder.)
+which the client also opens. (Hard links would work too, but then onnx refuses the weights of all graphs in the folder.)
 
 The client also requires a `generation_config.json`; a folder without it gets one with the special tokens of its config.
 """
