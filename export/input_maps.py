@@ -29,7 +29,13 @@ BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_l
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output of a graph; `axes` are symbols or sizes."""
+    """One input or output of a graph.
+
+    Attributes:
+        name: its name.
+        dtype: `int64` or `float32`.
+        axes: symbols of dynamic axes and sizes of fixed ones.
+    """
 
     name: str
     dtype: str

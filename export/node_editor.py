@@ -76,12 +76,28 @@ class NodeEditor:
         attributes: Mapping[str, Any] | None = None,
         domain: str = "",
     ) -> ir.Value:
-        """Inserts a node and returns its only output; arguments as in `add`."""
+        """Inserts a node with one output.
+
+        Args:
+            op_type: the operator.
+            inputs: its inputs; None for an optional input that is left out.
+            attributes: Python values by name.
+            domain: the operator's domain; "" for standard operators.
+
+        Returns:
+            The output of the node.
+        """
         return self.add(op_type, inputs, attributes, domain=domain)[0]
 
 
 def constant(graph: ir.Graph, name: str, content: Array) -> ir.Value:
-    """The inline initializer `name`, created once."""
+    """An inline initializer, created once.
+
+    Args:
+        graph: the graph.
+        name: name of the initializer.
+        content: its value.
+    """
     if name not in graph.initializers:
         tensor = ir.tensor(content, name=name)
         graph.initializers[name] = ir.val(name, tensor.dtype, content.shape, const_value=tensor)

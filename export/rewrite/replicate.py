@@ -149,7 +149,13 @@ def _shifted(a: ir.Value | None, b: ir.Value | None, layers_name: str, period: i
 
 
 def shift(name: str, layers_name: str, by: int) -> str | None:
-    """The name of a weight or cache tensor `by` layers later; None if it contains no layer number."""
+    """The name of a weight or cache tensor some layers later; None if it contains no layer number.
+
+    Args:
+        name: the name.
+        layers_name: name of the list of layers, such as `model.layers`.
+        by: number of layers to add.
+    """
     for pattern in (re.compile(re.escape(layers_name) + r"\.(\d+)\."), CACHE_NAME):
         match = pattern.match(name)
         if match:

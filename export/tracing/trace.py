@@ -67,7 +67,18 @@ class CacheAsTensors(nn.Module):
         write_indices: Tensor | None,
         past: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits `[batch, sequence, vocab]` and the cache with the new tokens; `input_ids` may be embeddings."""
+        """One call of the model.
+
+        Args:
+            input_ids: int64 `[batch, sequence]`, or embeddings, float32 `[batch, sequence, hidden]`.
+            attention_mask: int64 `[batch, total]`.
+            position_ids: int64 `[batch, sequence]`; None for families that count tokens themselves.
+            write_indices: first slot of the new tokens in a static cache, int64 `[batch]`; otherwise None.
+            past: tensors of the cache.
+
+        Returns:
+            Logits `[batch, sequence, vocab]`, and the cache with the new tokens.
+        """
         cache = self._cache(past, input_ids, attention_mask, write_indices)
         new, total = (
             torch.ones_like(tokens[0]).sum() for tokens in (attention_mask[:, -input_ids.shape[1] :], attention_mask)

@@ -57,7 +57,13 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class Concatenation:
-    """Parts joined along `axis`; with `stack` along a new first axis."""
+    """Several expressions joined.
+
+    Attributes:
+        parts: the expressions, in order.
+        axis: the axis along which they are joined.
+        stack: join them along a new first axis instead.
+    """
 
     parts: tuple[WeightSource, ...]
     axis: int
@@ -104,7 +110,14 @@ class Deinterleaved:
 
 @dataclass(frozen=True)
 class AxisSlice:
-    """A range of an axis of an expression."""
+    """A range of an axis of an expression.
+
+    Attributes:
+        whole: the expression.
+        axis: the axis.
+        first: index of the first entry.
+        count: number of entries.
+    """
 
     whole: WeightSource
     axis: int
@@ -154,7 +167,14 @@ def element(whole: WeightSource, index: int) -> WeightSource:
 
 
 def sliced(whole: WeightSource, axis: int, first: int, count: int) -> WeightSource:
-    """A range of an axis; for rows of a stored tensor again rows."""
+    """A range of an axis; for rows of a stored tensor again `StoredRows`.
+
+    Args:
+        whole: the expression.
+        axis: the axis.
+        first: index of the first entry.
+        count: number of entries.
+    """
     if isinstance(whole, StoredRows) and axis == 0 and not whole.single:
         return replace(whole, first=whole.first + first, count=count)
     return AxisSlice(whole, axis, first, count)
