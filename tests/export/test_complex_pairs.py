@@ -1,4 +1,4 @@
-"""Complex rotations as two real tensors: what torch's own complex numbers give."""
+"""Complex rotations as two real tensors: equal to torch's own complex numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def rotate(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(numbers * turns[:, None, :].to(states.device)).flatten(-2)
 
 
-def test_a_rotation_by_pairs_is_the_complex_one() -> None:
+def test_a_rotation_of_pairs_equals_the_complex_rotation() -> None:
     states, angles = torch.randn(2, 3, 4, 8), torch.randn(3, 4)
     expected = rotate(states, angles)
     with complex_as_pairs():

@@ -1,4 +1,4 @@
-"""Binding: total, checked against the config, and possible for every layout a checkpoint may have."""
+"""Binding weights: complete, checked against the config, and for every layout of a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_a_missing_tensor_is_named(llama: Path) -> None:
+def test_a_missing_key_is_reported(llama: Path) -> None:
     change(llama, lambda tensors: tensors.pop("model.layers.7.mlp.up_proj.weight"))
     with pytest.raises(InputRefused, match=r"missing keys: `model\.layers\.7\.mlp\.up_proj\.weight`"):
         export(llama)
     assert not list(llama.glob("*.onnx"))
 
 
-def test_a_tensor_that_belongs_to_nothing_is_named(llama: Path) -> None:
+def test_an_unexpected_key_is_reported(llama: Path) -> None:
     change(llama, lambda tensors: tensors.update({"model.layers.8.odd": tensors["model.norm.weight"].clone()}))
     with pytest.raises(InputRefused, match=r"unexpected keys: `model\.layers\.8\.odd`"):
         export(llama)
 
 
-def test_a_wrong_shape_names_both_shapes(llama: Path) -> None:
+def test_a_shape_mismatch_reports_both_shapes(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
     with pytest.raises(InputRefused, match=r"expected \[128, 64\] by `config.json`, got \[96, 64\]"):
@@ -53,7 +53,7 @@ def test_quantized_weights_are_refused(llama: Path) -> None:
         export(llama)
 
 
-def test_code_named_by_a_config_is_never_loaded(llama: Path) -> None:
+def test_code_in_a_config_is_never_loaded(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     hostile = {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}, "_attn_implementation_internal": "org/kernel"}
     (llama / "config.json").write_text(json.dumps(config | hostile))
@@ -105,7 +105,7 @@ def test_a_new_folder_is_complete_and_not_replaced_silently(llama: Path, tmp_pat
         export(llama, tmp_path / "new")
 
 
-def test_a_new_folder_in_the_models_is_refused(llama: Path) -> None:
+def test_a_new_folder_inside_the_model_folder_is_refused(llama: Path) -> None:
     with pytest.raises(InputRefused, match=r"new` lies in"):
         export(llama, llama / "new")
 

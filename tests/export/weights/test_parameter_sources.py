@@ -1,4 +1,4 @@
-"""How parameters are made of stored tensors, by transformers' own conversion mapping."""
+"""Parameters from stored tensors, by transformers' own conversion mapping."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ STORED = {f"experts.{index}.{part}.weight": (6, 4) for index in range(11) for pa
 SHAPES = {"experts.gate_up_proj": (11, 12, 4)}
 
 
-def test_stacked_experts_are_made_of_the_stored_ones_in_the_order_of_their_numbers() -> None:
+def test_stacked_experts_come_from_stored_experts_in_numeric_order() -> None:
     made = expressions(SHAPES, STORED, [EXPERTS], "model")["experts.gate_up_proj"]
     assert made.shape == (11, 12, 4)
     assert [leaf.name for leaf in leaves(element(made, 10))] == ["experts.10.w1.weight", "experts.10.w3.weight"]
 
 
-def test_a_name_that_is_already_the_parameters_own_is_taken_as_it_is() -> None:
+def test_a_tensor_with_the_name_of_a_parameter_is_that_parameter() -> None:
     made = expressions(SHAPES, {"experts.gate_up_proj": (11, 12, 4)}, [EXPERTS], "model")
     assert made == {"experts.gate_up_proj": StoredRows("experts.gate_up_proj", (11, 12, 4))}
 
@@ -52,7 +52,7 @@ def test_one_expert_of_a_stacked_tensor_is_a_row_of_it() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_the_inner_models_name_may_be_missing_or_in_excess(prefix: str) -> None:
+def test_the_prefix_of_the_inner_model_is_optional(prefix: str) -> None:
     made = expressions({"model.norm.weight": (4,)}, {f"{prefix}norm.weight": (4,)}, [], "model")
     assert made["model.norm.weight"] == StoredRows(f"{prefix}norm.weight", (4,))
 
@@ -83,7 +83,7 @@ def test_an_operation_of_the_mapping_is_an_expression(operation: object, made: o
     assert expressions({"b.weight": (4, 8)}, {"a.weight": (4, 8)}, [converter], "m")["b.weight"] == made
 
 
-def test_an_operation_that_is_not_known_is_refused() -> None:
+def test_an_unknown_operation_is_refused() -> None:
     converter = WeightConverter("a.weight", "b.weight", operations=[PermuteForRope()])
     with pytest.raises(UnsupportedInput, match="PermuteForRope"):
         expressions({"b.weight": (4, 8)}, {"a.weight": (4, 8)}, [converter], "m")
