@@ -44,11 +44,13 @@ class ExportOptions(TypedDict, total=False):
         stages: number of graphs that the layers are divided into.
         prefix: PEFT adapter of prefix or prompt tuning, or `pre_caches.npy`: virtual tokens before every prompt.
         opset: version of the standard operators: 21, 23 or 24.
-        shapes: `dynamic` or `static` axes.
+        shapes: `dynamic`, or `static`: every axis is a number, and the cache is a buffer that is filled in place.
         batch_size: static: sequences per call (default: 1).
         max_seq_len: static: number of tokens that the cache holds.
-        prompt_len: static: new tokens per call of `prefill.onnx`.
-        cache: `growing`, or `shared-buffer` for a past and present in one buffer.
+        prompt_len: static: new tokens per call of `prefill.onnx` (default: the largest divisor of `max_seq_len` up to
+            128, so that every prompt that fits can be cut into calls of this length).
+        cache: dynamic: `growing`, or `shared-buffer`: past and present are one buffer that is filled in place, as
+            required by ORT-GenAI's `past_present_share_buffer`.
         target: `ort-cpu` for operators that only onnxruntime has.
         dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the stored weights.
         max_shard_size: largest safetensors file, such as `5GB`, if weights are written.

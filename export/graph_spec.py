@@ -25,17 +25,7 @@ SHAPES, CACHES, TARGETS = ("dynamic", "static"), ("growing", "shared-buffer"), (
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """Options of `llmconv export` that decide the axes of the graphs and where the cache is kept.
-
-    Attributes:
-        shapes: `dynamic`, or `static`: every axis is a number, and the cache is a buffer that is filled in place.
-        cache: of dynamic graphs: `growing`, or `shared-buffer`: past and present are one buffer that is filled in
-            place, as required by ORT-GenAI's `past_present_share_buffer`.
-        batch_size: sequences per call of static graphs (default: 1).
-        max_seq_len: number of tokens that the cache of static graphs holds.
-        prompt_len: new tokens per call of a static prefill graph (default: the largest divisor of `max_seq_len` up to
-            128, so that every prompt that fits can be cut into calls of this length).
-        target: `ort-cpu` for operators that only onnxruntime has, where they were measured to be faster.
+    """Options that decide the axes of the graphs and where the cache is kept; attributes as in `ExportOptions`.
 
     Raises:
         UsageProblem: a value is invalid.

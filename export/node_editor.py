@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -119,6 +119,12 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
     new.name, new.shape, new.type = old.name, old.shape, old.type
     old.name = None
     old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+
+def replace_uses(uses: Iterable[tuple[ir.Node, int]], new: ir.Value) -> None:
+    """Makes these uses of a value read `new`."""
+    for node, index in uses:
+        node.replace_input_with(index, new)
 
 
 def remove_unused(model: ir.Model) -> None:

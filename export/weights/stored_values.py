@@ -54,8 +54,8 @@ class StoredValues:
         row = tensor.nbytes // max(1, tensor.shape[0]) if tensor.shape else tensor.nbytes
         length = tensor.nbytes if rows.is_whole else row * rows.count
         place = (tensor.path.name, tensor.offset + row * rows.first, length)
-        stored = ir.Value(name=rows.label, shape=ir.Shape(rows.shape), type=ir.TensorType(dtype))
-        stored.const_value = ir.ExternalTensor(*place, dtype, shape=ir.Shape(rows.shape), name=rows.label)
+        content = ir.ExternalTensor(*place, dtype, shape=ir.Shape(rows.shape), name=rows.label)
+        stored = ir.val(rows.label, dtype, rows.shape, const_value=content)
         self._graph.initializers[rows.label] = stored
         value = stored
         rounded = ONNX_TYPES[self._rounded[rows.name].dtype.name]

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.node_editor import NodeEditor, constant, input_named, integers
+from llmconv.export.node_editor import NodeEditor, constant, input_named, integers, replace_uses
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 PRESENT_LENGTH = "present_sequence_length"
@@ -59,15 +59,17 @@ def prepend_prefix(model: ir.Model, tensors: Mapping[str, ir.ExternalTensor], fi
     inserter = _PrefixInserter(graph, length)
     for name, port in ports.items():
         layer, part = name.split(".")
-        inserter.before_past(port, _initializer(graph, f"prefix.{name}", tensors[name]), f"prefix.{layer}.{part}")
+        tensor = tensors[name]
+        stored = ir.val(f"prefix.{name}", tensor.dtype, tensor.shape, const_value=tensor)
+        graph.register_initializer(stored)
+        inserter.before_past(port, stored, f"prefix.{layer}.{part}")
     inserter.before_mask()
     if first_position:
         inserter.shift_positions()
     for output in graph.outputs:
         if (output.name or "").startswith("present.") and output.shape is not None:
-            output.shape = ir.Shape(
-                [PRESENT_LENGTH if i == LENGTH_AXIS else axis for i, axis in enumerate(output.shape)]
-            )
+            axes = list(output.shape)
+            output.shape = ir.Shape([*axes[:LENGTH_AXIS], PRESENT_LENGTH, *axes[LENGTH_AXIS + 1 :]])
     graph.sort()
 
 
@@ -110,8 +112,7 @@ class _PrefixInserter:
         edit = NodeEditor(self._graph, self._graph[0], f"prefix/{shape.name}")
         mask = constant(self._graph, f"int64_axes_{start}_{end}", where)
         longer = edit.one("Add", [result, edit.one("Mul", [self._count, mask])])
-        for node, index in uses:
-            node.replace_input_with(index, longer)
+        replace_uses(uses, longer)
 
     def before_mask(self) -> None:
         """Prepends ones for the prefix to the mask."""
@@ -120,22 +121,11 @@ class _PrefixInserter:
         uses = list(mask.uses())
         shape = self._edit.one("Concat", [self._batch, self._count], {"axis": 0})
         ones = self._edit.one("Expand", [integers(self._graph, 1), shape])
-        wider = self._edit.one("Concat", [ones, mask], {"axis": 1})
-        for node, index in uses:
-            node.replace_input_with(index, wider)
+        replace_uses(uses, self._edit.one("Concat", [ones, mask], {"axis": 1}))
 
     def shift_positions(self) -> None:
         """Shifts the positions by the length of the prefix."""
         positions = input_named(self._graph, "position_ids")
-        if positions is None:
-            return
-        uses = list(positions.uses())
-        shifted = self._edit.one("Add", [positions, self._count])
-        for node, index in uses:
-            node.replace_input_with(index, shifted)
-
-
-def _initializer(graph: ir.Graph, name: str, tensor: ir.ExternalTensor) -> ir.Value:
-    value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
-    graph.initializers[name] = value
-    return value
+        if positions is not None:
+            uses = list(positions.uses())
+            replace_uses(uses, self._edit.one("Add", [positions, self._count]))
