@@ -27,13 +27,9 @@ def check_context(config: Any, context: int | None, slots: int | None) -> None:
     if slots is None or context is None or slots <= context or getattr(config, "alibi", False):
         return
     problem = f"a cache of {slots:,} tokens is longer than the model's context of {context:,}"
-    if not _is_rotary(config):
+    # Rotation angles have no limit; GPT-J and CodeGen look them up in a table.
+    if not (getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)):
         raise InputRefused(
             f"{problem}, and its table of positions ends there", hint=f"give `--max-seq-len {context}` or less"
         )
     warn(f"{problem} (`max_position_embeddings`): the model was not trained on positions beyond it")
-
-
-def _is_rotary(config: Any) -> bool:
-    """Whether positions are rotation angles without a limit; GPT-J and CodeGen have a table of angles."""
-    return bool(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))

@@ -33,7 +33,13 @@ def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> 
         UnsupportedInput: transformers or torch cannot build or trace the model.
     """
     with refusing("trace this model"):
-        return _build(config, input_map, spec)
+        replicated = _replicated(config, input_map, spec)
+        if replicated is not None:
+            return replicated
+        traced = trace(config, input_map, spec)
+        _rewrite(traced)
+        name_everything(traced.model)
+        return traced, depth(config)
 
 
 def build_embeddings(config: Any) -> TracedGraph:
@@ -46,17 +52,6 @@ def build_embeddings(config: Any) -> TracedGraph:
         traced = trace_embeddings(shortened(config, period(config)))
         name_everything(traced.model)
         return traced
-
-
-def _build(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[TracedGraph, int]:
-    total = depth(config)
-    replicated = _replicated(config, input_map, spec)
-    if replicated is not None:
-        return replicated
-    traced = trace(config, input_map, spec)
-    _rewrite(traced)
-    name_everything(traced.model)
-    return traced, total
 
 
 def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[TracedGraph, int] | None:

@@ -18,6 +18,8 @@ from llmconv.export.graph_spec import GraphSpec, ShapeOptions, graph_specs
 from llmconv.export.input_maps import decoder_config
 from llmconv.export.language_model import LanguageModel, open_language_model
 from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors
+from llmconv.export.prefix.adapter import open_prefix
+from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.tracing.fake_model import depth
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
@@ -184,8 +186,9 @@ def export(model: str | Path, output: Written | None = None, **options: Unpack[E
     )
     _check_weight_options(given["dtype"], given["max_shard_size"], writes=output is not None)
     checkpoint = _open(model, output)
-    prefix = local_path(given["prefix"]) if given["prefix"] else None
-    changes = GraphOptions.parse(given["last_logits"], given["postprocess"], given["stages"], prefix, given["opset"])
+    choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
+    prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
+    changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"])
     language_model, checkpoint = _open_language_model(checkpoint, given["trust_remote_code"])
     specs = graph_specs(roles, shapes, language_model.embeddings)
     check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)

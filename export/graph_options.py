@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llmconv.errors import UsageProblem
-from llmconv.export.prefix.adapter import Prefix, open_prefix
+from llmconv.export.prefix.adapter import Prefix
 from llmconv.export.rewrite.passes.opset import IR_VERSIONS
 from llmconv.export.rewrite.passes.postprocess import TokenChoice
 
@@ -22,6 +21,9 @@ class GraphOptions:
         stages: number of graphs that the layers are divided into, see `rewrite.pipeline_stages`.
         prefix: virtual tokens before every prompt; None for none.
         opset: version of the standard operators, 21, 23 or 24; None for that of the graph spec, 23 or 24.
+
+    Raises:
+        UsageProblem: another `opset`.
     """
 
     last_logits: bool = False
@@ -30,27 +32,9 @@ class GraphOptions:
     prefix: Prefix | None = None
     opset: int | None = None
 
-    @classmethod
-    def parse(
-        cls, last_logits: bool, postprocess: str | None, stages: int, prefix: Path | None, opset: int | None
-    ) -> GraphOptions:
-        """Options from the values of the command line.
-
-        Args:
-            last_logits: see the class.
-            postprocess: `argmax` or `topk:K`; None for logits.
-            stages: see the class.
-            prefix: folder or file of a prefix; None for none.
-            opset: see the class.
-
-        Raises:
-            UsageProblem: an invalid `postprocess` or `opset`.
-            InputRefused: `prefix` does not contain a prefix.
-        """
-        if opset is not None and opset not in IR_VERSIONS:
-            raise UsageProblem(f"`opset` is {opset}", hint=f"one of: {', '.join(map(str, IR_VERSIONS))}")
-        choice = TokenChoice.parse(postprocess) if postprocess else None
-        return cls(last_logits, choice, stages, open_prefix(prefix) if prefix else None, opset)
+    def __post_init__(self) -> None:
+        if self.opset is not None and self.opset not in IR_VERSIONS:
+            raise UsageProblem(f"`opset` is {self.opset}", hint=f"one of: {', '.join(map(str, IR_VERSIONS))}")
 
     def manifest_fields(self) -> dict[str, Any]:
         """Fields of a graph's manifest entry, defaults left out; those of a prefix are in `PrefixFile`."""

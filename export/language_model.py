@@ -67,7 +67,9 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None) -> Lan
         MalformedInput: `config.json` has no `model_type`.
         UnsupportedInput: the `model_type` has no input map, or transformers cannot read the config.
     """
-    model_type = model_type_of(checkpoint)
+    model_type = checkpoint.config.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise MalformedInput("`config.json` has no `model_type`", hint="copy the config of the original model again")
     if model_type not in MULTI_MODAL:
         input_map = find_input_map(model_type)
         return LanguageModel(load_config(checkpoint.config, code), input_map)
@@ -77,15 +79,3 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None) -> Lan
     config = whole.get_text_config(decoder=True)
     config.tie_word_embeddings = whole.tie_word_embeddings  # a field of the whole model
     return LanguageModel(config, find_input_map(config.model_type), find_naming(checkpoint))
-
-
-def model_type_of(checkpoint: Checkpoint) -> str:
-    """The `model_type` of `config.json`.
-
-    Raises:
-        MalformedInput: it is missing.
-    """
-    model_type = checkpoint.config.get("model_type")
-    if not isinstance(model_type, str) or not model_type:
-        raise MalformedInput("`config.json` has no `model_type`", hint="copy the config of the original model again")
-    return model_type

@@ -12,7 +12,6 @@ of the prefix are not rotated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ class Prefix:
         Raises:
             InputRefused: the prefix is of a model with other shapes.
         """
-        return _SPLIT[self.kind](self.content, shapes)
+        return (_split_rows if self.kind == "prefix_tuning" else _split_caches)(self.content, shapes)
 
 
 def open_prefix(path: Path) -> Prefix:
@@ -144,17 +143,6 @@ def _split_caches(content: Array, shapes: list[tuple[int, int]]) -> list[KeyValu
     if found != shapes:
         _refuse(f"{len(found)} layers of (kv_heads, head_dim) {found[0]}", f"{len(shapes)} of {shapes[0]}")
     return [(layer[0], layer[1]) for layer in content]
-
-
-def _needs_model(content: Array, shapes: list[tuple[int, int]]) -> list[KeyValue]:
-    raise NotImplementedError("the keys and values of a soft prompt are computed by the model")
-
-
-_SPLIT: dict[str, Callable[[Array, list[tuple[int, int]]], list[KeyValue]]] = {
-    "prefix_tuning": _split_rows,
-    "pre_caches": _split_caches,
-    "soft_prompt": _needs_model,
-}
 
 
 def _refuse(found: str, wanted: str) -> Any:

@@ -15,8 +15,8 @@ from llmconv.export.node_editor import input_named
 from llmconv.export.prefix.adapter import KeyValue
 from llmconv.export.rewrite.passes.prefix import past_ports
 from llmconv.export.traced_graph import TracedGraph
-from llmconv.export.weights.bind import bind
-from llmconv.export.weights.parameter_sources import WeightSource
+from llmconv.export.weights.bind import bind, require_dtype
+from llmconv.export.weights.parameter_sources import WeightSource, leaves
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -46,6 +46,8 @@ def keys_and_values(
     traced = traced.copy()
     model, ports = traced.model, past_ports(traced.model.graph)
     _replace_embedding(model.graph, embeddings.shape[1])
+    for name in {leaf.name for source in matches.values() for leaf in leaves(source)}:
+        require_dtype(name, sources[name])
     folder, files = _in_one_folder(sources)
     bind(traced, matches, files, weights)
     model.graph.outputs[:] = [value for value in model.graph.outputs if (value.name or "").startswith("present.")]

@@ -40,11 +40,17 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
     found = expressions({**wanted, **traced.unused}, stored, traced.transforms, traced.base_prefix)
     matches = {name: _require(name, found, traced) for name in traced.weights}
     for name, expression in matches.items():
-        _require_shape(name, expression, shapes[name])
+        if expression.shape != shapes[name]:
+            raise InputRefused(
+                f"shape mismatch for `{name}`: expected {list(shapes[name])} by `config.json`, "
+                f"got {list(expression.shape)} from `{next(iter(leaves(expression))).name}`",
+                hint="the weights and the config are of different models",
+            )
         for source in leaves(expression):
-            _require_dtype(source.name, own[source.name])
+            require_dtype(source.name, own[source.name])
     known = {leaf.name for expression in found.values() for leaf in leaves(expression)}
-    _require_all_used([name for name in own if not _is_ignored(name, traced)], known)
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in traced.ignored) or "(?!)")
+    _require_all_used([name for name in own if not ignored.search(name)], known)
     return matches
 
 
@@ -100,26 +106,13 @@ def _require(name: str, found: Mapping[str, WeightSource], traced: TracedGraph) 
     )
 
 
-def _require_shape(name: str, expression: WeightSource, expected: tuple[int, ...]) -> None:
-    if expression.shape != expected:
-        stored = next(iter(leaves(expression))).name
-        raise InputRefused(
-            f"shape mismatch for `{name}`: expected {list(expected)} by `config.json`, got {list(expression.shape)} "
-            f"from `{stored}`",
-            hint="the weights and the config are of different models",
-        )
-
-
-def _require_dtype(name: str, tensor: LazyTensor) -> None:
+def require_dtype(name: str, tensor: LazyTensor) -> None:
+    """Refuses a tensor of a dtype that graphs cannot map."""
     if tensor.dtype.name not in ONNX_TYPES:
         raise InputRefused(
             f"`{name}` has the unsupported dtype {tensor.dtype.name}",
             hint=f"convert it to one of {', '.join(ONNX_TYPES)}: `--dtype float32 -o OUT`",
         )
-
-
-def _is_ignored(name: str, traced: TracedGraph) -> bool:
-    return any(re.search(pattern, name) for pattern in traced.ignored)
 
 
 def _require_all_used(tensors: Iterable[str], used: set[str]) -> None:
