@@ -171,12 +171,12 @@ class GraphPlan:
         parts = [whole]
         if self.options.stages > 1:
             parts = split(whole, self.options.stages, traced.layers_name, traced.num_layers)
-        contents = [_encode(part) for part in parts]
+        contents = [bytes(part.SerializeToString(deterministic=True)) for part in parts]
         for role in roles:
             names = self.file_names(role)
             made.files.update(zip(names, contents, strict=True))
             fields = self.options.manifest_fields() if role in self.specs else {}
-            entry = {**_file_fields(names, parts), "opset": _opset(whole), **_ports(whole), **fields}
+            entry = {**_file_fields(names, parts), "opset": model.opset_imports[""], **_ports(whole), **fields}
             made.entries[role] = {**entry, **traced.spec.manifest_fields(), **prefix_fields}
 
     def _change_outputs(self, model: ir.Model) -> None:
@@ -198,16 +198,6 @@ def files_of(entry: dict[str, Any]) -> list[str]:
     """The files that an entry of the manifest lists."""
     parts = [*entry.get("stages", [entry]), entry.get("prefix", {})]
     return [part["file"] for part in parts if "file" in part]
-
-
-def _opset(model: onnx.ModelProto) -> int:
-    """The version of the standard operators."""
-    return int(next(opset.version for opset in model.opset_import if not opset.domain))
-
-
-def _encode(model: onnx.ModelProto) -> bytes:
-    """The bytes of an ONNX file; the same model gives the same bytes."""
-    return bytes(model.SerializeToString(deterministic=True))
 
 
 def _file_fields(names: list[str], parts: list[onnx.ModelProto]) -> dict[str, Any]:

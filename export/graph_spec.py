@@ -100,7 +100,8 @@ class GraphSpec:
                 hint="leave out `--shapes static`; `--cache shared-buffer` supports this family",
             )
         if self.embeddings:
-            ports = [_embedded(port, self.embeddings) for port in ports]
+            tokens = Port(INPUTS_EMBEDS, "float32", (BATCH, SEQUENCE, self.embeddings))
+            ports = [tokens if port.name == "input_ids" else port for port in ports]
         fixed = [self._fixed(port) for port in ports]
         if self.cache != "static":
             return tuple(fixed)
@@ -178,7 +179,3 @@ def _require_known(ports: Sequence[Port]) -> None:
             f"the input map has an unsupported input `{unknown[0]}`",
             hint=f"leave it out of `InputMap.inputs`: graphs take {', '.join(TOKEN_INPUTS)} and the cache",
         )
-
-
-def _embedded(port: Port, size: int) -> Port:
-    return Port(INPUTS_EMBEDS, "float32", (*port.axes, size)) if port.name == "input_ids" else port

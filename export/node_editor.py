@@ -150,14 +150,9 @@ def rank(value: ir.Value | None) -> int:
     return 0 if value is None or value.shape is None else len(value.shape)
 
 
-def input_named(graph: ir.Graph, name: str) -> ir.Value | None:
-    """The graph's input of that name."""
-    return next((value for value in graph.inputs if value.name == name), None)
-
-
-def output_named(graph: ir.Graph, name: str) -> ir.Value | None:
-    """The graph's output of that name."""
-    return next((value for value in graph.outputs if value.name == name), None)
+def value_named(values: Iterable[ir.Value], name: str) -> ir.Value | None:
+    """The input or output of that name."""
+    return next((value for value in values if value.name == name), None)
 
 
 def ancestors(value: ir.Value) -> Iterator[ir.Value]:

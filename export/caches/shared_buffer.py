@@ -45,7 +45,7 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]
         return self._readable, 0
 
 
-class BufferCache(Cache):  # type: ignore[misc]
+class TracedBuffers(Cache):  # type: ignore[misc]
     """The buffers of all layers."""
 
     def __init__(self, layers: Sequence[BufferLayer]) -> None:
@@ -58,7 +58,7 @@ class BufferCache(Cache):  # type: ignore[misc]
 
 def buffer_cache(
     past: Sequence[Tensor], input_ids: Tensor, attention_mask: Tensor, write_indices: Tensor | None
-) -> BufferCache:
+) -> TracedBuffers:
     """A cache over flat buffers, key before value, layers in order.
 
     Args:
@@ -74,7 +74,7 @@ def buffer_cache(
         filled = total - input_ids.shape[1]
         write_indices = torch.full_like(attention_mask[:, 0], filled)
     pairs = zip(past[::2], past[1::2], strict=True)
-    return BufferCache([BufferLayer(keys, values, write_indices, filled, total) for keys, values in pairs])
+    return TracedBuffers([BufferLayer(keys, values, write_indices, filled, total) for keys, values in pairs])
 
 
 def _scatter(buffer: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:

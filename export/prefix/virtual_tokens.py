@@ -11,7 +11,7 @@ import onnxruntime as ort
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from llmconv.errors import InputRefused, UnsupportedInput
-from llmconv.export.node_editor import input_named
+from llmconv.export.node_editor import value_named
 from llmconv.export.prefix.adapter import KeyValue
 from llmconv.export.rewrite.passes.prefix import past_ports
 from llmconv.export.traced_graph import TracedGraph
@@ -86,7 +86,7 @@ def _replace_embedding(graph: ir.Graph, width: int) -> None:
 
 def _embedding(graph: ir.Graph, width: int) -> ir.Node:
     """The node that looks up the embeddings of tokens, which must have `width` numbers."""
-    tokens = input_named(graph, "input_ids")
+    tokens = value_named(graph.inputs, "input_ids")
     gathers = [node for node in graph if node.op_type == "Gather"]
     table = next((node for node in gathers if tokens is not None and _before_reshapes(node.inputs[1]) is tokens), None)
     rows = table.inputs[0] if table else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from llmconv.export.node_editor import NodeEditor, input_named, integers, producer
+from llmconv.export.node_editor import NodeEditor, integers, producer, value_named
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 
@@ -18,7 +18,7 @@ NONPAD = 6
 def add_filled_length(traced: TracedGraph) -> None:
     """Adds the seventh input to the nodes that read whole `TensorScatter` buffers, in place."""
     graph = traced.model.graph
-    write_indices = input_named(graph, WRITE_INDICES)
+    write_indices = value_named(graph.inputs, WRITE_INDICES)
     reading = [node for node in graph if node.op_type == "Attention" and producer(node.inputs[1], "TensorScatter")]
     if write_indices is None or not reading:
         return

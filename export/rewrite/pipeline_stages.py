@@ -68,7 +68,9 @@ class _Splitter:
         self._weights = {tensor.name for tensor in model.graph.initializer if tensor.external_data}
         self._maker = {name: node for node in model.graph.node for name in node.output}
         self._assigned = self._assign()
-        self._roots = [self._roots_of(stage) for stage in range(len(starts))]
+        stage_of = self._assigned.stage.get
+        stages = range(len(starts))
+        self._roots = [[node for node in model.graph.node if stage_of(node.name) == stage] for stage in stages]
         self._carried = self._carry()
         self._types: Mapping[str, onnx.ValueInfoProto] = self._infer()
 
@@ -140,9 +142,6 @@ class _Splitter:
             if layer and self._stage_of(int(layer[1])) == stage and _axes(port) == _axes(self._ports[name]):
                 return str(other)
         return ""
-
-    def _roots_of(self, stage: int) -> list[onnx.NodeProto]:
-        return [node for node in self._model.graph.node if self._assigned.stage.get(node.name) == stage]
 
     def _closure(self, stage: int) -> tuple[list[onnx.NodeProto], set[str]]:
         """The nodes that a stage computes, in order, and the names of the values that they read."""

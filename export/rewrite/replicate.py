@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmconv.export.node_editor import input_named, producer
+from llmconv.export.node_editor import producer, value_named
 from llmconv.export.traced_graph import TracedGraph, scopes
 from llmconv.runtime.cache_names import CACHE_NAME, cache_order
 
@@ -185,7 +185,7 @@ def _clone(
 def _numbered_input(traced: TracedGraph, like: ir.Value, name: str) -> ir.Value:
     """The weight or past input `name`, created with the type and shape of that of another layer."""
     graph = traced.model.graph
-    existing = traced.weights.get(name) or input_named(graph, name)
+    existing = traced.weights.get(name) or value_named(graph.inputs, name)
     if existing is not None:
         return existing
     value = ir.Value(name=name, shape=like.shape, type=like.type)

@@ -57,7 +57,9 @@ class CacheAsTensors(nn.Module):
     def __init__(self, model: PreTrainedModel, past: Sequence[str], spec: GraphSpec) -> None:
         super().__init__()
         self.model, self._past, self._spec = model, past, spec
-        self._cache_name = cache_argument(model)
+        # `cache_params` in models whose layers have no keys and values
+        is_stateful = "cache_params" in inspect.signature(model.forward).parameters
+        self._cache_name = "cache_params" if is_stateful else "past_key_values"
 
     def forward(
         self,
@@ -117,11 +119,6 @@ def _same_length(tensors: Sequence[Tensor], names: Sequence[str], length: Any) -
     for tensor, name in zip(tensors, names, strict=True):
         if not is_state(name):
             torch._check(tensor.shape[-2] == length)  # type: ignore[no-untyped-call]
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The model's name for its cache: `cache_params` if no layer has keys and values."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> TracedGraph:

@@ -8,8 +8,9 @@ over stored tensors, so that a graph can map the stored bytes instead of a conve
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -252,15 +253,9 @@ def _apply(
     if kind in ("Chunk", "Split"):
         pieces = [whole.shape[operation.dim] // len(targets)] * len(targets)
         sizes = pieces if kind == "Chunk" else [shape[operation.dim] for shape in targets]
-        return [list(_pieces(whole, operation.dim, sizes))]
+        starts = accumulate(sizes, initial=0)
+        return [[sliced(whole, operation.dim, first, size) for first, size in zip(starts, sizes, strict=False)]]
     raise UnsupportedInput(
         f"unsupported conversion of stored weights: `{kind}`",
         hint="load it with transformers and save it with `save_pretrained(…, save_original_format=False)`",
     )
-
-
-def _pieces(whole: WeightSource, axis: int, sizes: Iterable[int]) -> Iterable[WeightSource]:
-    first = 0
-    for size in sizes:
-        yield sliced(whole, axis, first, size)
-        first += size

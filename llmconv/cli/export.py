@@ -103,16 +103,10 @@ def command(model: str, output: Path | None, as_json: bool, **given: Unpack[Expo
     files = [name for names in exported.graphs.values() for name in names]
     for name in (*files, *exported.beside):
         click.echo(exported.folder / name)
-    verb = "would map" if sizes is None else "map"
+    count = len(exported.graphs)
+    verb = "would map" if sizes is None else "map" if count != 1 else "maps"
     click.echo(
-        f"{_counted(len(exported.graphs), verb)} {mapped:,} bytes of weights, {copied:,} copied; "
+        f"{count} graph{'s' * (count != 1)} {verb} {mapped:,} bytes of weights, {copied:,} copied; "
         f"{exported.traced_layers} of {exported.num_layers} layers traced",
         err=True,
     )
-
-
-def _counted(graphs: int, verb: str) -> str:
-    """`2 graphs map`, `1 graph maps`, `1 graph would map`."""
-    if graphs != 1:
-        return f"{graphs} graphs {verb}"
-    return f"1 graph {'maps' if verb == 'map' else verb}"

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.node_editor import NodeEditor, ancestors, integers, output_named
+from llmconv.export.node_editor import NodeEditor, ancestors, integers, value_named
 
 TO_THE_END = (1 << 63) - 1
 TOKENS = {"input_ids", "inputs_embeds"}
@@ -25,7 +25,7 @@ def keep_last_logits(model: ir.Model) -> None:
         UnsupportedInput: the logits are not the rows of a linear layer, scaled or capped.
     """
     graph = model.graph
-    logits = output_named(graph, "logits")
+    logits = value_named(graph.outputs, "logits")
     if logits is None or logits.shape is None:
         _refuse("has no output `logits`")
     vocabulary = int(logits.shape[2])  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmconv.errors import UsageProblem
-from llmconv.export.node_editor import NodeEditor, integers, output_named
+from llmconv.export.node_editor import NodeEditor, integers, value_named
 
 TOKENS, SCORES = "tokens", "scores"
 """Names of the outputs, see `choose_tokens`."""
@@ -54,7 +54,7 @@ def choose_tokens(model: ir.Model, choice: TokenChoice) -> None:
         UsageProblem: K is larger than the vocabulary.
     """
     graph = model.graph
-    logits = output_named(graph, "logits")
+    logits = value_named(graph.outputs, "logits")
     assert logits is not None and logits.shape is not None
     *axes, vocabulary = logits.shape
     if choice.count and isinstance(vocabulary, int) and choice.count > vocabulary:

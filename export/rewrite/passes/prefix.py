@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.node_editor import NodeEditor, constant, input_named, integers, replace_uses
+from llmconv.export.node_editor import NodeEditor, constant, integers, replace_uses, value_named
 
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 PRESENT_LENGTH = "present_sequence_length"
@@ -83,7 +83,7 @@ class _PrefixInserter:
         past = self._edit.one("Shape", [first], {"start": LENGTH_AXIS, "end": LENGTH_AXIS + 1})
         is_empty = self._edit.one("Equal", [past, integers(graph, 0)])
         self._count = self._edit.one("Where", [is_empty, integers(graph, length), integers(graph, 0)])
-        tokens = input_named(graph, "input_ids")
+        tokens = value_named(graph.inputs, "input_ids")
         assert tokens is not None
         self._batch = self._edit.one("Shape", [tokens], {"start": 0, "end": 1})
         self._rows = self._edit.one("Concat", [self._batch, integers(graph, 1, 1, 1)], {"axis": 0})
@@ -116,7 +116,7 @@ class _PrefixInserter:
 
     def before_mask(self) -> None:
         """Prepends ones for the prefix to the mask."""
-        mask = input_named(self._graph, "attention_mask")
+        mask = value_named(self._graph.inputs, "attention_mask")
         assert mask is not None
         uses = list(mask.uses())
         shape = self._edit.one("Concat", [self._batch, self._count], {"axis": 0})
@@ -125,7 +125,7 @@ class _PrefixInserter:
 
     def shift_positions(self) -> None:
         """Shifts the positions by the length of the prefix."""
-        positions = input_named(self._graph, "position_ids")
+        positions = value_named(self._graph.inputs, "position_ids")
         if positions is not None:
             uses = list(positions.uses())
             replace_uses(uses, self._edit.one("Add", [positions, self._count]))
