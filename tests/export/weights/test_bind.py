@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from safetensors.torch import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.export import export
+from llmconv.export.output import file_tensors
 from llmconv.output.manifest import read_manifest
 from tests.export.conftest import eager_logits, run_graph, tokens
 
@@ -59,6 +61,18 @@ def test_code_in_a_config_is_never_loaded(llama: Path) -> None:
     (llama / "config.json").write_text(json.dumps(config | hostile))
     (llama / "evil.py").write_text("raise SystemExit('executed')")
     assert export(llama, dry_run=True).num_layers == 8
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "max_shard_size": "100KB"}], ids=["copied", "written"])
+def test_graphs_map_the_places_where_weights_are_written(llama: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    export(llama, tmp_path / "out", incremental=True, **options)
+    stored = file_tensors(open_checkpoint(tmp_path / "out"))
+    graph = onnx.load(tmp_path / "out" / "decode.onnx", load_external_data=False).graph
+    mapped = {t.name: {e.key: e.value for e in t.external_data} for t in graph.initializer if t.external_data}
+    assert mapped == {
+        name: {"location": tensor.path.name, "offset": str(tensor.offset), "length": str(tensor.nbytes)}
+        for name, tensor in stored.items()
+    }
 
 
 def test_sharded_weights_are_mapped_from_every_shard(llama: Path, tmp_path: Path) -> None:
