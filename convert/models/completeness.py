@@ -166,9 +166,11 @@ def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
 
 
 def _depth_is_possible(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> bool:
-    """Whether no part of the configuration has more layers than there are tensors; others are never built."""
+    """Whether every number of layers is one, and no larger than that of the tensors; no other model is ever built."""
     for name, value in config.items():
         if isinstance(value, Mapping) and not _depth_is_possible(tensors, value):
+            return False
+        if name in LAYER_COUNTS and type(value) is not int and value is not None:
             return False
         limit = len(tensors) if name in LAYER_COUNTS else max(len(tensors), COUNT_LIMIT)
         if isinstance(value, int) and value > limit and COUNTS.search(name):
