@@ -13,7 +13,7 @@ from llmconv.convert.models.architectures import causal_lm_classes
 from llmconv.convert.models.blueprint.blueprint import blueprint
 from llmconv.convert.models.blueprint.comparison import COMPUTED, check_floats, compare, refuse_gaps, refuse_shapes
 from llmconv.convert.models.blueprint.names import model_names
-from llmconv.convert.models.blueprint.rules import LAYER_COUNTS, RULES, check_layers, check_rules
+from llmconv.convert.models.blueprint.rules import LAYER_COUNTS, RULES, check_layers, check_rules, check_sizes
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickles.machine import Stub
 from llmconv.files.pickles.reader import TensorRef
@@ -125,6 +125,7 @@ def check_complete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any],
             plan = blueprint(config)
             if plan and compare(tensors, plan, source):
                 return []
+            check_sizes(config, source)
             reason = _compare_loaded(tensors, config, source)
     except MalformedInput:
         check_layers(tensors, config, source)
@@ -144,6 +145,10 @@ def _compare_loaded(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
     kind = str(config.get("model_type"))
     if kind not in causal_lm_classes():
         return f"the installed transformers has no causal language model of type `{kind[:80]}`"
+    if odd := [
+        name for name, value in config.items() if name.endswith(("_size", "_dim")) and isinstance(value, Mapping)
+    ]:
+        return f"`{odd[0]}` of the configuration is not a size"
     from llmconv.convert.models.meta_model import NotBuildable, loading_gaps  # noqa: PLC0415 - torch
 
     try:
@@ -172,7 +177,7 @@ def _depth_is_possible(tensors: Mapping[str, LazyTensor], config: Mapping[str, A
             return False
         if name in LAYER_COUNTS and type(value) is not int and value is not None:
             return False
-        limit = len(tensors) if name in LAYER_COUNTS else max(len(tensors), COUNT_LIMIT)
+        limit = (min if name in LAYER_COUNTS else max)(len(tensors), COUNT_LIMIT)
         if isinstance(value, int) and value > limit and COUNTS.search(name):
             return False
     return True

@@ -181,7 +181,7 @@ CASES: dict[str, Case] = {
     "config: a list": state("not a JSON object", lambda own: None, "[]"),
     "config: architectures is a number": state(None, lambda own: None, {"architectures": 7}),
     "config: architectures of lists": state(
-        "no model configuration",
+        "not contain a model configuration",
         lambda own: None,
         {"architectures": [[]], "model_type": None} and '{"architectures": [[1]]}',
     ),
@@ -195,7 +195,7 @@ CASES: dict[str, Case] = {
         "shape|says|impossible|layer|head", lambda own: None, {"hidden_size": HUGE, "num_hidden_layers": HUGE}
     ),
     "config: sizes that are lists": state(None, lambda own: None, {"head_dim": [1], "intermediate_size": {}}),
-    "config: no heads": state("no positive numbers", lambda own: None, {"num_attention_heads": 0}),
+    "config: no heads": state("not positive numbers", lambda own: None, {"num_attention_heads": 0}),
     "config: heads less than none": state("of another shape", lambda own: None, {"num_attention_heads": -1}),
     "config: 2^60 layers": state("layer", lambda own: None, {"num_hidden_layers": 1 << 60}),
     "config: layers that are a text": state("its configuration says", lambda own: None, {"num_hidden_layers": "1"}),

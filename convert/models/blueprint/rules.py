@@ -74,7 +74,7 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
         MalformedInput: one of them is missing, or the sizes are of another model.
     """
     layers = check_layers(tensors, config, source)
-    _check_sizes(config, source)
+    check_sizes(config, source)
     every = set[str]().union(*layers.values())
     uneven = (f"{number}.{rest}" for number, found in layers.items() for rest in every - found)
     lacking = [] if _has_kinds(config) else sorted(islice(uneven, LACKING_LIMIT))
@@ -109,7 +109,8 @@ def model_heads(model: ModelNames) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*HEADS, *([model.head] if model.head else []))))
 
 
-def _check_sizes(config: Mapping[str, Any], source: str) -> None:
+def check_sizes(config: Mapping[str, Any], source: str) -> None:
+    """Refuses (MalformedInput) sizes in a config that are not positive numbers; `source` is a file name for messages."""
     odd = [f"{name} {str(config[name])[:40]}" for name in SIZES if name in config and not _is_size(config[name])]
     if odd:
         raise MalformedInput(
