@@ -110,7 +110,7 @@ def model_heads(model: ModelNames) -> tuple[str, ...]:
 
 
 def check_sizes(config: Mapping[str, Any], source: str) -> None:
-    """Refuses (MalformedInput) sizes in a config that are not positive numbers; `source` is a file name for messages."""
+    """Refuses (MalformedInput) sizes in a config that are not positive numbers; `source` names the file in messages."""
     odd = [f"{name} {str(config[name])[:40]}" for name in SIZES if name in config and not _is_size(config[name])]
     if odd:
         raise MalformedInput(
