@@ -15,6 +15,7 @@ from llmconv.convert.models.blueprint.comparison import COMPUTED, check_floats, 
 from llmconv.convert.models.blueprint.names import model_names
 from llmconv.convert.models.blueprint.rules import LAYER_COUNTS, RULES, check_layers, check_rules, check_sizes
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
+from llmconv.files.paths import kind_of
 from llmconv.files.pickles.machine import Stub
 from llmconv.files.pickles.reader import TensorRef
 from llmconv.tensors import LazyTensor
@@ -145,10 +146,8 @@ def _compare_loaded(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
     kind = str(config.get("model_type"))
     if kind not in causal_lm_classes():
         return f"the installed transformers has no causal language model of type `{kind[:80]}`"
-    if odd := [
-        name for name, value in config.items() if name.endswith(("_size", "_dim")) and isinstance(value, Mapping)
-    ]:
-        return f"`{odd[0]}` of the configuration is not a size"
+    if odd := [name for name, value in config.items() if not _may_build(name, value)]:
+        return f"`{odd[0]}` of the configuration is {kind_of(config[odd[0]])}"
     from llmconv.convert.models.meta_model import NotBuildable, loading_gaps  # noqa: PLC0415 - torch
 
     try:
@@ -159,6 +158,12 @@ def _compare_loaded(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
     refuse_shapes(gaps.mismatched, source)
     check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
     return ""
+
+
+def _may_build(name: str, value: Any) -> bool:
+    """Whether a field has the kind of value that its name asks for."""
+    is_part = isinstance(value, Mapping)
+    return not (is_part and name.endswith(("_size", "_dim"))) and (is_part or value is None or name != "text_config")
 
 
 def why_incomplete(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> str:
