@@ -42,6 +42,11 @@ class GenaiModel(TextModel):
     vocabulary: int = 0
     has_window: bool = False
 
+    @property
+    def sequences(self) -> int | None:
+        """No limit: GenAI pads batches itself."""
+        return None
+
     @classmethod
     def load(cls, folder: Path, session: SessionSettings | None = None, **parts: Any) -> GenaiModel:
         """Opens a folder.

@@ -34,7 +34,7 @@ class Batch:
 
     def __init__(self, runner: Runner, rows: Sequence[Row], positions: Positions = default_positions) -> None:
         self._runner, self._position_ids = runner, positions
-        self._may_shrink = getattr(runner, "sequences", None) is None
+        self._may_shrink = runner.max_batch_size is None
         self.rows = [row for row in rows if not row.finish]
         self.past: Past | None = None
         columns = max((row.length + row.room for row in self.rows), default=0)
@@ -52,7 +52,8 @@ class Batch:
         self._mask = np.concatenate([mask, np.ones_like(self._mask)], axis=1)
         self.past = past
         done = past.tokens if past else 0
-        self._most = most if most and goes_on(self._runner, len(mask), done + most, most) else self._ids.shape[1]
+        in_parts = most and self._runner.continues_in_one_run(len(mask), done + most, most)
+        self._most = most if in_parts else self._ids.shape[1]
 
     def read(self) -> Step | None:
         """Runs the next columns of the prompts; None while there are more of them."""
@@ -84,11 +85,6 @@ class Batch:
             self.rows = [self.rows[at] for at in kept]
             self._mask = self._mask[kept]
             self.past = Past(rows_of(self.past.cache, kept), self.past.tokens)
-
-
-def goes_on(runner: Runner, rows: int, past: int, new: int) -> bool:
-    """Whether the runner goes on from a past at no higher price than from the start."""
-    return bool(runner.goes_on(rows, past, new)) if hasattr(runner, "goes_on") else True
 
 
 def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[Piece]:

@@ -98,7 +98,7 @@ class TextModel:
         if backend == "genai":
             return _open_genai(files, tokenizer, settings, adapter)
         runner = load_runner(files, backend, settings, adapter=adapter, trust_remote_code=trust_remote_code)
-        lengths = [context_length(files.folder), getattr(runner, "slots", None)]
+        lengths = [context_length(files.folder), runner.cache_capacity]
         return cls(
             tokenizer,
             runner,
@@ -117,8 +117,7 @@ class TextModel:
     @property
     def sequences(self) -> int | None:
         """The most prompts of a batch; None for any number."""
-        found: int | None = getattr(self.runner, "sequences", None)
-        return found
+        return self.runner.max_batch_size
 
     def __repr__(self) -> str:
         context = f", context {self.context_length:,}" if self.context_length else ""

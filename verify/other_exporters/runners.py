@@ -9,7 +9,7 @@ from llmconv.tensors import Array
 from llmconv.verify.other_exporters.session import ForeignGraph
 
 
-class ForeignRunner:
+class ForeignRunner(Runner):
     """The graph of the prompt and that of the steps; one may serve as both."""
 
     def __init__(self, prefill: ForeignGraph, decode: ForeignGraph) -> None:

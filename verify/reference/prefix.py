@@ -16,7 +16,7 @@ from llmconv.errors import MalformedInput
 from llmconv.files.safetensors_file import read_header
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
 
 KeyValues = list[tuple[Array, Array]]
@@ -47,7 +47,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Behind:
+class Behind(Runner):
     """A runner of which nobody sees that every cache begins with virtual tokens, but for the cache's length."""
 
     runner: EagerRunner

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from llmconv.generation.loop import goes_on, pad_left
+from llmconv.generation.loop import pad_left
 from llmconv.generation.past import Past, Positions
 from llmconv.runtime.array_cache import can_be_cut, cut, moved_right, rows_of
 from llmconv.runtime.runner import Cache, Runner, default_positions
@@ -38,11 +38,11 @@ class Conversation:
         if self.cache is None or len(prompts) != 1:
             return None
         same = common_length([self.ids, prompts[0]], most=len(prompts[0]) - 1)
-        if same == 0 or not goes_on(runner, 1, same, len(prompts[0]) - same):
+        if same == 0 or not runner.continues_in_one_run(1, same, len(prompts[0]) - same):
             return None
         if same == len(self.ids):
             return Past(self.cache, same)
-        return Past(cut(self.cache, virtual_tokens(runner) + same), same) if can_be_cut(self.cache) else None
+        return Past(cut(self.cache, runner.virtual_tokens + same), same) if can_be_cut(self.cache) else None
 
     def keep(self, ids: Sequence[int] = (), cache: Cache | None = None) -> None:
         """Takes what was run: the cache of the tokens `ids`."""
@@ -65,7 +65,7 @@ class SharedPrefix:
         """Its cache in as many rows as there are prompts, each behind the padding of its row."""
         longest = max(map(len, prompts))
         same = common_length([self._ids, *prompts], most=min(map(len, prompts)) - 1)
-        if same == 0 or not goes_on(runner, len(prompts), same, longest - same):
+        if same == 0 or not runner.continues_in_one_run(len(prompts), same, longest - same):
             return None
         cache = self._run(runner)
         shifts = [longest - len(prompt) for prompt in prompts]
@@ -73,7 +73,7 @@ class SharedPrefix:
             return Past(rows_of(cache, [0] * len(prompts)), same)
         if not can_be_cut(cache):
             return None
-        virtual = virtual_tokens(runner)
+        virtual = runner.virtual_tokens
         return Past(moved_right(cut(cache, virtual + same), shifts, virtual), same)
 
     def keep(self, ids: Sequence[int] = (), cache: Cache | None = None) -> None:
@@ -95,8 +95,3 @@ def common_length(sequences: Sequence[Sequence[int]], most: int) -> int:
             break
         same += 1
     return same
-
-
-def virtual_tokens(runner: Any) -> int:
-    """Slots of a cache before the first token of a prompt."""
-    return int(getattr(runner, "virtual_tokens", 0))

@@ -41,7 +41,7 @@ from llmconv.runtime.eager.limit_margins import Reach
 from llmconv.runtime.eager.scale_factors import Factors
 from llmconv.runtime.eager.stored_tensors import stored_tensors
 from llmconv.runtime.onnxruntime.process_heap import trim
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
 
 CONTINUES = "mamba2_chunk_scan"
@@ -76,7 +76,7 @@ class KeepDouble(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class EagerRunner:
+class EagerRunner(Runner):
     """AutoModelForCausalLM with eager attention.
 
     Attributes:

@@ -16,7 +16,7 @@ import numpy as np
 from llmconv.errors import LlmconvError, OutputFailed, UnsupportedInput, first_line
 from llmconv.files.safetensors_file import read_exactly
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
-from llmconv.runtime.runner import Cache, Choices, Step
+from llmconv.runtime.runner import Cache, Choices, Runner, Step
 from llmconv.tensors import Array
 
 ROWS = 2048
@@ -117,7 +117,7 @@ Line = tuple[KnownCache | None, Sequence[Given]]
 """Calls that continue each other, and the cache that the first one continues."""
 
 
-class Foreseen:
+class Foreseen(Runner):
     """A runner that knows its calls.
 
     Args:

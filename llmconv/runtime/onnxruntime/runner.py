@@ -22,7 +22,7 @@ from llmconv.runtime.onnxruntime.session_settings import (
 from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSizes
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG
-from llmconv.runtime.runner import Cache, Choices, Step
+from llmconv.runtime.runner import Cache, Choices, Runner, Step
 from llmconv.tensors import Array
 
 TENSOR_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
@@ -165,7 +165,7 @@ class OrtGraph:
         return ort.OrtValue.ortvalue_from_numpy(np.zeros([batch, *shape[1:]], dtype))
 
 
-class OrtRunner:
+class OrtRunner(Runner):
     """The prefill graph for the prompt and the decode graph for the steps; one graph may serve as both.
 
     A prefix of the prefill graph does not show: masks and positions are given as if there were none.
@@ -210,27 +210,27 @@ class OrtRunner:
 
     @property
     def virtual_tokens(self) -> int:
-        """Slots of the cache before the first token of a prompt: those of a tuned prefix."""
+        """Number of virtual tokens of the prefill graph's tuned prefix."""
         return self._prefix.length if self._prefix else 0
 
     @property
-    def sequences(self) -> int | None:
-        """The most rows of a call; None for any number."""
+    def max_batch_size(self) -> int | None:
+        """The smallest fixed batch size of the graphs."""
         return self._least("rows")
 
     @property
-    def slots(self) -> int | None:
-        """Tokens that the cache has room for, those of a tuned prefix left out; None for any number."""
+    def cache_capacity(self) -> int | None:
+        """The smallest fixed cache length of the graphs."""
         slots = self._least("slots")
         return None if slots is None else slots - self.virtual_tokens
 
-    def goes_on(self, rows: int, past: int, new: int) -> bool:
-        """Whether the prefill graph takes `new` tokens after `past` ones in one run, with as many rows."""
+    def continues_in_one_run(self, batch: int, past: int, new: int) -> bool:
+        """Whether the prefill graph takes `new` tokens after `past` ones in one run; False if its sizes are exceeded."""
         sizes = self._prefill.sizes
         if sizes is None:
             return True
-        fits = not sizes.refusal(rows, past + self.virtual_tokens, new)
-        return fits and (new == 1 or sizes.width(rows, past, new) > 1)
+        fits = not sizes.refusal(batch, past + self.virtual_tokens, new)
+        return fits and (new == 1 or sizes.width(batch, past, new) > 1)
 
     def _least(self, name: str) -> int | None:
         sizes = [getattr(graph.sizes, name) for graph in (self._prefill, self._decode) if graph.sizes]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
-from llmconv.runtime.runner import Cache, Step
+from llmconv.runtime.runner import Cache, Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import Agreement, Candidate, check_scenario
 from llmconv.verify.reference.eager import Eager
@@ -23,7 +23,7 @@ GATE = GATES["float32"]
 
 
 @dataclass
-class Unsteady:
+class Unsteady(Runner):
     """A graph whose logits are one unit in the last place higher in every other run of a prompt."""
 
     runner: OrtRunner
