@@ -26,8 +26,8 @@ from llmconv.model_kinds import require_causal
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
 from llmconv.progress import warn
-from llmconv.runtime.context import context_length
-from llmconv.runtime.custom_code import code_files, runs_own_code
+from llmconv.runtime.context_length import context_length
+from llmconv.runtime.custom_code import code_files, uses_custom_code
 from llmconv.tensors import FLOATS
 
 
@@ -127,7 +127,7 @@ def export(  # noqa: PLR0913 - one parameter per option of the command
     checkpoint = _open(model, output)
     folder = checkpoint.path
     options = GraphOptions.read(last_logits, postprocess, stages, local_path(prefix) if prefix else None, opset)
-    code = folder if runs_own_code(checkpoint.config, trust_remote_code) else None
+    code = folder if uses_custom_code(checkpoint.config, trust_remote_code) else None
     if code:
         checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
     decoder = open_decoder(checkpoint, code)

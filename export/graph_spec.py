@@ -15,7 +15,7 @@ from typing import Any
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, TOTAL, Port
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
-from llmconv.runtime.onnxruntime.shared_buffers import SLOTS, WRITE_INDICES
+from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH, WRITE_INDICES
 
 CACHE_RANK = 4
 SHAPES, CACHES, TARGETS = ("dynamic", "static"), ("growing", "shared-buffer"), ("ort-cpu",)
@@ -84,7 +84,7 @@ class Form:
 
     def _fixed(self, port: Port) -> Port:
         sizes: dict[str | int, str | int] = {BATCH: self.batch_size or BATCH, SEQUENCE: self.sequence or SEQUENCE}
-        slots = self.slots or SLOTS
+        slots = self.slots or MAX_LENGTH
         if self.cache == "static":
             sizes |= {PAST: slots, TOTAL: slots}
         elif self.cache == "shared-buffer":

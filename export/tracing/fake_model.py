@@ -21,7 +21,7 @@ from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.export.input_maps import decoder_config
 from llmconv.export.tracing.experts import EXPERTS
 from llmconv.export.tracing.rotary_scaling import frequencies_from_positions
-from llmconv.runtime.custom_code import own_classes
+from llmconv.runtime.custom_code import custom_classes
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
 """Config fields that name code or kernels to load; a checkpoint is data, so they are not passed on."""
@@ -43,7 +43,9 @@ def load_config(fields: dict[str, Any], code: Path | None = None) -> Any:
         )
     with refusing("read this config"):
         known = {name: value for name, value in _plain(fields).items() if name != "model_type"}
-        config = own_classes(code, fields)[0](**known) if code else AutoConfig.for_model(fields["model_type"], **known)
+        config = (
+            custom_classes(code, fields)[0](**known) if code else AutoConfig.for_model(fields["model_type"], **known)
+        )
         if depth(config) < 1:
             raise ValueError(f"it has {depth(config)} layers")
         return config

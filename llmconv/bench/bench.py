@@ -18,7 +18,7 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
 from llmconv.files.sources import fetches
 from llmconv.files.system_calls import cores
-from llmconv.runtime.context import context_length
+from llmconv.runtime.context_length import context_length
 
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3

@@ -21,10 +21,10 @@ from llmconv.generation.positions import positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Piece, Row
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
-from llmconv.runtime.context import context_length
+from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.runner import OrtRunner, SessionSettings
 from llmconv.runtime.runner import Runner, default_positions
-from llmconv.runtime.tokenizer import Decoder, encode_prompt, load_tokenizer
+from llmconv.runtime.tokenizer import TokenDecoder, encode_prompt, load_tokenizer
 
 TORCH_PARTS = "llmconv.generation.sampling.logits_processors"
 """Imported by name, and only where it is needed: it brings torch."""
@@ -110,9 +110,9 @@ class TextModel:
         )
 
     @property
-    def decode(self) -> Decoder:
+    def decode(self) -> TokenDecoder:
         """Tokens to text, special tokens left out."""
-        return Decoder(self.tokenizer)
+        return TokenDecoder(self.tokenizer)
 
     @property
     def sequences(self) -> int | None:

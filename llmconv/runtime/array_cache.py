@@ -11,7 +11,7 @@ from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array
 
-SLOT_AXIS = 2
+TOKEN_AXIS = 2
 """Of keys and values."""
 
 
@@ -34,7 +34,7 @@ class ArrayCache:
 
 def can_be_cut(cache: Cache) -> bool:
     """Whether every layer keeps one slot per token and nothing else, so that the first tokens can be had alone."""
-    return all(not is_state(name) and array.shape[SLOT_AXIS] == cache.length for name, array in cache.arrays().items())
+    return all(not is_state(name) and array.shape[TOKEN_AXIS] == cache.length for name, array in cache.arrays().items())
 
 
 def rows_of(cache: Cache, rows: Sequence[int]) -> ArrayCache:
@@ -62,7 +62,7 @@ def moved_right(cache: Cache, shifts: Sequence[int], virtual: int = 0) -> ArrayC
 
 
 def _moved(array: Array, shifts: Sequence[int], virtual: int) -> Array:
-    slots = array.shape[SLOT_AXIS] - virtual
+    slots = array.shape[TOKEN_AXIS] - virtual
     moved = np.zeros((len(shifts), *array.shape[1:]), dtype=array.dtype)
     moved[:, :, :virtual] = array[:, :, :virtual]
     for row, shift in enumerate(shifts):

@@ -26,10 +26,10 @@ REFERENCE = re.compile(r"(?P<module>\w+(\.\w+)*)\.(?P<name>\w+)")
 
 HIDDEN = re.compile(r"(^|/)\.")
 
-TRUST = "read the code; if you trust it, `--trust-remote-code` runs it"
+TRUST_HINT = "read the code; if you trust it, `--trust-remote-code` runs it"
 
 
-def runs_own_code(fields: Mapping[str, Any], trusted: bool) -> bool:
+def uses_custom_code(fields: Mapping[str, Any], trusted: bool) -> bool:
     """Whether a model is to be built by its own code: it has some, and the caller trusts it.
 
     A `model_type` that transformers knows is built by transformers otherwise.
@@ -49,11 +49,11 @@ def runs_own_code(fields: Mapping[str, Any], trusted: bool) -> bool:
     raise UnsupportedInput(
         f"transformers has no model `{fields.get('model_type')}`, and the code beside `config.json`"
         f" (`{references[MODEL]}`) is not executed",
-        hint=TRUST,
+        hint=TRUST_HINT,
     )
 
 
-def own_classes(folder: Path, fields: Mapping[str, Any]) -> tuple[Any, Any]:
+def custom_classes(folder: Path, fields: Mapping[str, Any]) -> tuple[Any, Any]:
     """Imports the folder's code and returns its classes of the config and of the model.
 
     `AutoModelForCausalLM` knows the pair afterwards, so that it builds the model of such a config. Nothing else can
@@ -66,7 +66,7 @@ def own_classes(folder: Path, fields: Mapping[str, Any]) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - only a model with code of its own pays for it
 
     references = _auto_map(fields)
-    with blaming(folder):
+    with custom_code_errors(folder):
         model = _load(folder, references[MODEL])
         if CONFIG in references:
             config = _load(folder, references[CONFIG])
@@ -77,12 +77,12 @@ def own_classes(folder: Path, fields: Mapping[str, Any]) -> tuple[Any, Any]:
     return config, model
 
 
-def own_tokenizer(folder: Path, trusted: bool) -> Any:
+def custom_tokenizer_class(folder: Path, trusted: bool) -> Any:
     """The class of the tokenizer that the folder's code defines; None where it has none or is not trusted."""
     reference = tokenizer_reference(folder)
     if not (trusted and reference):
         return None
-    with blaming(folder):
+    with custom_code_errors(folder):
         return _load(folder, reference)
 
 
@@ -102,7 +102,7 @@ def code_files(folder: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def blaming(folder: Path | None) -> Iterator[None]:
+def custom_code_errors(folder: Path | None) -> Iterator[None]:
     """Whatever the code of a folder raises becomes one line; of other code (None) it passes.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, LlmconvError, first_line
 from llmconv.files.pointer_files import refuse_git_lfs
-from llmconv.runtime.custom_code import TRUST, blaming, own_tokenizer, tokenizer_reference
+from llmconv.runtime.custom_code import TRUST_HINT, custom_code_errors, custom_tokenizer_class, tokenizer_reference
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
 
@@ -41,9 +41,9 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
         if (folder / name).is_file():
             with open(folder / name, "rb") as file:
                 refuse_git_lfs(file.read(HEAD), name)
-    own = own_tokenizer(folder, trust_remote_code)
+    own = custom_tokenizer_class(folder, trust_remote_code)
     try:
-        with blaming(folder if own else None):
+        with custom_code_errors(folder if own else None):
             found = (own or _class_of(folder)).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not isinstance(found.model_max_length, int | float):
             raise ValueError("`model_max_length` is not a number")
@@ -53,7 +53,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # those of the tokenizers library are of no class of their own
         raise InputRefused(
             f"the tokenizer of `{folder}` cannot be read: {first_line(error)}",
-            hint=TRUST
+            hint=TRUST_HINT
             if tokenizer_reference(folder)
             else "copy the tokenizer files of the original model into the folder",
         ) from error
@@ -122,7 +122,7 @@ def require_text(text: str) -> None:
         raise InputRefused("the prompt is no text in UTF-8", hint="convert it, for example with `iconv`") from error
 
 
-class Decoder:
+class TokenDecoder:
     """Tokens to text without special tokens, as the pieces of a text need it: spaces stay as they are."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -71,5 +71,5 @@ def test_an_adapter_is_put_on_the_eager_model(talking: Path, adapter: Path) -> N
 def test_a_folder_that_is_no_adapter_is_refused(talking: Path, adapter: Path, tmp_path: Path) -> None:
     shutil.copytree(adapter, tmp_path / "pickled")
     (tmp_path / "pickled" / "adapter_model.safetensors").rename(tmp_path / "pickled" / "adapter_model.bin")
-    with pytest.raises(InputRefused, match="is not an adapter of PEFT"):
+    with pytest.raises(InputRefused, match="is not a PEFT adapter"):
         TextModel.open(talking, backend="torch", adapter=tmp_path / "pickled")

@@ -19,7 +19,7 @@ from llmconv.convert.tokenizers.sentencepiece_json import parse_sentencepiece
 from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.output.manifest import read_manifest
-from llmconv.runtime.context import context_length
+from llmconv.runtime.context_length import context_length
 from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.session_file import read_session_file
 from tests.hostile.case import Case

@@ -15,7 +15,7 @@ from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export import INPUT_MAPS, InputMap, export, register_input_map
 from llmconv.generation import generate
-from llmconv.runtime.custom_code import own_classes, runs_own_code
+from llmconv.runtime.custom_code import custom_classes, uses_custom_code
 from llmconv.verify import verify
 
 TRACE = "from pathlib import Path\nPath(__file__).with_name('ran').write_text(__name__)\n"
@@ -140,9 +140,9 @@ def test_a_type_without_a_row_is_refused_before_its_code_runs(with_code: Callabl
 def test_changed_code_is_read_again(with_code: Callable[..., Path]) -> None:
     folder = with_code("llama", NATIVE)
     fields = json.loads((folder / "config.json").read_text())
-    first, same = (own_classes(folder, fields)[1] for _ in range(2))
+    first, same = (custom_classes(folder, fields)[1] for _ in range(2))
     (folder / "own.py").write_text(MODEL.replace("* 2", "* 3"))
-    assert first is same is not own_classes(folder, fields)[1]
+    assert first is same is not custom_classes(folder, fields)[1]
 
 
 @pytest.mark.slow
@@ -200,4 +200,4 @@ def test_code_that_fails_when_it_is_run_is_one_line(with_code: Callable[..., Pat
 
 @pytest.mark.parametrize("auto_map", [[], "own.Own", {"AutoModelForCausalLM": 3}, {"AutoModelForCausalLM": None}])
 def test_an_auto_map_that_is_none_is_passed_over(auto_map: Any) -> None:
-    assert not runs_own_code({"model_type": "llama", "auto_map": auto_map}, trusted=True)
+    assert not uses_custom_code({"model_type": "llama", "auto_map": auto_map}, trusted=True)

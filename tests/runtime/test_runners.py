@@ -15,7 +15,7 @@ import torch
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.export.exporter import export
 from llmconv.runtime import OrtGraph, OrtRunner, Runner, SessionSettings, default_positions
-from llmconv.runtime.eager.runner import EagerRunner, KeepDouble
+from llmconv.runtime.eager.runner import EagerRunner, Float64Casts
 from llmconv.tensors import Array
 
 IDS = np.random.default_rng(0).integers(0, 96, (2, 7))
@@ -91,7 +91,7 @@ def test_a_failing_run_is_one_clear_error(talking: Path) -> None:
 
 def test_casts_to_lower_floats_stay_in_float64() -> None:
     third = torch.tensor(1.0, dtype=torch.float64) / 3
-    with KeepDouble():
+    with Float64Casts():
         assert float(third.float().double()) == float(third)
         assert torch.softmax(third.reshape(1), 0, dtype=torch.float32).dtype is torch.float64
     assert float(third.float().double()) != float(third)

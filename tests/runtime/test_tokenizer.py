@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from llmconv.runtime.tokenizer import Decoder, load_tokenizer
+from llmconv.runtime.tokenizer import TokenDecoder, load_tokenizer
 
 
 class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -32,8 +32,8 @@ def test_text_is_what_transformers_makes_of_the_tokens(chatting: Path, ids: list
     tokenizer = load_tokenizer(chatting)
     expected = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert "sea" in expected
-    assert Decoder(tokenizer)(ids) == expected
+    assert TokenDecoder(tokenizer)(ids) == expected
 
 
 def test_a_tokenizer_with_its_own_way_is_asked(chatting: Path, ids: list[int]) -> None:
-    assert "SEA" in Decoder(Shouting.from_pretrained(chatting))(ids)
+    assert "SEA" in TokenDecoder(Shouting.from_pretrained(chatting))(ids)

@@ -10,7 +10,7 @@ from llmconv.runtime.cache_names import is_state, past_of
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 from llmconv.runtime.onnxruntime.guard import nodes
 from llmconv.runtime.onnxruntime.runner import OrtGraph
-from llmconv.runtime.onnxruntime.shared_buffers import SLOTS, WRITE_INDICES
+from llmconv.runtime.onnxruntime.shared_buffers import MAX_LENGTH, WRITE_INDICES
 from llmconv.verify.results.report import Check
 
 AXES: dict[str, list[str | int | None]] = {
@@ -89,7 +89,7 @@ def _result_problems(graph: OrtGraph) -> list[str]:
 
 def _axis_problems(graph: OrtGraph, cache_shapes: CacheShapes, static: bool) -> list[str]:
     problems = []
-    lengths = (SLOTS, SLOTS) if graph.sizes else (PAST_LENGTH, TOTAL_LENGTH)
+    lengths = (MAX_LENGTH, MAX_LENGTH) if graph.sizes else (PAST_LENGTH, TOTAL_LENGTH)
     wanted_axes = {**AXES, **_cache_axes(cache_shapes, lengths)}
     for name, shape in [*graph.inputs.items(), *graph.outputs.items()]:
         for found, wanted in zip(shape, wanted_axes.get(name, shape), strict=False):

@@ -20,7 +20,7 @@ from llmconv.runtime.onnxruntime.runner import (
     OrtGraph,
     OrtRunner,
     SessionSettings,
-    behind_prefix,
+    after_prefix,
     open_graph,
 )
 from llmconv.runtime.runner import Cache, Runner
@@ -160,7 +160,7 @@ def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array
     """Every input of a graph whose cache grows, for one call."""
     mask, positions = call.attention_mask, call.position_ids
     if graph.entry.prefix and past:
-        mask, positions = behind_prefix(mask, positions, graph.entry.prefix)
+        mask, positions = after_prefix(mask, positions, graph.entry.prefix)
     given = {**graph.embed(call.input_ids), "attention_mask": mask, "position_ids": positions}
     if past:
         given |= {past_of(name): array for name, array in past.arrays().items()}

@@ -26,10 +26,10 @@ import onnx
 
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.eager.scale_factors import Factors
-from llmconv.runtime.low_memory.lockstep import HINT
-from llmconv.runtime.low_memory.pieced_graph import PiecedGraph, Port
-from llmconv.runtime.low_memory.precomputed import Drawer, Foreseen, KnownCache, Line
+from llmconv.runtime.eager.stored_tensors import ScaleFactors
+from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
+from llmconv.runtime.low_memory.pieced_graph import DeclaredValue, PiecedGraph
+from llmconv.runtime.low_memory.precomputed import CallChain, PrecomputedRunner, SpilledCache, SpillFile
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
@@ -68,29 +68,29 @@ class StreamedEager(Eager):
         code: Path | None = None,
         suite: str = "quick",
         only: Sequence[str] = (),
-        factors: Factors | None = None,
+        factors: ScaleFactors | None = None,
     ) -> None:
-        self._drawer = Drawer()
-        self._foreseen: list[Foreseen] = []
+        self._spill_file = SpillFile()
+        self._precomputed: list[PrecomputedRunner] = []
         super().__init__(folder, dtype, code=code, factors=factors)
         self._suite = suite
         chains = [chain for _, chains in scenarios(suite, self.facts(), only) for chain in chains]
         one = np.zeros((1, 1), dtype=np.int64)
         chains.append([Call(one, one + 1, one)])  # of which the cache's shapes are read
-        for foreseen in self._foreseen:
-            foreseen.foresee([(None, chain) for chain in chains])
+        for runner in self._precomputed:
+            runner.precompute([(None, chain) for chain in chains])
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
         model = StreamedRunner(self.folder, dtype, code=self._code, factors=self._factors)
-        self._foreseen.append(Foreseen(dtype, model.run_all, self._drawer))
-        return model, self._foreseen[-1]
+        self._precomputed.append(PrecomputedRunner(dtype, model.run_all, self._spill_file))
+        return model, self._precomputed[-1]
 
     def facts(self) -> Facts:
         """As the model has them; a cache that nobody holds can be neither edited nor continued by its own tokens."""
         return replace(super().facts(), no_edits=NOTHING_HELD, no_made_up=NOTHING_HELD, greedy=None)
 
     def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
-        """As they are: a call that was not foreseen would read all weights again."""
+        """Unchanged: a call that was not precomputed would read all weights again."""
         return truths
 
     def _merged(self, chain: Chain) -> None:
@@ -102,7 +102,7 @@ class StreamedEager(Eager):
         Raises:
             UnsupportedInput: always.
         """
-        raise UnsupportedInput("a graph with a prefix cannot be verified layer by layer", hint=HINT)
+        raise UnsupportedInput("a graph with a prefix cannot be verified layer by layer", hint=LOW_MEMORY_HINT)
 
     def _twin(self, change: Change) -> Eager:
         """The same model with scaled weights, already run."""
@@ -116,7 +116,7 @@ def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.Mod
     if any(entry.prefix for entry in entries):
         return "a graph begins with a prefix"
     for name, model in models.items():
-        sides = ([Port.of(port) for port in side] for side in (model.graph.input, model.graph.output))
+        sides = ([DeclaredValue.of(port) for port in side] for side in (model.graph.input, model.graph.output))
         inputs, outputs = ({port.name: port.shape for port in side} for side in sides)
         if FixedSizes.of(inputs, outputs):
             return f"`{name}` fills buffers in place"
@@ -125,7 +125,7 @@ def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.Mod
 
 def open_in_pieces(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
     """As `open_graph`: a graph of a folder, to be run in pieces."""
-    return PiecedGraph(folder / entry.files[0], settings or SessionSettings(), entry=entry, drawer=Drawer())
+    return PiecedGraph(folder / entry.files[0], settings or SessionSettings(), entry=entry, file=SpillFile())
 
 
 def foresee(graphs: Sequence[OrtGraph], planned: Planned) -> None:
@@ -136,13 +136,13 @@ def foresee(graphs: Sequence[OrtGraph], planned: Planned) -> None:
     """
     pieced = [graph for graph in graphs if isinstance(graph, PiecedGraph)]
     for graph in pieced:
-        graph.foreseen.foresee([(None, chain) for chain in _taken((graph,), planned)])
+        graph.precomputed.precompute([(None, chain) for chain in _taken((graph,), planned)])
     roles = {graph.entry.role: graph for graph in pieced}
     if {"prefill", "decode"} <= roles.keys():
         first, then = roles["prefill"], roles["decode"]
         chains = [chain for chain in _taken((first, then), planned) if len(chain) > 1]
         lines = [_handed_over(first, chain) for chain in chains]
-        then.foreseen.foresee([line for line in lines if line])
+        then.precomputed.precompute([line for line in lines if line])
 
 
 def _taken(graphs: tuple[PiecedGraph, ...], planned: Planned) -> list[Chain]:
@@ -152,11 +152,11 @@ def _taken(graphs: tuple[PiecedGraph, ...], planned: Planned) -> list[Chain]:
     return [chain for several in chains for chain in several]
 
 
-def _handed_over(first: PiecedGraph, chain: Chain) -> Line | None:
+def _handed_over(first: PiecedGraph, chain: Chain) -> CallChain | None:
     """What comes after the first call, and the cache that it left; None where it failed."""
     call = chain[0]
     try:
         past = first.run(call.input_ids, call.attention_mask, call.position_ids).present
     except LlmconvError:  # told when its own checks are made
         return None
-    return (past, chain[1:]) if isinstance(past, KnownCache) else None
+    return (past, chain[1:]) if isinstance(past, SpilledCache) else None

@@ -14,7 +14,7 @@ from llmconv.checkpoint import open_weights
 from llmconv.errors import InputRefused
 from llmconv.memory import available_memory
 from llmconv.progress import say
-from llmconv.runtime.low_memory.pieced_graph import PIECE
+from llmconv.runtime.low_memory.pieced_graph import PIECE_BYTES
 
 SMALL = 50_000_000
 """Elements up to which nothing is forecast."""
@@ -64,7 +64,7 @@ class Forecast:
         is_cast = any(tensor.dtype.itemsize < 4 for tensor in tensors.values())
         sessions = 4 * elements * (graphs + 1) if is_cast else 0  # onnxruntime folds the casts of weights
         stored = sum(tensor.nbytes for tensor in tensors.values())
-        layered = BASE + 10 * max(layers, default=elements) + min(4 * elements, PIECE)
+        layered = BASE + 10 * max(layers, default=elements) + min(4 * elements, PIECE_BYTES)
         return cls(elements, BASE + PER_ELEMENT * elements + sessions, layered, (graphs + 2) * stored)
 
     def lacking(self, size: int) -> int | None:

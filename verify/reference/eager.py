@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from llmconv.runtime.cache_names import is_state
-from llmconv.runtime.eager.limit_margins import Place
+from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.eager.scale_factors import Factors
+from llmconv.runtime.eager.stored_tensors import ScaleFactors
 from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
@@ -58,14 +58,14 @@ class Eager:
         *,
         keep: bool = False,
         code: Path | None = None,
-        factors: Factors | None = None,
+        factors: ScaleFactors | None = None,
     ) -> None:
         self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors
         self._kept: dict[str, Truths] | None = {} if keep else None
         self._twins: dict[str, Eager] = {}
         self._steps: dict[tuple[str, int, float], list[Step]] = {}
         self._run_twins: list[Eager] = []
-        self._reached: dict[str, dict[Place, float]] = {}
+        self._reached: dict[str, dict[ModelLimit, float]] = {}
         self._run: set[str] = set()
         self._rounded_model, self._rounded = self._open(dtype)
         self._model, self._exact = self._open("float64")
@@ -210,13 +210,13 @@ class Eager:
     def _twin(self, change: Change) -> Eager:
         return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.of)
 
-    def own_shares(self) -> dict[Place, float]:
+    def own_shares(self) -> dict[ModelLimit, float]:
         """By limit, the largest share of it that the model reached in the scenarios since `begin`; see `Reach`."""
         if self._kept is None:
-            return dict(self._model.reach.shares)
+            return dict(self._model.limit_margins.shares)
         return _largest(self._reached[name] for name in self._run)
 
-    def shares(self) -> dict[Place, float]:
+    def shares(self) -> dict[ModelLimit, float]:
         """The same of the model and its twins."""
         return _largest([self.own_shares(), *(twin.own_shares() for twin in self._run_twins)])
 
@@ -226,14 +226,14 @@ class Eager:
             return [self._truths(chain, {}, "") for chain in chains]
         self._run.add(scenario.name)
         if scenario.name not in self._kept:
-            self._model.reach.shares = {}
+            self._model.limit_margins.shares = {}
             # In float64 the steps are the same for all dtypes but for the garbage in a cache.
             self._kept[scenario.name] = [
                 self._truths(chain, self._steps, (scenario.name, at, max(call.edit.garbage for call in chain)))
                 for at, chain in enumerate(chains)
             ]
             known = self._reached.get(scenario.name, {})  # in float64, for graphs of another dtype or prefix
-            self._reached[scenario.name] = _largest([known, self._model.reach.shares])
+            self._reached[scenario.name] = _largest([known, self._model.limit_margins.shares])
         return self._kept[scenario.name]
 
     def _truths(self, chain: Chain, known: dict[Any, list[Step]], key: Any) -> list[dict[str, Truth]]:
@@ -282,9 +282,9 @@ class Eager:
         return valid if output == "logits" else np.pad(valid, ((0, 0), (self._virtual, 0)), constant_values=True)
 
 
-def _largest(several: Iterable[Mapping[Place, float]]) -> dict[Place, float]:
+def _largest(several: Iterable[Mapping[ModelLimit, float]]) -> dict[ModelLimit, float]:
     """By limit, the largest share of several runs."""
-    found: dict[Place, float] = {}
+    found: dict[ModelLimit, float] = {}
     for shares in several:
         for place, share in shares.items():
             found[place] = max(share, found.get(place, 0.0))

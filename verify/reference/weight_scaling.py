@@ -9,7 +9,7 @@ from math import ceil, log2
 from statistics import median
 from typing import Protocol
 
-from llmconv.runtime.eager.limit_margins import Place
+from llmconv.runtime.eager.limit_margins import ModelLimit
 from llmconv.verify.results.report import Check
 from llmconv.verify.scenarios.table import Scenario
 
@@ -89,7 +89,7 @@ def changes(eager: Reaching) -> Iterator[Change]:
         yield loudest(factor)
 
 
-def unreached(eager: Reaching) -> list[Place]:
+def unreached(eager: Reaching) -> list[ModelLimit]:
     """The limits of a model that neither it nor one of its twins has reached."""
     return sorted(place for place, share in eager.shares().items() if 0 < share < 1)
 
@@ -108,8 +108,8 @@ def unreached_checks(eager: Reaching, graphs: Iterable[str]) -> list[Check]:
 class Reaching(Protocol):
     """A model that knows how near it came to its own limits."""
 
-    def own_shares(self) -> Mapping[Place, float]:
+    def own_shares(self) -> Mapping[ModelLimit, float]:
         """By limit, the largest share of it that the model itself reached."""
 
-    def shares(self) -> Mapping[Place, float]:
+    def shares(self) -> Mapping[ModelLimit, float]:
         """The same of the model and its twins."""

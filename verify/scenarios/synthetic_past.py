@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.runtime.array_cache import SLOT_AXIS
+from llmconv.runtime.array_cache import TOKEN_AXIS
 from llmconv.runtime.cache_names import is_state
 from llmconv.tensors import Array
 
@@ -52,7 +52,7 @@ class MadeUp:
         if is_state(name):
             return np.zeros(whole, dtype=np.float32)
         rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
-        whole[SLOT_AXIS] = self.length
+        whole[TOKEN_AXIS] = self.length
         array: Array = rng.integers(-LARGEST, LARGEST + 1, whole, dtype=np.int8).astype(np.float32)
         array *= STEP
         if name.endswith(".value"):

@@ -23,11 +23,11 @@ ELEMENTS = 1 << 31
 SHAPE_BYTES = 1024
 """Of a constant that may be a shape."""
 
-Key = tuple[str, str, str]
-Nodes = Callable[[Iterable[onnx.NodeProto]], Iterator[onnx.NodeProto]]
+FunctionKey = tuple[str, str, str]
+NodeIterator = Callable[[Iterable[onnx.NodeProto]], Iterator[onnx.NodeProto]]
 
 
-def expansion_problem(model: onnx.ModelProto, within: Nodes) -> str:
+def expansion_problem(model: onnx.ModelProto, within: NodeIterator) -> str:
     """What is wrong with the functions of a model; empty where nothing is.
 
     Args:
@@ -39,7 +39,7 @@ def expansion_problem(model: onnx.ModelProto, within: Nodes) -> str:
     order = _innermost_first(called)
     if order is None:
         return "has a function that calls itself"
-    sizes: dict[Key, int] = {}
+    sizes: dict[FunctionKey, int] = {}
     for key in order:
         sizes[key] = len(bodies[key]) + sum(sizes[inner] for inner in called[key])
     whole = list(within(model.graph.node))
@@ -50,16 +50,16 @@ def expansion_problem(model: onnx.ModelProto, within: Nodes) -> str:
     return ""
 
 
-def _calls(nodes: Iterable[onnx.NodeProto], bodies: Mapping[Key, Any]) -> list[Key]:
+def _calls(nodes: Iterable[onnx.NodeProto], bodies: Mapping[FunctionKey, Any]) -> list[FunctionKey]:
     """The functions that nodes call, each as often as they do."""
     keys = ((node.domain, node.op_type, node.overload) for node in nodes)
     return [key for key in keys if key in bodies]
 
 
-def _innermost_first(called: Mapping[Key, list[Key]]) -> list[Key] | None:
+def _innermost_first(called: Mapping[FunctionKey, list[FunctionKey]]) -> list[FunctionKey] | None:
     """The functions, each behind those that it calls; None where one calls itself."""
     waiting = {key: len(set(inner)) for key, inner in called.items()}
-    callers: dict[Key, list[Key]] = {key: [] for key in called}
+    callers: dict[FunctionKey, list[FunctionKey]] = {key: [] for key in called}
     for key, inner in called.items():
         for one in set(inner):
             callers[one].append(key)

@@ -1,4 +1,4 @@
-"""Bound: a session whose inputs and outputs stay where they are from run to run; what a step needs is little then."""
+"""BoundSession: a session whose inputs and outputs stay where they are from run to run; what a step needs is little then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.tensors import Array
 
 
-class Bound:
+class BoundSession:
     """A session whose inputs and cache are bound to memory that later runs take again."""
 
     def __init__(self, session: LimitedSession, results: Sequence[str]) -> None:

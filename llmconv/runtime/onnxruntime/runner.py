@@ -93,7 +93,7 @@ class OrtGraph:
         self.sizes = FixedSizes.of(self.inputs, self.outputs, single, steps=self.entry.role == "decode")
         self._table = None  # what turns tokens into the input of a graph that takes none itself
         if INPUTS_EMBEDS in self.inputs:
-            beside = beside_another(settings)
+            beside = for_concurrent_use(settings)
             self._table = EmbeddingGraph(path.with_name(EMBEDDINGS), beside)
         self._buffered = None
         if self.sizes:
@@ -185,7 +185,7 @@ class OrtRunner(Runner):
         """
         entries = {entry.role: entry for entry in graph_entries(folder)}
         if {"prefill", "decode"} <= entries.keys():
-            prefill = open_graph(folder, entries["prefill"], beside_another(settings))
+            prefill = open_graph(folder, entries["prefill"], for_concurrent_use(settings))
             return cls(prefill, open_graph(folder, entries["decode"], settings))
         if not entries:
             raise InputRefused(
@@ -204,7 +204,7 @@ class OrtRunner(Runner):
             MalformedInput: one cannot be used.
         """
         if decode is not None:
-            return cls(_open_file(prefill, beside_another(settings)), _open_file(decode, settings))
+            return cls(_open_file(prefill, for_concurrent_use(settings)), _open_file(decode, settings))
         graph = _open_file(prefill, settings)
         return cls(graph, graph)
 
@@ -249,15 +249,15 @@ class OrtRunner(Runner):
         """Mask and positions for a cache that begins with the prefix."""
         if self._prefix is None or past is None:
             return attention_mask, position_ids
-        return behind_prefix(attention_mask, position_ids, self._prefix)
+        return after_prefix(attention_mask, position_ids, self._prefix)
 
 
-def beside_another(settings: SessionSettings | None) -> SessionSettings:
+def for_concurrent_use(settings: SessionSettings | None) -> SessionSettings:
     """For a graph whose threads must leave the cores to those of another as soon as it is done."""
     return replace(settings or SessionSettings(), yields=True)
 
 
-def behind_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry) -> tuple[Array, Array]:
+def after_prefix(attention_mask: Array, position_ids: Array, prefix: PrefixEntry) -> tuple[Array, Array]:
     """Mask and positions of tokens whose cache begins with a prefix, from those of the same tokens without one."""
     ones = np.ones((len(attention_mask), prefix.length), dtype=np.int64)
     return np.concatenate([ones, attention_mask], axis=1), position_ids + prefix.first_position

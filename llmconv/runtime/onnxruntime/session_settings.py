@@ -14,7 +14,7 @@ from llmconv.errors import UsageProblem, first_line
 
 CPU = "CPUExecutionProvider"
 
-Change = Callable[[Path, onnx.ModelProto], None]
+GraphTransform = Callable[[Path, onnx.ModelProto], None]
 """Changes a graph without its weights; they stay in the files beside the path."""
 
 LEVELS = {
@@ -65,7 +65,7 @@ class SessionSettings:
     entries: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
     free_dimensions: Mapping[str, int] = field(default_factory=dict)
-    change: Change | None = None
+    change: GraphTransform | None = None
     timeout: float | None = None
 
     def options(self) -> ort.SessionOptions:

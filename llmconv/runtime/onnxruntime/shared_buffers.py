@@ -1,6 +1,6 @@
 """Graphs whose cache lies in buffers of fixed length, which they fill in place: a step copies no past.
 
-Such a graph declares the same length for past and present. Bound to the same memory, its `TensorScatter` or
+Such a graph declares the same length for past and present. BoundSession to the same memory, its `TensorScatter` or
 `GroupQueryAttention` nodes write new keys and values behind those that are there. What the sizes of a graph leave no
 room for, the caller gets all the same: rows are added, prompts are cut into pieces and the last piece is filled up.
 """
@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from llmconv.errors import InputRefused
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
-from llmconv.runtime.onnxruntime.io_binding import Bound
+from llmconv.runtime.onnxruntime.io_binding import BoundSession
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array
@@ -23,7 +23,7 @@ from llmconv.tensors import Array
 WRITE_INDICES = "write_indices"
 """The input that tells where a graph writes its new tokens, int64 [batch]; the name that `TensorScatter` gives it."""
 
-SLOTS = "max_sequence_length"
+MAX_LENGTH = "max_sequence_length"
 """The symbol of a shared buffer's length: its owner chooses it, and both past and present have it."""
 
 GARBAGE = 1e4
@@ -31,10 +31,10 @@ ROUNDING = 64
 """Shared buffers have a multiple of so many slots, at least twice as many as those they replace, and one is free: a
 graph for steps counts one token too many where nothing is cached."""
 
-Shapes = Mapping[str, Sequence[int | str]]
+DeclaredShapes = Mapping[str, Sequence[int | str]]
 
 
-class Buffers:
+class CacheBuffers:
     """The memory of one growing sequence.
 
     Attributes:
@@ -47,14 +47,14 @@ class Buffers:
         self.values = [ort.OrtValue.ortvalue_from_numpy(np.array(array, order="C")) for array in arrays]
         self.filled = filled
         self.slots = int(self.values[0].shape()[2])
-        self._bound: dict[LimitedSession, Bound] = {}
+        self._bound: dict[LimitedSession, BoundSession] = {}
 
     def bound(
         self, session: LimitedSession, past: Sequence[str], results: Sequence[str], present: Sequence[str]
-    ) -> Bound:
+    ) -> BoundSession:
         """A session whose cache they are, bound once: to name every key and value takes longer than the rest."""
         if session not in self._bound:
-            self._bound[session] = Bound(session, results)
+            self._bound[session] = BoundSession(session, results)
             self._bound[session].bind_cache(past, present, self.values)
         return self._bound[session]
 
@@ -72,7 +72,7 @@ class BufferCache:
     """
 
     names: Sequence[str]
-    buffers: Buffers
+    buffers: CacheBuffers
     rows: int
     length: int
 
@@ -103,7 +103,9 @@ class FixedSizes:
     steps: bool = False
 
     @classmethod
-    def of(cls, inputs: Shapes, outputs: Shapes, single: bool = False, steps: bool = False) -> FixedSizes | None:
+    def of(
+        cls, inputs: DeclaredShapes, outputs: DeclaredShapes, single: bool = False, steps: bool = False
+    ) -> FixedSizes | None:
         """As the graph's inputs and outputs say; None for a cache that grows."""
         past, present = inputs.get("past_key_values.0.key"), outputs.get("present.0.key")
         tokens = inputs.get("input_ids") or inputs.get(INPUTS_EMBEDS)
@@ -187,7 +189,7 @@ class BufferedSession:
         results = pieces[-1] if is_whole else [np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)]
         return results, BufferCache(self._present, buffers, rows, filled + new)
 
-    def _buffers(self, past: Cache | None, rows: int, needed: int) -> Buffers:
+    def _buffers(self, past: Cache | None, rows: int, needed: int) -> CacheBuffers:
         """The past's own buffers where they end with it and have room, else larger ones with its content."""
         if isinstance(past, BufferCache) and past.rows == rows and self._continues(past, needed):
             return past.buffers
@@ -201,7 +203,7 @@ class BufferedSession:
                 array[:rows, :, : content[index].shape[2]] = content[index]
                 array[rows:] = array[:1]
             arrays.append(array)
-        return Buffers(arrays, past.length if past else 0)
+        return CacheBuffers(arrays, past.length if past else 0)
 
     def _continues(self, past: BufferCache, needed: int) -> bool:
         """Whether the graph can go on in the past's own memory."""
@@ -212,7 +214,7 @@ class BufferedSession:
         slots = 2 * past.buffers.slots if isinstance(past, BufferCache) else 0
         return -(-max(needed + 1, slots) // ROUNDING) * ROUNDING
 
-    def _run(self, buffers: Buffers, input_ids: Array, attention_mask: Array, position_ids: Array) -> list[Array]:
+    def _run(self, buffers: CacheBuffers, input_ids: Array, attention_mask: Array, position_ids: Array) -> list[Array]:
         """One run of the graph; results without what was filled up."""
         rows, new = input_ids.shape
         batch, width = self.sizes.rows or rows, self.sizes.tokens or new

@@ -13,7 +13,7 @@ from llmconv.errors import MalformedInput, first_line
 from llmconv.memory import require_memory
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.prepacked import open_changed, open_packed
-from llmconv.runtime.onnxruntime.session_settings import CPU, Change
+from llmconv.runtime.onnxruntime.session_settings import CPU, GraphTransform
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 
 
@@ -41,7 +41,7 @@ class SessionChain:
         options: ort.SessionOptions,
         providers: Sequence[Any] = (CPU,),
         packed: bool = False,
-        change: Change | None = None,
+        change: GraphTransform | None = None,
         seconds: float | None = None,
     ) -> None:
         models = [load_guarded(path) for path in paths]

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.errors import UnsupportedInput
-from llmconv.runtime.low_memory.graph_pieces import cut, taken_by
+from llmconv.runtime.low_memory.graph_pieces import cut_graph, values_read_by
 from llmconv.runtime.low_memory.pieced_graph import PiecedGraph
 from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.verify import Report, verify
@@ -31,7 +31,7 @@ PLAIN = [scenario.name for scenario in chosen("quick") if scenario.name not in (
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are cut although they are tiny, and tables are read by rows."""
+    """Graphs are cut_graph although they are tiny, and tables are read by rows."""
     assert PiecedGraph.__init__.__kwdefaults__ and StreamedRunner.__init__.__kwdefaults__
     monkeypatch.setitem(PiecedGraph.__init__.__kwdefaults__, "piece", SMALL)
     monkeypatch.setitem(StreamedRunner.__init__.__kwdefaults__, "resident", 0)
@@ -95,7 +95,7 @@ def test_a_graph_with_options_passes_in_pieces(
 
 def test_pieces_hold_every_node_once_and_no_more_weights_than_they_may(exported: Tiny) -> None:
     model = onnx.load(exported("llama") / "decode.onnx", load_external_data=False)
-    pieces = cut(model, SMALL)
+    pieces = cut_graph(model, SMALL)
     assert len(pieces) >= 4
     assert all(piece.weight_bytes <= SMALL for piece in pieces)
     made = [name for piece in pieces for name in piece.outputs]
@@ -106,11 +106,11 @@ def test_pieces_hold_every_node_once_and_no_more_weights_than_they_may(exported:
 def test_a_piece_takes_only_what_comes_before_it(exported: Tiny) -> None:
     model = onnx.load(exported("gemma2") / "prefill.onnx", load_external_data=False)
     known = {port.name for port in model.graph.input}
-    for piece in cut(model, SMALL):
+    for piece in cut_graph(model, SMALL):
         assert set(piece.inputs) <= known
         weights = {tensor.name for tensor in model.graph.initializer}
         inner = {name for node in piece.nodes for name in node.output} | weights | {""}
-        assert all(taken_by(node) <= inner | set(piece.inputs) for node in piece.nodes)
+        assert all(values_read_by(node) <= inner | set(piece.inputs) for node in piece.nodes)
         known |= set(piece.outputs)
 
 
