@@ -1,4 +1,4 @@
-"""How many tokens a model was made for."""
+"""The context length of a model."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 from llmconv.checkpoint import read_json
 
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx")
-"""Fields of `config.json`; ALiBi and state-space families have none that bounds them."""
-
+"""Fields of `config.json`; families with ALiBi or states have no limit."""
 
 LONGEST = 1 << 40
-"""Tokens; a larger number is no length of a context."""
+"""Maximum in tokens; larger numbers are not context lengths."""
 
 
 def context_length(folder: Path) -> int | None:
-    """Tokens that the positions of a folder's model reach; None where nothing says so."""
+    """Maximum number of tokens from a folder's `config.json`; None if it declares none."""
     path = folder / "config.json"
     config: dict[str, Any] = read_json(path) if path.is_file() else {}
     text = config.get("text_config")
@@ -26,7 +25,7 @@ def context_length(folder: Path) -> int | None:
 
 
 def _stretch(config: dict[str, Any]) -> float:
-    """What the length is to be multiplied by: it is the original one where rotary frequencies follow the length."""
+    """Factor of the length: with dynamic rotary frequencies the config declares the original length."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "dynamic":
         return 1.0

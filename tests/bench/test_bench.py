@@ -167,7 +167,7 @@ def test_other_weights_are_told_and_give_exit_code_1(talking: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_folder_that_does_not_open_is_refused(tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(InputRefused, match="holds no graphs"):
+    with pytest.raises(InputRefused, match="has no graphs"):
         bench(tiny("llama"), lengths=(8,), new_tokens=4)
 
 

@@ -157,7 +157,7 @@ def test_the_prompts_are_not_written_over(talking: Path, prompts: Path) -> None:
 
 def test_a_prompt_of_other_bytes_than_text_is_refused(talking: Path) -> None:
     refused = run(talking, "\udcff\udcfe")
-    assert refused.exit_code == 3 and "error: the prompt is no text in UTF-8" in refused.output
+    assert refused.exit_code == 3 and "error: the prompt is not UTF-8 text" in refused.output
 
 
 def test_a_file_of_somebody_else_is_not_touched(talking: Path, tmp_path: Path) -> None:

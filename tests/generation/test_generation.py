@@ -73,7 +73,7 @@ def test_a_folder_without_graphs_is_refused_and_export_is_named(talking: Path, t
     folder = Path(shutil.copytree(talking, tmp_path / "bare", ignore=shutil.ignore_patterns("*.onnx", "llmconv.json")))
     result = run(folder, "--prompt", "a")
     assert result.exit_code == 3
-    assert "holds no graphs" in result.stderr
+    assert "has no graphs" in result.stderr
     assert f"llmconv export {folder}" in result.stderr
 
 

@@ -32,7 +32,7 @@ def exported(model: Path, folder: Path, **options: Any) -> Path:
 
 def spins(graph: OrtGraph) -> bool:
     """Whether its threads wait for the next run by spinning."""
-    return bool(graph._session.whole.get_session_options().get_session_config_entry(STOP) == "0")
+    return bool(graph._session.last.get_session_options().get_session_config_entry(STOP) == "0")
 
 
 def continue_by_one(runner: Runner) -> tuple[Array, dict[str, Array]]:

@@ -84,7 +84,7 @@ def test_a_graph_that_maps_a_file_elsewhere_is_refused(exported: Callable[[str],
     onnx.save(model, folder / "decode.onnx")
     result = run(folder)
     assert result.exit_code == 3
-    assert "which is no plain file name" in result.stderr
+    assert "which is not a plain file name" in result.stderr
 
 
 def test_a_graph_that_does_not_run_is_a_difference(exported: Callable[[str], Path], tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_file_that_is_no_graph_is_refused(tiny: Callable[[str], Path], tmp_pat
     (folder / "model.onnx").write_bytes(b"\xff" * 100)
     result = run(folder)
     assert result.exit_code == 3
-    assert "`model.onnx` is no ONNX file" in result.stderr
+    assert "`model.onnx` is not an ONNX file" in result.stderr
 
 
 @pytest.mark.parametrize("options", [["--suite", "quickest"], ["--nonsense"]])

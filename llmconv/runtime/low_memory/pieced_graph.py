@@ -68,7 +68,7 @@ class DeclaredGraph:
         self.op_types = {node.op_type for model in self.models for node in nodes(model)}
 
     @property
-    def whole(self) -> Any:
+    def last(self) -> Any:
         """Not available: only graphs with a shared cache buffer need the session.
 
         Raises:

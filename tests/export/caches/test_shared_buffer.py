@@ -80,5 +80,5 @@ def test_a_buffer_that_is_too_small_is_replaced_by_a_larger_one(shared: Tiny) ->
     ids, positions = np.random.default_rng(0).integers(0, 96, mask.shape), default_positions(mask, 100)
     first = graph.run(ids[:, :60], mask[:, :60], positions[:, :60])
     second = graph.run(ids[:, 60:], mask, positions[:, 60:], first.present)
-    assert [step.present.buffers.slots for step in (first, second)] == [64, 128]  # type: ignore[attr-defined]
+    assert [step.present.buffers.capacity for step in (first, second)] == [64, 128]  # type: ignore[attr-defined]
     np.testing.assert_allclose(second.logits[0, -1], graph.run(ids, mask, positions).logits[0, -1], atol=1e-5)

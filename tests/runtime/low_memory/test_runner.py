@@ -167,7 +167,7 @@ def test_a_model_whose_code_needs_all_weights_is_refused(folder: Callable[[str],
         runner.run_all(planned())
 
 
-def test_calls_that_part_ways_are_refused(folder: Callable[[str], Path]) -> None:
+def test_calls_that_run_different_layers_are_refused(folder: Callable[[str], Path]) -> None:
     runner = StreamedRunner(folder("llama"), "float32")
     first, *others = runner.model.model.layers
 
@@ -176,5 +176,5 @@ def test_calls_that_part_ways_are_refused(folder: Callable[[str], Path]) -> None
             others[0](*inputs)
 
     first.register_forward_pre_hook(skip)
-    with pytest.raises(UnsupportedInput, match="in its turn"):
+    with pytest.raises(UnsupportedInput, match="in the same order"):
         runner.run_all(planned())

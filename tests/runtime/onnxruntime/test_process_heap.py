@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmconv.runtime.onnxruntime import process_heap as heap
-from llmconv.runtime.onnxruntime.process_heap import PAGE, large_pages
+from llmconv.runtime.onnxruntime.process_heap import PAGE, huge_pages
 
 SIZES = Path("/proc/self/smaps_rollup")
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -46,12 +46,12 @@ def available() -> None:
 
 @pytest.mark.usefixtures("available")
 @pytest.mark.parametrize(("size", "block"), [(60 << 20, heap.BLOCK), (60 << 20, 8 << 20), (3 << 30, heap.BLOCK)])
-def test_blocks_lie_side_by_side_in_large_pages(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_lie_side_by_side_in_huge_pages(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "BLOCK", block)
     heap.trim()
     before = megabytes("AnonHugePages")
 
-    with large_pages(size):
+    with huge_pages(size):
         kept = blocks()
 
     assert megabytes("AnonHugePages") >= before + 40
@@ -61,7 +61,7 @@ def test_blocks_lie_side_by_side_in_large_pages(size: int, block: int, monkeypat
 def test_what_was_asked_for_and_not_used_is_not_held() -> None:
     before = megabytes("Rss")
 
-    with large_pages(1 << 30):
+    with huge_pages(1 << 30):
         pass
 
     assert megabytes("Rss") < before + 10
@@ -70,7 +70,7 @@ def test_what_was_asked_for_and_not_used_is_not_held() -> None:
 def test_freed_blocks_go_back_to_the_system() -> None:
     before = megabytes("Rss")
 
-    with large_pages(60 << 20):
+    with huge_pages(60 << 20):
         kept = blocks()
         assert megabytes("Rss") > before + 40
         kept.clear()

@@ -36,7 +36,7 @@ def test_a_loop_that_ends_is_run(tmp_path: Path) -> None:
 
 
 def test_functions_that_call_functions_are_counted(tmp_path: Path) -> None:
-    with pytest.raises(MalformedInput, match="becomes 1111.* nodes"):
+    with pytest.raises(MalformedInput, match="has 1111.* nodes"):
         load_guarded(bombs.functions(tmp_path, 40, 10))
 
 
@@ -53,7 +53,7 @@ def test_opening_a_graph_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("levels", [2, 1])
 def test_a_function_that_calls_itself_is_refused(tmp_path: Path, levels: int) -> None:
-    with pytest.raises(MalformedInput, match="calls itself"):
+    with pytest.raises(MalformedInput, match="recursive function"):
         load_guarded(bombs.functions(tmp_path, levels, 2, f"f{levels - 1}", "f"))
 
 
@@ -69,7 +69,7 @@ def test_a_function_that_calls_itself_is_refused(tmp_path: Path, levels: int) ->
     ids=["zeros", "expanded", "repeated", "range", "random"],
 )
 def test_a_terabyte_out_of_nothing_is_refused(tmp_path: Path, build: Callable[[Path], Path]) -> None:
-    with pytest.raises(MalformedInput, match="out of nothing"):
+    with pytest.raises(MalformedInput, match="computes a constant"):
         load_guarded(build(tmp_path))
 
 

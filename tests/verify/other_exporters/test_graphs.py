@@ -206,7 +206,7 @@ def test_graphs_that_reach_outside_their_folder_are_refused(
     model = onnx.load(graph, load_external_data=False)
     next(tensor for tensor in model.graph.initializer if tensor.external_data).external_data[0].value = "../secret"
     onnx.save(model, tmp_path / "hostile.onnx")
-    with pytest.raises(MalformedInput, match="which is no plain file name"):
+    with pytest.raises(MalformedInput, match="which is not a plain file name"):
         check(tmp_path / "hostile.onnx")
 
 
