@@ -19,7 +19,7 @@ import onnx
 from llmconv.export import export
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import Report, verify
-from llmconv.verify.other_exporters.half_precision.float32_copy import HALVES
+from llmconv.verify.other_exporters.half_precision.float32_copy import HALF_PRECISION
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.session import library_versions
 from tests.builders.mutants.mutants import MUTANTS, Mutant
@@ -119,13 +119,13 @@ def main() -> None:
         "--seeds", type=int, default=30, help="clean runs of every family; half as many in half precision"
     )
     parser.add_argument("--only", action="append", choices=list(CONFIGS), help="this family")
-    parser.add_argument("--dtype", action="append", choices=["float32", *HALVES], help="this precision")
+    parser.add_argument("--dtype", action="append", choices=["float32", *HALF_PRECISION], help="this precision")
     parser.add_argument("--write", type=Path, default=PAGE)
     options = parser.parse_args()
     path = options.write.with_suffix(".json")
     data = json.loads(path.read_text()) if path.is_file() else {"families": [], "halves": {}}
     data["versions"] = library_versions()
-    for dtype in options.dtype or ("float32", *HALVES):
+    for dtype in options.dtype or ("float32", *HALF_PRECISION):
         families = []
         for model_type in options.only or (CONFIGS if dtype == "float32" else FAMILIES):
             with TemporaryDirectory() as name:

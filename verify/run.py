@@ -29,7 +29,7 @@ from llmconv.verify.bisect.replay import Folder
 from llmconv.verify.comparison.embeddings import takes_embeddings
 from llmconv.verify.comparison.layer_by_layer import StreamedEager, why_not_layered
 from llmconv.verify.comparison.run import Comparison, open_graphs
-from llmconv.verify.other_exporters.quantized.kinds import quantized_operators
+from llmconv.verify.other_exporters.quantized.schemes import quantized_operators
 from llmconv.verify.reference.cost_estimate import Forecast, choose, distinct_files
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Report

@@ -109,12 +109,12 @@ def command(
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
     from llmconv.runtime import SessionSettings
-    from llmconv.verify.report.files import require_place, write_report
+    from llmconv.verify.report.files import require_writable, write_report
     from llmconv.verify.report.github import annotation_lines
 
     _require_fitting(folder, graphs, asked)
     if report_folder:
-        require_place(report_folder)
+        require_writable(report_folder)
     started = time.perf_counter()
     shown = _printer(every=ctx.meta.get(options.VERBOSE, False))
     quiet = as_json or is_quiet()
@@ -145,7 +145,7 @@ def _printer(*, every: bool) -> Show:
     scenarios = ScenarioLines()
 
     def show(checks: list[Check]) -> None:
-        for line in lines_of(checks) if every else scenarios.see(checks) if checks else scenarios.close():
+        for line in lines_of(checks) if every else scenarios.add(checks) if checks else scenarios.close():
             click.echo(line)
 
     return show

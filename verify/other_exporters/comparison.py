@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.comparison.run import skipped
-from llmconv.verify.other_exporters.candidates import check_foreign, foreign_candidates
+from llmconv.verify.other_exporters.candidates import check_external, external_candidates
 from llmconv.verify.other_exporters.graph_file import GraphFile
-from llmconv.verify.other_exporters.scaled_weights import scaled_foreign, why_no_scaling
-from llmconv.verify.other_exporters.session import ForeignGraph, Model
+from llmconv.verify.other_exporters.scaled_weights import scaled_settings, why_not_scalable
+from llmconv.verify.other_exporters.session import ExternalGraph, ModelSizes
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.weight_scaling import CHANGES, Change, changes, unreached_checks
 from llmconv.verify.reference.weight_scaling import SCENARIOS as TWIN_SCENARIOS
@@ -24,7 +24,7 @@ OnChecks = Callable[[list[Check]], None]
 
 
 @dataclass(frozen=True)
-class ForeignComparison:
+class ExternalComparison:
     """What foreign graphs are compared by.
 
     Attributes:
@@ -35,7 +35,7 @@ class ForeignComparison:
         add: takes the checks.
     """
 
-    facts: Model
+    facts: ModelSizes
     settings: SessionSettings
     tensors: Mapping[str, LazyTensor]
     report: Report
@@ -54,24 +54,24 @@ class ForeignComparison:
             self.compare(eager, graphs, named=named)
             self.compare_twins(eager, files, named)
 
-    def opened(self, files: Sequence[GraphFile], change: Change | None = None) -> list[ForeignGraph]:
+    def opened(self, files: Sequence[GraphFile], change: Change | None = None) -> list[ExternalGraph]:
         """All graphs, or their twins; none, and a failed check, where one cannot be opened."""
-        settings = [scaled_foreign(self.settings, f, self.tensors, change) if change else self.settings for f in files]
+        settings = [scaled_settings(self.settings, f, self.tensors, change) if change else self.settings for f in files]
         opened = [file.open(self.facts, own) for file, own in zip(files, settings, strict=True)]
         self.add([graph for graph in opened if isinstance(graph, Check)])
-        graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
+        graphs = [graph for graph in opened if isinstance(graph, ExternalGraph)]
         return graphs if len(graphs) == len(opened) else []
 
     def compare(
         self,
         eager: Eager,
-        graphs: Sequence[ForeignGraph],
+        graphs: Sequence[ExternalGraph],
         change: Change | None = None,
         named: str = "",
         few: bool = False,
     ) -> None:
         """All scenarios on every graph that can begin alone, and on two together; or `few`, as of twins."""
-        found = foreign_candidates(graphs)
+        found = external_candidates(graphs)
         report, repeat = self.report, self.report.settings["repeat"]
         if not (change or few or named):
             self.add(skipped(report, eager, [candidate.name for candidate in found]))
@@ -82,15 +82,15 @@ class ForeignComparison:
             truths = eager.truths(row, chains)
             row = replace(row, name=f"{row.name}{named}")
             for candidate in found:
-                if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
+                if len(candidate.external) == 1 or any(len(chain) > 1 for chain in chains):
                     seen = Evidence() if change else report.evidence.setdefault(f"{candidate.name}{named}", Evidence())
-                    self.add(check_foreign(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
+                    self.add(check_external(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
 
     def compare_twins(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> None:
         """A few scenarios on scaled weights; what cannot be run is skipped, and counted."""
         asked = chosen(self.report.suite, tuple(self.report.settings["seeds"]))
         rows = [row for row in asked if row.name in TWIN_SCENARIOS]
-        reasons = [why_no_scaling(file.contents, file.found, self.tensors) for file in files]
+        reasons = [why_not_scalable(file.contents, file.quantized_weights, self.tensors) for file in files]
         reason = next(filter(None, reasons), "")
         if reason:
             names = [(f"{c.scenario(row).name}{named}", file.name) for c in CHANGES for row in rows for file in files]

@@ -20,22 +20,22 @@ from llmconv.verify.audit.decisions.affine_forms import MASK, POSITION, TOKEN
 from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config
 from llmconv.verify.audit.weights import misplaced_weights
 from llmconv.verify.bisect.first_difference import localise
-from llmconv.verify.other_exporters.comparison import ForeignComparison, OnChecks
+from llmconv.verify.other_exporters.comparison import ExternalComparison, OnChecks
 from llmconv.verify.other_exporters.graph_file import GraphFile, read_graphs
-from llmconv.verify.other_exporters.half_precision.float32_copy import EMULATED, HALVES, emulated
+from llmconv.verify.other_exporters.half_precision.float32_copy import HALF_PRECISION, WITHOUT_KERNELS, rounding_copy
 from llmconv.verify.other_exporters.half_precision.rounded_reference import rounded_reference
 from llmconv.verify.other_exporters.maps import AUTO
-from llmconv.verify.other_exporters.quantized.accuracy_cost import Limits
+from llmconv.verify.other_exporters.quantized.accuracy_cost import AccuracyLimits
 from llmconv.verify.other_exporters.quantized.audit import audit_quantized
 from llmconv.verify.other_exporters.quantized.constants import Constants
-from llmconv.verify.other_exporters.quantized.kinds import stored_weights
-from llmconv.verify.other_exporters.quantized.tensor_matching import find_tensors
-from llmconv.verify.other_exporters.replay import Graphs
-from llmconv.verify.other_exporters.session import ForeignGraph, Model
-from llmconv.verify.other_exporters.structure import check_ports, dead_inputs
-from llmconv.verify.other_exporters.verdicts.half_precision import compare_halves, sharpest
-from llmconv.verify.other_exporters.verdicts.quantized import Asked, compare_quantized
-from llmconv.verify.other_exporters.weights import absent, audit_contents, contents_of
+from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
+from llmconv.verify.other_exporters.quantized.tensor_matching import match_matrices
+from llmconv.verify.other_exporters.replay import ExternalGraphs
+from llmconv.verify.other_exporters.session import ExternalGraph, ModelSizes
+from llmconv.verify.other_exporters.structure import check_cache, dead_inputs
+from llmconv.verify.other_exporters.verdicts.half_precision import compare_half_precision, most_precise
+from llmconv.verify.other_exporters.verdicts.quantized import QuantizationOptions, compare_quantized
+from llmconv.verify.other_exporters.weights import audit_contents, initializer_contents, missing_tensors
 from llmconv.verify.reference.cost_estimate import Forecast, choose
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
@@ -89,14 +89,14 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         choose(Forecast.of(folder, len(files)), None, "that takes a folder that `llmconv export` wrote")
     report = new_report(" and ".join(file.name for file in files), suite, only, repeat, settings)
     report.reference = folder.name
-    limits = Limits(max_divergence, min_agreement)
-    asked = Asked(Path(text) if text else None, limits, folder if trust_remote_code else None)
-    verified, add = Graphs(files, Model({}), settings, open_weights(folder)), collector(report, on_checks)
+    limits = AccuracyLimits(max_divergence, min_agreement)
+    asked = QuantizationOptions(Path(text) if text else None, limits, folder if trust_remote_code else None)
+    verified, add = ExternalGraphs(files, ModelSizes({}), settings, open_weights(folder)), collector(report, on_checks)
     _audit(files, verified.tensors, report, add)
     _audit_decisions(files, folder, report, add)
     with ExitStack() as stack, telling_memory(f"while {report.folder} was verified"):
         eager, verified = _compare(verified, eager or folder, report, add, asked, stack)
-        report.where = localise(sharpest(report.checks))
+        report.where = localise(most_precise(report.checks))
         look_closer(report, verified, eager, piece, bisect=bisect)
     return report
 
@@ -113,8 +113,13 @@ def require_numbers(**limits: float | None) -> None:
 
 
 def _compare(
-    verified: Graphs, reference: Eager | Path, report: Report, add: OnChecks, asked: Asked, stack: ExitStack
-) -> tuple[Eager, Graphs]:
+    verified: ExternalGraphs,
+    reference: Eager | Path,
+    report: Report,
+    add: OnChecks,
+    asked: QuantizationOptions,
+    stack: ExitStack,
+) -> tuple[Eager, ExternalGraphs]:
     """All scenarios, in the way that quantised weights, half precision or neither demand.
 
     Args:
@@ -125,27 +130,27 @@ def _compare(
         What a node is to be looked for in, and the model to compare it with.
     """
     files = verified.files
-    half = next((file.dtype for file in files if file.dtype in HALVES), "")
+    half = next((file.dtype for file in files if file.dtype in HALF_PRECISION), "")
     eager = _eager(verified, reference, half, asked.code, stack)
-    facts, settings = Model(eager.cache_shapes(), max(eager.facts().windows, default=None)), verified.settings
+    facts, settings = ModelSizes(eager.cache_shapes(), max(eager.facts().windows, default=None)), verified.settings
     if report.quantization:  # some kernels for quantised weights take them only in a layout of their own
         settings = replace(settings, prepack=True)
     verified = replace(verified, facts=facts, settings=settings)
-    ran = [stack.enter_context(emulated(file)) if file.dtype == EMULATED else file for file in files]
+    ran = [stack.enter_context(rounding_copy(file)) if file.dtype == WITHOUT_KERNELS else file for file in files]
     graphs = _open(ran, facts, settings, add)
     if len(graphs) < len(files):
         return eager, verified
     report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
-    by = ForeignComparison(facts, settings, verified.tensors, report, add)
+    by = ExternalComparison(facts, settings, verified.tensors, report, add)
     if report.quantization:
         return compare_quantized(replace(verified, files=ran), graphs, eager, by, asked, stack)
     if half:
-        return compare_halves(verified, graphs, eager, by, stack)
+        return compare_half_precision(verified, graphs, eager, by, stack)
     by.run(eager, files)
     return eager, verified
 
 
-def _eager(verified: Graphs, reference: Eager | Path, half: str, code: Path | None, stack: ExitStack) -> Eager:
+def _eager(verified: ExternalGraphs, reference: Eager | Path, half: str, code: Path | None, stack: ExitStack) -> Eager:
     """The model, of a graph in half precision with weights as that holds them."""
     folder = reference if isinstance(reference, Path) else reference.folder
     held = folder
@@ -173,9 +178,11 @@ def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report
     for file in files:
         if file.quantized:
             _audit_quantized(file, tensors, report, add)
-        scales = {one.stored.scales for one in file.found}
-        file.contents = contents_of(file.model, file.path.parent, tensors, scales)
-        missing &= absent(file.contents, tensors) - {name for one in file.found for name in one.names}
+        scales = {one.stored.scales for one in file.quantized_weights}
+        file.contents = initializer_contents(file.model, file.path.parent, tensors, scales)
+        missing &= missing_tensors(file.contents, tensors) - {
+            name for one in file.quantized_weights for name in one.names
+        }
         add([audit_contents(file.name, file.contents, tensors)])
         report.notes += [f"{file.name}: {problem}, and was not compared" for problem in misplaced_weights(file.model)]
     if missing and len(missing) < len(tensors):
@@ -197,29 +204,37 @@ def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report:
     """Reads the quantised matrices, and finds them among the model's tensors."""
     report.quantization = report.quantization or Quantization()
     try:
-        stored = stored_weights(file.model, Constants(file.model, file.path.parent))
+        stored = quantized_matrices(file.model, Constants(file.model, file.path.parent))
     except UnsupportedInput as error:
-        file.unread = error.message
+        file.unreadable = error.message
         return
-    file.found = find_tensors(stored, tensors)
-    check, rows = audit_quantized(file.name, file.found, tensors)
+    file.quantized_weights = match_matrices(stored, tensors)
+    check, rows = audit_quantized(file.name, file.quantized_weights, tensors)
     report.quantization.weights += rows
     add([check] if stored else [])
 
 
-def _open(files: Sequence[GraphFile], facts: Model, settings: SessionSettings, add: OnChecks) -> list[ForeignGraph]:
+def _open(
+    files: Sequence[GraphFile], facts: ModelSizes, settings: SessionSettings, add: OnChecks
+) -> list[ExternalGraph]:
     """The graphs that onnxruntime opens and whose cache is the model's; what weights are unknown is said."""
     graphs = []
     for file in files:
         graph = file.open(facts, settings)
-        check = graph if isinstance(graph, Check) else check_ports(graph, facts.cache_shapes)
+        check = graph if isinstance(graph, Check) else check_cache(graph, facts.cache_shapes)
         if not isinstance(graph, Check) and check.verdict == "pass":
             graphs.append(graph)
-        add([replace(check, verdict="skip", detail=file.unread) if file.unread and check.verdict == "pass" else check])
+        add(
+            [
+                replace(check, verdict="skip", detail=file.unreadable)
+                if file.unreadable and check.verdict == "pass"
+                else check
+            ]
+        )
     return graphs
 
 
-def _notes(file: GraphFile, graph: ForeignGraph) -> list[str]:
+def _notes(file: GraphFile, graph: ExternalGraph) -> list[str]:
     """What is odd about a graph, and how it is called for that."""
     notes = [f"input `{name}` has no effect" for name in dead_inputs(file.model)]
     if not graph.outputs:

@@ -61,7 +61,7 @@ def test_a_graph_is_recognised_by_its_ports_and_compared_in_all_scenarios(
     report = check(graph)
     assert report.verdict == "pass"
     assert {"left padding", "decode chain, 16 steps", "batch of 3, louder weights"} <= {c.name for c in report.checks}
-    assert next(c.detail for c in report.checks if c.name == "structure") == "ports as llmconv names them"
+    assert next(c.detail for c in report.checks if c.name == "structure") == "inputs and outputs named as by llmconv"
 
 
 def test_a_json_file_tells_of_other_names_and_axes(graph: Path, check: Callable[..., Report], tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_json_file_that_describes_no_ports_is_refused(
     fields: dict[str, Any], graph: Path, check: Callable[..., Report], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(fields))
-    with pytest.raises(MalformedInput, match="`mine.json` is no input map: "):
+    with pytest.raises(MalformedInput, match="`mine.json` is not an input map: "):
         check(graph, input_map=str(tmp_path / "mine.json"))
 
 
@@ -196,7 +196,7 @@ def test_fixed_batch_is_a_skip_and_not_a_failure(graph: Path, check: Callable[..
 
     report = check(changed(graph, tmp_path / "one.onnx", fix))
     skipped = {found.name: found.detail for found in report.checks if found.verdict == "skip"}
-    assert skipped["batch of 3"] == "the graph takes 1 sequence(s) at once, not 3"
+    assert skipped["batch of 3"] == "the graph has a batch size of 1, not 3"
     assert report.verdict == "pass"
 
 
@@ -216,7 +216,7 @@ def test_graphs_that_reach_outside_their_folder_are_refused(
         (["{folder}", "--graph", "{graph}"], "give either FOLDER or `--graph FILE`"),
         ([], "give either FOLDER or `--graph FILE`"),
         (["{folder}", "--input-map", "optimum"], "`--input-map` describes a `--graph`"),
-        (["--graph", "{graph}", "--input-map", "nobody"], "there is no input map `nobody`"),
+        (["--graph", "{graph}", "--input-map", "nobody"], "unknown input map `nobody`"),
         (["--graph", "{copy}"], "holds no model to compare `copy.onnx` with"),
         (["--graph", "{graph}", "--graph", "{graph}", "--graph", "{graph}"], "3 graphs were given"),
     ],
@@ -235,7 +235,7 @@ def test_a_graph_of_steps_alone_asks_for_that_of_the_prompt(
         for port in model.graph.input[:1]:
             port.type.tensor_type.shape.dim[1].dim_value = 1
 
-    with pytest.raises(UsageProblem, match="takes one token after a past and cannot begin"):
+    with pytest.raises(UsageProblem, match="takes one token after a past, so it cannot run a prompt"):
         check(changed(graph, tmp_path / "step.onnx", fix))
 
 

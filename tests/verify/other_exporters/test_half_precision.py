@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from llmconv.verify import Report, verify_graphs
 from llmconv.verify.other_exporters.half_precision.float32_copy import IN_FLOAT32, ROUNDED, widen
-from llmconv.verify.other_exporters.half_precision.known_constants import Known
+from llmconv.verify.other_exporters.half_precision.known_constants import KnownConstants
 from llmconv.verify.reference.eager import Eager
 from tests.builders.half_precision import round_weights, to_half
 from tests.builders.mutants.mutants import MUTANTS, VOID_IN, Mutant
@@ -147,7 +147,8 @@ def test_an_unknown_table_in_half_precision_has_no_copy_and_is_said(
 
     report = check(changed(half("llama", "float16"), tmp_path / "table.onnx", add))
     assert any(
-        found.verdict == "skip" and "`odd_table` is float16 and unknown" in found.detail for found in report.checks
+        found.verdict == "skip" and "the content of `odd_table` (float16) is unknown" in found.detail
+        for found in report.checks
     )
 
 
@@ -158,7 +159,7 @@ def test_the_copy_keeps_a_detour_through_the_other_half_type() -> None:
     ]
     ports = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, [2]) for name in ("x", "y")]
     model = helper.make_model(helper.make_graph(nodes, "g", ports[:1], ports[1:]))
-    widen(model, TensorProto.FLOAT16, Known(), ())
+    widen(model, TensorProto.FLOAT16, KnownConstants(), ())
     assert [node.attribute[0].i for node in model.graph.node] == [TensorProto.BFLOAT16, TensorProto.FLOAT]
     assert {port.type.tensor_type.elem_type for port in [*model.graph.input, *model.graph.output]} == {
         TensorProto.FLOAT

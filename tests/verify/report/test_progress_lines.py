@@ -41,9 +41,9 @@ def test_checks_that_run_nothing_say_what_they_found() -> None:
 
 def test_a_scenario_is_printed_when_the_next_one_begins_and_the_last_one_at_the_end() -> None:
     lines = ScenarioLines()
-    assert lines.see([KEY]) == []
-    assert lines.see([LOGITS]) == []
-    (first,) = lines.see([Check("right padding", "prefill.onnx", "logits", sigma=1.0)])
+    assert lines.add([KEY]) == []
+    assert lines.add([LOGITS]) == []
+    (first,) = lines.add([Check("right padding", "prefill.onnx", "logits", sigma=1.0)])
     assert first.startswith("PASSED | left padding | 2 outputs")
     assert lines.close() == ["PASSED | right padding | 1 output | sigma 1.00 | worst row 0.00 | max abs 0.0e+00"]
     assert lines.close() == []
@@ -51,8 +51,8 @@ def test_a_scenario_is_printed_when_the_next_one_begins_and_the_last_one_at_the_
 
 def test_a_scenario_of_one_of_several_graphs_names_it() -> None:
     lines = ScenarioLines()
-    lines.see([Check("structure", name, "") for name in ("prefill.onnx", "decode.onnx")])
-    lines.see([KEY, LOGITS])
+    lines.add([Check("structure", name, "") for name in ("prefill.onnx", "decode.onnx")])
+    lines.add([KEY, LOGITS])
     assert lines.close() == [
         "PASSED | left padding | prefill.onnx | 2 outputs | sigma 1.20 | worst row 1.70 | max abs 3.0e-07"
     ]

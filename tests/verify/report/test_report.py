@@ -17,7 +17,7 @@ import pytest
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.verify import Check, Report
 from llmconv.verify.bisect.first_difference import localise
-from llmconv.verify.report.files import require_place, today, write_report
+from llmconv.verify.report.files import require_writable, today, write_report
 
 HOSTILE = 'x"><script>alert(1)</script>\x1b[31m\x00|`a`'
 PASSED = Check("prefill, 7 tokens", "decode.onnx", "logits", sigma=1.02, row_sigma=1.5, max_abs=3.1e-07)
@@ -190,8 +190,8 @@ def test_one_graph_under_two_names_is_shown_once(tmp_path: Path) -> None:
 def test_a_place_that_cannot_take_a_report_is_found_out_before(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputFailed, match="cannot write the report"):
-        require_place(tmp_path / "file" / "report")
-    require_place(tmp_path / "new" / "report")
+        require_writable(tmp_path / "file" / "report")
+    require_writable(tmp_path / "new" / "report")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -218,7 +218,7 @@ def test_a_report_replaces_links_in_its_folder_and_follows_none(tmp_path: Path) 
 def test_a_full_disk_is_found_before_anything_is_compared(small_disk: Path) -> None:
     (small_disk / "other").write_bytes(bytes(900_000))
     with pytest.raises(OutputFailed, match="cannot write the report to `.*report`: No space left"):
-        require_place(small_disk / "report")
+        require_writable(small_disk / "report")
     assert os.listdir(small_disk) == ["other"]
 
 
@@ -234,10 +234,10 @@ def test_a_disk_that_fills_up_leaves_no_half_report(small_disk: Path) -> None:
 def test_what_no_report_can_replace_is_found_before_anything_is_compared(make: Any, tmp_path: Path) -> None:
     make(tmp_path / "junit.xml")
     with pytest.raises(InputRefused, match=r"`.*junit\.xml` is a (pipe|folder)"):
-        require_place(tmp_path)
+        require_writable(tmp_path)
 
 
 def test_a_report_below_a_file_is_found_before_anything_is_compared(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputFailed, match="Not a directory"):
-        require_place(tmp_path / "file" / "report")
+        require_writable(tmp_path / "file" / "report")

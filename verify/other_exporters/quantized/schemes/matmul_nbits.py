@@ -1,8 +1,8 @@
-"""`com.microsoft.MatMulNBits`: codes packed along K, in blocks with a scale and perhaps a zero point each.
+"""`com.microsoft.MatMulNBits`: codes packed along K, in blocks with a scale and possibly a zero point each.
 
 Layout (onnxruntime, docs/ContribOperators.md, com.microsoft.MatMulNBits): B is `[N, blocks, block_size * bits / 8]`,
 the first code in the low bits; scales `[N, blocks]`; zero points packed alike, `[N, ceil(blocks * bits / 8)]`, or of
-the scales' type; `2 ** (bits - 1)` where there are none. With accuracy level 4 the other factor is rounded to int8.
+the scales' dtype; default `2 ** (bits - 1)`. With accuracy level 4 the other factor is rounded to int8.
 """
 
 from __future__ import annotations
@@ -12,41 +12,47 @@ import onnx
 
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.quantized.constants import Constants, unpacked
-from llmconv.verify.other_exporters.quantized.quantized_matrix import Kind, Stored, attributes, given, unknown
+from llmconv.verify.other_exporters.quantized.quantized_matrix import (
+    QuantizationScheme,
+    QuantizedMatrix,
+    attributes,
+    input_name,
+    unreadable,
+)
 
 LEVEL, FLOAT32 = "accuracy_level", 1
 CODES, SCALES, ZEROS, GROUPS = 1, 2, 3, 4
-"""Which input is what."""
+"""Indices of inputs."""
 
 
-def _stored(node: onnx.NodeProto, constants: Constants) -> Stored | None:
+def _read_matrix(node: onnx.NodeProto, constants: Constants) -> QuantizedMatrix | None:
     fields = {"bits": 4, **attributes(node)}
     rows, columns, block, bits = (fields[name] for name in ("N", "K", "block_size", "bits"))
-    if given(node, GROUPS) or fields.get("weight_prepacked"):
-        raise unknown(node, "has groups in another order, or weights packed for one device")
+    if input_name(node, GROUPS) or fields.get("weight_prepacked"):
+        raise unreadable(node, "has reordered groups, or weights packed for one device")
     raw, scales = constants.array(node.input[CODES]), constants.array(node.input[SCALES])
     blocks = -(-columns // block)
     if raw is None or scales is None or raw.size * 8 != rows * blocks * block * bits or scales.size != rows * blocks:
-        raise unknown(node, f"has weights that are no {rows} x {columns} codes of {bits} bits")
+        raise unreadable(node, f"has weights that are not {rows} x {columns} codes of {bits} bits")
     raw = raw.view(np.uint8).reshape(rows, -1)
 
     def codes(start: int, stop: int) -> Array:
         return unpacked(raw[start:stop], bits)[:, :columns]
 
-    return Stored(
-        name=constants.home(node.input[CODES]),
+    return QuantizedMatrix(
+        name=constants.initializer(node.input[CODES]),
         kind=f"MatMulNBits, {bits} bits, blocks of {block}",
         shape=(rows, columns),
         codes=codes,
         scale=scales.reshape(rows, blocks),
         zero=_zeros(node, constants, bits, (rows, blocks)),
         repeat=(1, block),
-        scales=constants.home(node.input[SCALES]),
+        scales=constants.initializer(node.input[SCALES]),
     )
 
 
 def _zeros(node: onnx.NodeProto, constants: Constants, bits: int, shape: tuple[int, int]) -> Array:
-    name = given(node, ZEROS)
+    name = input_name(node, ZEROS)
     zeros = constants.array(name) if name else None
     if zeros is None:
         return np.full(shape, 1 << (bits - 1), dtype=np.float32)
@@ -55,7 +61,7 @@ def _zeros(node: onnx.NodeProto, constants: Constants, bits: int, shape: tuple[i
     return zeros.astype(np.float32).reshape(shape)
 
 
-def _plain(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProto] | None:
+def _unrounded(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProto] | None:
     if attributes(node).get(LEVEL, 0) <= FLOAT32:
         return None
     made = onnx.NodeProto()
@@ -64,4 +70,4 @@ def _plain(node: onnx.NodeProto, constants: Constants) -> list[onnx.NodeProto] |
     return [made]
 
 
-KIND = Kind(frozenset({"MatMulNBits"}), _stored, {"MatMulNBits": _plain})
+SCHEME = QuantizationScheme(frozenset({"MatMulNBits"}), _read_matrix, {"MatMulNBits": _unrounded})

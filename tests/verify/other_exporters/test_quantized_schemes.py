@@ -14,8 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array
 from llmconv.verify.other_exporters.quantized.constants import Constants
-from llmconv.verify.other_exporters.quantized.kinds import stored_weights
-from llmconv.verify.other_exporters.quantized.quantized_matrix import Stored
+from llmconv.verify.other_exporters.quantized.quantized_matrix import QuantizedMatrix
+from llmconv.verify.other_exporters.quantized.schemes import quantized_matrices
 
 RNG = np.random.default_rng(0)
 ROWS, COLUMNS = 6, 40
@@ -43,9 +43,9 @@ def run(model: onnx.ModelProto, **inputs: Array) -> Array:
     return found
 
 
-def read(model: onnx.ModelProto) -> Stored:
+def read(model: onnx.ModelProto) -> QuantizedMatrix:
     """The one matrix."""
-    (stored,) = stored_weights(model, Constants(model, Path()))
+    (stored,) = quantized_matrices(model, Constants(model, Path()))
     return stored
 
 
@@ -76,7 +76,7 @@ def test_codes_in_groups_are_refused() -> None:
     model = nbits(4, "packed")
     model.graph.initializer.append(numpy_helper.from_array(np.zeros(COLUMNS, dtype=np.int32), "g"))
     model.graph.node[0].input.append("g")
-    with pytest.raises(UnsupportedInput, match="groups in another order"):
+    with pytest.raises(UnsupportedInput, match="has reordered groups"):
         read(model)
 
 
@@ -150,11 +150,11 @@ def test_codes_of_four_bits_are_read_from_external_data(tmp_path: Path) -> None:
     model = graph_of(helper.make_node("DequantizeLinear", ["d", "s"], ["y"]), tensors)
     onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
     bare = onnx.load(tmp_path / "m.onnx", load_external_data=False)
-    (stored,) = stored_weights(bare, Constants(bare, tmp_path))
+    (stored,) = quantized_matrices(bare, Constants(bare, tmp_path))
     np.testing.assert_array_equal(stored.read(), codes * np.float32(0.5))
 
 
 def test_an_unknown_layout_is_named() -> None:
     node = helper.make_node("MatMulBnb4", ["x", "b", "s"], ["y"], domain="com.microsoft")
-    with pytest.raises(UnsupportedInput, match="`MatMulBnb4` keeps its weights in a way that is not known"):
+    with pytest.raises(UnsupportedInput, match="`MatMulBnb4` stores its weights in an unsupported format"):
         read(graph_of(node, {}))
