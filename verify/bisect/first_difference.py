@@ -13,7 +13,7 @@ from llmconv.runtime.cache_names import is_state, layer_of
 from llmconv.verify.results.report import Check, Where
 
 
-def localise(checks: Sequence[Check]) -> Where | None:
+def localize(checks: Sequence[Check]) -> Where | None:
     """The first failing scenario, its first failing step, there the first layer that differs; None when all passed."""
     failed = [check for check in checks if check.verdict == "fail"]
     if not failed:

@@ -13,7 +13,6 @@ import onnx
 import torch
 
 from llmconv.runtime.cache_names import is_state, past_of
-from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import (
     TENSOR_DTYPES,
@@ -29,11 +28,11 @@ from llmconv.verify.bisect.recording import Record, Recorder, Wanted, paired
 from llmconv.verify.comparison.graph_probe import Tapped
 from llmconv.verify.comparison.scaled_weights import scaled_settings
 from llmconv.verify.reference.eager import Eager, edited, run_chain
-from llmconv.verify.reference.prefix import Behind, stored_start, trained_start
+from llmconv.verify.reference.prefix import stored_start, trained_start
 from llmconv.verify.reference.weight_scaling import Change, change_of
 from llmconv.verify.results.report import Where
 from llmconv.verify.scenarios.calls import Call, Chain
-from llmconv.verify.scenarios.table import scenarios
+from llmconv.verify.scenarios.selection import Selection
 
 
 class Replayable(Protocol):
@@ -44,7 +43,7 @@ class Replayable(Protocol):
 
 
 @dataclass(frozen=True)
-class Folder:
+class VerifiedFolder:
     """What is verified.
 
     Attributes:
@@ -67,7 +66,7 @@ class Folder:
             eager, name, folder = eager.twin(change), name.removesuffix(f", {change.name}"), self._scaled(change)
         yield _prepare(where, name, folder, eager, scaled=bool(change))
 
-    def _scaled(self, change: Change) -> Folder:
+    def _scaled(self, change: Change) -> VerifiedFolder:
         """The same on scaled weights, so that every value is that of the scaled model."""
         settings, models = scaled_settings(self.settings, self.path, change, at_weights=True), {}
         for name, model in self.models.items():
@@ -102,11 +101,12 @@ class Replay:
     @property
     def model(self) -> torch.nn.Module:
         """The eager model in the graph's dtype."""
-        return _model_of(self.eager.runners[1])
+        return self.eager.models[1]
 
     def record(self, wanted: Wanted) -> list[Record]:
         """What the eager model computes in the call, in the wanted scopes."""
-        exact, rounded = (self._recorded(runner, wanted).values for runner in self.eager.runners)
+        sides = zip(self.eager.runners, self.eager.models, strict=True)
+        exact, rounded = (self._recorded(runner, model, wanted).values for runner, model in sides)
         return paired(exact, rounded)
 
     def outputs(self) -> dict[str, Record]:
@@ -115,22 +115,15 @@ class Replay:
         exact, rounded = ({"logits": step.logits, **step.present.arrays()} for step in steps)
         return {name: Record("", name, array, rounded[name], 0) for name, array in exact.items()}
 
-    def _recorded(self, runner: Runner, wanted: Wanted) -> Recorder:
+    def _recorded(self, runner: Runner, model: torch.nn.Module, wanted: Wanted) -> Recorder:
         past = edited(run_chain(runner, self.chain)[-1].present if self.chain else None, self.call)
         recorder, run = Recorder(wanted), runner.decode if self.chain else runner.prefill
-        with recorder.watching(_model_of(runner)):
+        with recorder.watching(model):
             run(self.call.input_ids, self.call.attention_mask, self.call.position_ids, past)
         return recorder
 
 
-def _model_of(runner: Runner) -> torch.nn.Module:
-    inner = runner.runner if isinstance(runner, Behind) else runner
-    assert isinstance(inner, EagerRunner)
-    model: torch.nn.Module = inner.model
-    return model
-
-
-def _prepare(where: Where, scenario: str, folder: Folder, eager: Eager, *, scaled: bool) -> Replay | None:
+def _prepare(where: Where, scenario: str, folder: VerifiedFolder, eager: Eager, *, scaled: bool) -> Replay | None:
     path = folder.path
     entries = [entry for name in where.graph.split("+") for entry in folder.entries if entry.name == name]
     if not entries:
@@ -139,7 +132,7 @@ def _prepare(where: Where, scenario: str, folder: Folder, eager: Eager, *, scale
     if prefix:
         stored = stored_start(path, prefix, len(eager.cache_shapes()) // 2)
         eager = eager.behind(prefix, stored if scaled else trained_start(path, prefix))
-    built = next((chains for row, chains in scenarios("full", eager.facts()) if row.name == scenario), [])
+    built = next((chains for row, chains in Selection("full").calls(eager.facts()) if row.name == scenario), [])
     places = [(chain, step) for chain in built for step in range(len(chain))]
     if where.step >= len(places):
         return None

@@ -17,7 +17,6 @@ from llmconv.verify.bisect.agreement import Comparison
 from llmconv.verify.bisect.agreement_trace import ARITHMETIC, CHOICES, LAYOUT_OPS, Trail, Wiring
 from llmconv.verify.bisect.module_scopes import Scopes
 from llmconv.verify.bisect.replay import Replay, Replayable
-from llmconv.verify.comparison.layer_by_layer import StreamedEager
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Report, UnmatchedNode, Where
 
@@ -41,7 +40,7 @@ def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) ->
         verified: runs one of its calls once more.
         eager: the reference; None where no graph could be run.
     """
-    if eager is None or isinstance(eager, StreamedEager) or report.quantization:
+    if eager is None or eager.is_layered or report.quantization:
         return
     for name, where in _calls(report):
         try:

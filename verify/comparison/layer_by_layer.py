@@ -41,7 +41,8 @@ from llmconv.verify.reference.weight_scaling import SCENARIOS as TWIN_SCENARIOS
 from llmconv.verify.reference.weight_scaling import Change
 from llmconv.verify.results.measure import Truth
 from llmconv.verify.scenarios.calls import Call, Chain, Facts
-from llmconv.verify.scenarios.table import Scenario, scenarios
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.table import Scenario
 
 NOTHING_HELD = "with `--low-memory` no cache is held that could be changed or made up"
 
@@ -52,13 +53,14 @@ class StreamedEager(Eager):
     """`Eager` that never holds the model.
 
     Args:
-        folder: of the model.
-        dtype: of the graphs.
+        folder: the model's folder.
+        dtype: numpy name of the graphs' dtype.
         code: as for `Eager`.
-        suite: whose scenarios are asked for.
-        only: names of scenarios, where not all of them are asked for.
+        selection: the scenarios whose calls will be made.
         factors: scale the weights.
     """
+
+    is_layered = True
 
     def __init__(
         self,
@@ -66,15 +68,14 @@ class StreamedEager(Eager):
         dtype: str,
         *,
         code: Path | None = None,
-        suite: str = "quick",
-        only: Sequence[str] = (),
+        selection: Selection,
         factors: Factors | None = None,
     ) -> None:
         self._drawer = Drawer()
         self._foreseen: list[Foreseen] = []
         super().__init__(folder, dtype, code=code, factors=factors)
-        self._suite = suite
-        chains = [chain for _, chains in scenarios(suite, self.facts(), only) for chain in chains]
+        self._selection = selection
+        chains = [chain for _, chains in selection.calls(self.facts()) for chain in chains]
         one = np.zeros((1, 1), dtype=np.int64)
         chains.append([Call(one, one + 1, one)])  # of which the cache's shapes are read
         for foreseen in self._foreseen:
@@ -106,9 +107,8 @@ class StreamedEager(Eager):
 
     def _twin(self, change: Change) -> Eager:
         """The same model with scaled weights, already run."""
-        return StreamedEager(
-            self.folder, self.dtype, code=self._code, suite=self._suite, only=TWIN_SCENARIOS, factors=change.of
-        )
+        selection = replace(self._selection, only=TWIN_SCENARIOS)
+        return StreamedEager(self.folder, self.dtype, code=self._code, selection=selection, factors=change.of)
 
 
 def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> str:
@@ -123,12 +123,12 @@ def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.Mod
     return ""
 
 
-def open_in_pieces(folder: Path, entry: GraphEntry, settings: SessionSettings | None = None) -> OrtGraph:
+def open_in_pieces(folder: Path, entry: GraphEntry, settings: SessionSettings) -> OrtGraph:
     """As `open_graph`: a graph of a folder, to be run in pieces."""
-    return PiecedGraph(folder / entry.files[0], settings or SessionSettings(), entry=entry, drawer=Drawer())
+    return PiecedGraph(folder / entry.files[0], settings, entry=entry, drawer=Drawer())
 
 
-def foresee(graphs: Sequence[OrtGraph], planned: Planned) -> None:
+def precompute(graphs: Sequence[OrtGraph], planned: Planned) -> None:
     """Makes the calls of all scenarios on graphs that run in pieces, alone and handing over to each other.
 
     Raises:

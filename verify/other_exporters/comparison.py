@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from llmconv.runtime.onnxruntime.runner import SessionSettings
@@ -17,10 +17,8 @@ from llmconv.verify.reference.weight_scaling import CHANGES, Change, changes, un
 from llmconv.verify.reference.weight_scaling import SCENARIOS as TWIN_SCENARIOS
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.measure import GATES
-from llmconv.verify.results.report import Check, Report
-from llmconv.verify.scenarios.table import chosen, scenarios
-
-OnChecks = Callable[[list[Check]], None]
+from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.scenarios.selection import Selection
 
 
 @dataclass(frozen=True)
@@ -31,17 +29,17 @@ class ForeignComparison:
         facts: of the model, which graphs may leave open.
         settings: of onnxruntime.
         tensors: of the model.
-        report: says which scenarios, and how often.
-        add: takes the checks.
+        selection: the scenarios.
+        report: receives evidence and notes; the checks are yielded.
     """
 
     facts: Model
     settings: SessionSettings
     tensors: Mapping[str, LazyTensor]
+    selection: Selection
     report: Report
-    add: OnChecks
 
-    def run(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> None:
+    def run(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> Checks:
         """All scenarios, then a few on scaled weights.
 
         Args:
@@ -50,15 +48,17 @@ class ForeignComparison:
             named: what the scenarios' names end with.
         """
         eager.begin()
-        if graphs := self.opened(files):
-            self.compare(eager, graphs, named=named)
-            self.compare_twins(eager, files, named)
+        if graphs := (yield from self.opened(files)):
+            yield from self.compare(eager, graphs, named=named)
+            yield from self.compare_twins(eager, files, named)
 
-    def opened(self, files: Sequence[GraphFile], change: Change | None = None) -> list[ForeignGraph]:
+    def opened(
+        self, files: Sequence[GraphFile], change: Change | None = None
+    ) -> Generator[list[Check], None, list[ForeignGraph]]:
         """All graphs, or their twins; none, and a failed check, where one cannot be opened."""
         settings = [scaled_foreign(self.settings, f, self.tensors, change) if change else self.settings for f in files]
         opened = [file.open(self.facts, own) for file, own in zip(files, settings, strict=True)]
-        self.add([graph for graph in opened if isinstance(graph, Check)])
+        yield [graph for graph in opened if isinstance(graph, Check)]
         graphs = [graph for graph in opened if isinstance(graph, ForeignGraph)]
         return graphs if len(graphs) == len(opened) else []
 
@@ -69,13 +69,13 @@ class ForeignComparison:
         change: Change | None = None,
         named: str = "",
         few: bool = False,
-    ) -> None:
+    ) -> Checks:
         """All scenarios on every graph that can begin alone, and on two together; or `few`, as of twins."""
         found = foreign_candidates(graphs)
-        report, repeat = self.report, self.report.settings["repeat"]
+        evidence, repeat = self.report.evidence, self.selection.repeat
         if not (change or few or named):
-            self.add(skipped(report, eager, [candidate.name for candidate in found]))
-        for scenario, chains in scenarios(report.suite, eager.facts(), tuple(report.settings["seeds"])):
+            yield skipped(self.selection, eager, [candidate.name for candidate in found])
+        for scenario, chains in self.selection.calls(eager.facts()):
             if (change or few) and scenario.name not in TWIN_SCENARIOS:
                 continue
             row = change.scenario(scenario) if change else scenario
@@ -83,25 +83,24 @@ class ForeignComparison:
             row = replace(row, name=f"{row.name}{named}")
             for candidate in found:
                 if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
-                    seen = Evidence() if change else report.evidence.setdefault(f"{candidate.name}{named}", Evidence())
-                    self.add(check_foreign(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat))
+                    seen = Evidence() if change else evidence.setdefault(f"{candidate.name}{named}", Evidence())
+                    yield check_foreign(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat)
 
-    def compare_twins(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> None:
+    def compare_twins(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> Checks:
         """A few scenarios on scaled weights; what cannot be run is skipped, and counted."""
-        asked = chosen(self.report.suite, tuple(self.report.settings["seeds"]))
-        rows = [row for row in asked if row.name in TWIN_SCENARIOS]
+        rows = [row for row in self.selection.scenarios() if row.name in TWIN_SCENARIOS]
         reasons = [why_no_scaling(file.contents, file.found, self.tensors) for file in files]
         reason = next(filter(None, reasons), "")
         if reason:
             names = [(f"{c.scenario(row).name}{named}", file.name) for c in CHANGES for row in rows for file in files]
-            self.add([Check(*name, "logits", verdict="skip", detail=reason) for name in names])
+            yield [Check(*name, "logits", verdict="skip", detail=reason) for name in names]
             self.report.unseen += [change.bug for change in CHANGES] if rows else []
         elif rows:
             for change in changes(eager):
-                if graphs := self.opened(files, change):
+                if graphs := (yield from self.opened(files, change)):
                     twin = eager.twin(change)
-                    self.compare(twin, graphs, change, named)
+                    yield from self.compare(twin, graphs, change, named)
                     twin.release()
             checks = unreached_checks(eager, [file.name for file in files])
             self.report.unseen += ["limits that no run reaches"] if checks else []
-            self.add(checks)
+            yield checks

@@ -26,8 +26,8 @@ from llmconv.verify.reference.eager import Eager, edited, run_chain
 from llmconv.verify.reference.weight_scaling import change_of
 from llmconv.verify.results.report import Where
 from llmconv.verify.scenarios.calls import Call, Chain
+from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.synthetic_past import MadeUp
-from llmconv.verify.scenarios.table import scenarios
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Graphs:
 
 def _place(candidate: ForeignCandidate, scenario: str, step: int, eager: Eager) -> tuple[Chain, int] | None:
     """The chain and the call in it that is the step of a scenario, counted over the calls that the graphs can run."""
-    built = next((chains for row, chains in scenarios("full", eager.facts()) if row.name == scenario), [])
+    built = next((chains for row, chains in Selection("full").calls(eager.facts()) if row.name == scenario), [])
     able = [chain for chain in built if not any(candidate.refuses(call) for call in chain)]
     places = [(chain, at) for chain in able for at in range(len(chain))]
     return places[step] if step < len(places) else None

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
 
-from llmconv.argument_checks import checked, require_least
+from llmconv.argument_checks import checked
 from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
-from llmconv.memory import telling_memory
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.decisions.affine_forms import MASK, POSITION, TOKEN
 from llmconv.verify.audit.decisions.audit import audit_foreign_decisions, read_config
 from llmconv.verify.audit.weights import misplaced_weights
-from llmconv.verify.bisect.first_difference import localise
-from llmconv.verify.other_exporters.comparison import ForeignComparison, OnChecks
+from llmconv.verify.other_exporters.comparison import ForeignComparison
 from llmconv.verify.other_exporters.graph_file import GraphFile, read_graphs
 from llmconv.verify.other_exporters.half_precision.float32_copy import EMULATED, HALVES, emulated
 from llmconv.verify.other_exporters.half_precision.rounded_reference import rounded_reference
@@ -39,8 +37,9 @@ from llmconv.verify.other_exporters.weights import absent, audit_contents, conte
 from llmconv.verify.reference.cost_estimate import Forecast, choose
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
-from llmconv.verify.results.report import Check, Report
-from llmconv.verify.session import collector, look_closer, new_piece, new_report, require_suite
+from llmconv.verify.results.report import Check, Checks, Report
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.session import Checking, OnChecks, Session
 
 
 @fetches
@@ -80,25 +79,33 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         OutOfMemory: memory ran out on the way.
     """
     require_numbers(max_divergence=max_divergence, min_agreement=min_agreement)
-    require_suite(suite)
-    require_least(repeat, 1, "repeat")
-    piece, settings = new_piece(minimize), settings or SessionSettings()
+    session = Session.of(Selection(suite, only, repeat), settings, on_checks, bisect=bisect, minimize=minimize)
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
     if eager is None:
         choose(Forecast.of(folder, len(files)), None, "that takes a folder that `llmconv export` wrote")
-    report = new_report(" and ".join(file.name for file in files), suite, only, repeat, settings)
+    report = session.new_report(" and ".join(file.name for file in files))
     report.reference = folder.name
     limits = Limits(max_divergence, min_agreement)
     asked = Asked(Path(text) if text else None, limits, folder if trust_remote_code else None)
-    verified, add = Graphs(files, Model({}), settings, open_weights(folder)), collector(report, on_checks)
-    _audit(files, verified.tensors, report, add)
-    _audit_decisions(files, folder, report, add)
-    with ExitStack() as stack, telling_memory(f"while {report.folder} was verified"):
-        eager, verified = _compare(verified, eager or folder, report, add, asked, stack)
-        report.where = localise(sharpest(report.checks))
-        look_closer(report, verified, eager, piece, bisect=bisect)
-    return report
+    verified = Graphs(files, Model({}), session.settings, open_weights(folder))
+    with ExitStack() as stack:
+        return session.run(report, _checks(verified, folder, report, session, eager, asked, stack), sharpest)
+
+
+def _checks(
+    verified: Graphs,
+    folder: Path,
+    report: Report,
+    session: Session,
+    eager: Eager | None,
+    asked: Asked,
+    stack: ExitStack,
+) -> Checking:
+    """All checks: audits of the files, then all scenarios; `stack` keeps temporary copies."""
+    yield from _audit(verified.files, verified.tensors, report)
+    yield from _audit_decisions(verified.files, folder, report)
+    return (yield from _compare(verified, eager or folder, report, session.selection, asked, stack))
 
 
 def require_numbers(**limits: float | None) -> None:
@@ -113,8 +120,8 @@ def require_numbers(**limits: float | None) -> None:
 
 
 def _compare(
-    verified: Graphs, reference: Eager | Path, report: Report, add: OnChecks, asked: Asked, stack: ExitStack
-) -> tuple[Eager, Graphs]:
+    verified: Graphs, reference: Eager | Path, report: Report, selection: Selection, asked: Asked, stack: ExitStack
+) -> Generator[list[Check], None, tuple[Eager, Graphs]]:
     """All scenarios, in the way that quantised weights, half precision or neither demand.
 
     Args:
@@ -132,16 +139,16 @@ def _compare(
         settings = replace(settings, prepack=True)
     verified = replace(verified, facts=facts, settings=settings)
     ran = [stack.enter_context(emulated(file)) if file.dtype == EMULATED else file for file in files]
-    graphs = _open(ran, facts, settings, add)
+    graphs = yield from _open(ran, facts, settings)
     if len(graphs) < len(files):
         return eager, verified
     report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
-    by = ForeignComparison(facts, settings, verified.tensors, report, add)
+    by = ForeignComparison(facts, settings, verified.tensors, selection, report)
     if report.quantization:
-        return compare_quantized(replace(verified, files=ran), graphs, eager, by, asked, stack)
+        return (yield from compare_quantized(replace(verified, files=ran), graphs, eager, by, asked, stack))
     if half:
-        return compare_halves(verified, graphs, eager, by, stack)
-    by.run(eager, files)
+        return (yield from compare_halves(verified, graphs, eager, by, stack))
+    yield from by.run(eager, files)
     return eager, verified
 
 
@@ -167,33 +174,33 @@ def _reference(path: Path, reference: str | Path | None) -> Path:
     return folder
 
 
-def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report: Report, add: OnChecks) -> None:
+def _audit(files: Sequence[GraphFile], tensors: Mapping[str, LazyTensor], report: Report) -> Checks:
     """One check per graph, two where weights are quantised; tensors that are in none are a note."""
     missing = set(tensors)
     for file in files:
         if file.quantized:
-            _audit_quantized(file, tensors, report, add)
+            yield from _audit_quantized(file, tensors, report)
         scales = {one.stored.scales for one in file.found}
         file.contents = contents_of(file.model, file.path.parent, tensors, scales)
         missing &= absent(file.contents, tensors) - {name for one in file.found for name in one.names}
-        add([audit_contents(file.name, file.contents, tensors)])
+        yield [audit_contents(file.name, file.contents, tensors)]
         report.notes += [f"{file.name}: {problem}, and was not compared" for problem in misplaced_weights(file.model)]
     if missing and len(missing) < len(tensors):
         report.notes.append(f"{len(missing)} tensors of the model are in no graph as they are, first `{min(missing)}`")
 
 
-def _audit_decisions(files: Sequence[GraphFile], reference: Path, report: Report, add: OnChecks) -> None:
+def _audit_decisions(files: Sequence[GraphFile], reference: Path, report: Report) -> Checks:
     """Lengths, positions and tokens that a graph asks for and no config has."""
     config = read_config(reference)
     for file in files:
         row = file.binding.port_map
         inputs = {row.tokens: TOKEN, row.mask: MASK, row.positions: POSITION}
         checks, notes = audit_foreign_decisions(file.name, file.model, config, inputs)
-        add(checks)
+        yield checks
         report.notes += notes
 
 
-def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report, add: OnChecks) -> None:
+def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report: Report) -> Checks:
     """Reads the quantised matrices, and finds them among the model's tensors."""
     report.quantization = report.quantization or Quantization()
     try:
@@ -204,10 +211,12 @@ def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report:
     file.found = find_tensors(stored, tensors)
     check, rows = audit_quantized(file.name, file.found, tensors)
     report.quantization.weights += rows
-    add([check] if stored else [])
+    yield [check] if stored else []
 
 
-def _open(files: Sequence[GraphFile], facts: Model, settings: SessionSettings, add: OnChecks) -> list[ForeignGraph]:
+def _open(
+    files: Sequence[GraphFile], facts: Model, settings: SessionSettings
+) -> Generator[list[Check], None, list[ForeignGraph]]:
     """The graphs that onnxruntime opens and whose cache is the model's; what weights are unknown is said."""
     graphs = []
     for file in files:
@@ -215,7 +224,7 @@ def _open(files: Sequence[GraphFile], facts: Model, settings: SessionSettings, a
         check = graph if isinstance(graph, Check) else check_ports(graph, facts.cache_shapes)
         if not isinstance(graph, Check) and check.verdict == "pass":
             graphs.append(graph)
-        add([replace(check, verdict="skip", detail=file.unread) if file.unread and check.verdict == "pass" else check])
+        yield [replace(check, verdict="skip", detail=file.unread) if file.unread and check.verdict == "pass" else check]
     return graphs
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.eager.limit_margins import Place
@@ -49,7 +50,12 @@ class Eager:
         keep: remembers what it computed, for several folders with graphs of one model.
         code: a folder that is trusted: the model's own code there builds the model, if it has any.
         factors: scale the weights.
+
+    Attributes:
+        is_layered: the model is never held whole; all calls of a scenario are made layer by layer.
     """
+
+    is_layered = False
 
     def __init__(
         self,
@@ -105,11 +111,7 @@ class Eager:
         other._kept, other._floor = ({} if self._kept is not None else None), NoiseFloor(self.dtype)
         other._steps = {}
         other._virtual, other._first_position = entry.length, entry.first_position
-        runners = [
-            Behind(runner, start(runner), entry.first_position)
-            for runner in (self._exact, self._rounded)
-            if isinstance(runner, EagerRunner)
-        ]
+        runners = [Behind(runner, start(runner), entry.first_position) for runner in (self._model, self._rounded_model)]
         other._exact, other._rounded = runners
         return other
 
@@ -117,6 +119,11 @@ class Eager:
     def runners(self) -> tuple[Runner, Runner]:
         """The model in float64, and in the graph's dtype."""
         return self._exact, self._rounded
+
+    @property
+    def models(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        """The modules that `runners` run."""
+        return self._model.model, self._rounded_model.model
 
     def facts(self) -> Facts:
         """What the scenarios must know of the model."""

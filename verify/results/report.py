@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, TypeAlias
 
 from llmconv.runtime.cache_names import is_present
 from llmconv.verify.results.evidence import Evidence
@@ -51,6 +51,10 @@ class Check:
     def is_measured(self) -> bool:
         """Whether numbers were compared; of files, weights and structure none are."""
         return bool(self.output) and self.verdict != "skip"
+
+
+Checks: TypeAlias = Iterator[list[Check]]
+"""Checks as they are made, a list at a time."""
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,11 @@ what lies under a zero of the mask is garbage on purpose.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 import numpy as np
 
-from llmconv.errors import UsageProblem
 from llmconv.runtime.runner import default_positions
 from llmconv.verify.scenarios import long_pasts as pasts
 from llmconv.verify.scenarios import sweep as coverage
@@ -377,35 +375,3 @@ SCENARIOS = (
         "full",
     ),
 )
-
-
-def scenarios(suite: str, facts: Facts, only: Sequence[str] = ()) -> list[tuple[Scenario, list[Chain]]]:
-    """The scenarios of a suite that apply to a model, with their calls; or those that are named, of any suite.
-
-    Raises:
-        UsageProblem: a name that no scenario has.
-    """
-    facts = replace(facts, thorough=suite == "full")
-    built = [(scenario, scenario.build(facts)) for scenario in chosen(suite, only)]
-    return [(scenario, chains) for scenario, chains in built if chains]
-
-
-def left_out(suite: str, facts: Facts, only: Sequence[str] = ()) -> list[tuple[Scenario, str]]:
-    """What of these scenarios applies to the model and is not run, with the reason."""
-    facts = replace(facts, thorough=suite == "full")
-    reasons = [(scenario, scenario.left_out(facts)) for scenario in chosen(suite, only)]
-    return [(scenario, reason) for scenario, reason in reasons if reason]
-
-
-def chosen(suite: str, only: Sequence[str] = ()) -> list[Scenario]:
-    """The rows that `scenarios` builds."""
-    unknown = set(only) - {scenario.name for scenario in SCENARIOS}
-    if unknown:
-        near = get_close_matches(min(unknown), [scenario.name for scenario in SCENARIOS], n=3, cutoff=0.3)
-        raise UsageProblem(
-            f"there is no scenario `{min(unknown)}`",
-            hint=f"one of: {', '.join(near)}" if near else "docs/verification.md lists them",
-        )
-    if only:
-        return [scenario for scenario in SCENARIOS if scenario.name in only]
-    return [scenario for scenario in SCENARIOS if suite == "full" or scenario.suite == "quick"]

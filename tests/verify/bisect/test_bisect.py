@@ -15,7 +15,7 @@ from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify import Report, verify
 from llmconv.verify.audit.stages_as_one import load_whole
-from llmconv.verify.bisect.replay import Folder
+from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.bisect.search import name_node
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Where
@@ -45,7 +45,7 @@ def searched(folder: Path, eager: Eager, where: Where, minimize: Path | None = N
     entries = graph_entries(folder)
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     report = Report(folder.name, folder.name, "quick", [], where)
-    name_node(report, Folder(folder, entries, models, SessionSettings()), eager, minimize)
+    name_node(report, VerifiedFolder(folder, entries, models, SessionSettings()), eager, minimize)
     return report
 
 

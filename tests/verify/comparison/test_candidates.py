@@ -17,7 +17,7 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check
-from llmconv.verify.scenarios.table import scenarios
+from llmconv.verify.scenarios.selection import Selection
 
 GATE = GATES["float32"]
 
@@ -43,7 +43,7 @@ def checks(exported: Path, eager: Eager, repeat: int) -> list[Check]:
     """Of an unsteady graph."""
     graph = OrtGraph(exported / "decode.onnx")
     candidate = Candidate(graph.name, Unsteady(OrtRunner(graph, graph), count()), (graph,))
-    ((scenario, chains),) = scenarios("quick", eager.facts(), ["prefill, 33 tokens"])
+    ((scenario, chains),) = Selection("quick", ["prefill, 33 tokens"]).calls(eager.facts())
     truths = eager.truths(scenario, chains)
     return check_scenario(scenario, chains, candidate, truths, GATE, Agreement(GATE), Evidence(), repeat)
 

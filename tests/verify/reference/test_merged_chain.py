@@ -14,7 +14,8 @@ from llmconv.verify import verify
 from llmconv.verify.reference.eager import Eager, Truths, rows_of, run_chain, valid_rows
 from llmconv.verify.reference.merged_chain import Beginning, are_merged, merged_steps
 from llmconv.verify.scenarios.calls import Chain
-from llmconv.verify.scenarios.table import Scenario, scenarios
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.table import Scenario
 from tests.conftest import DECODER, save_tiny
 
 FIRST = ("prefill, 7 tokens",)
@@ -31,7 +32,7 @@ FAMILIES = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("
 
 def planned(eager: Eager, names: tuple[str, ...]) -> list[tuple[Scenario, list[Chain]]]:
     """These scenarios, as `Eager.truths` takes them."""
-    return scenarios("quick", eager.facts(), names)
+    return Selection("quick", names).calls(eager.facts())
 
 
 def calls_counted(eager: Eager, monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -10,7 +10,8 @@ import pytest
 
 from llmconv.errors import UsageProblem
 from llmconv.verify.scenarios.calls import Call, Facts
-from llmconv.verify.scenarios.table import SCENARIOS, Scenario, chosen, left_out, scenarios
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.table import SCENARIOS, Scenario
 
 CACHE = {"present.0.key": (1, 2, 1, 4), "present.0.value": (1, 2, 1, 4)}
 FACTS = Facts(
@@ -43,13 +44,13 @@ def test_names_are_unique_and_every_scenario_tells_the_bug_it_is_for() -> None:
 
 
 def test_nothing_runs_beyond_the_context() -> None:
-    built = scenarios("full", Facts(vocab_size=50, max_positions=16))
+    built = Selection("full").calls(Facts(vocab_size=50, max_positions=16))
     assert max(int(call.position_ids.max()) for _, chains in built for chain in chains for call in chain) == 15
 
 
 def names_of(suite: str, facts: Facts) -> set[str]:
     """The scenarios that apply."""
-    return {scenario.name for scenario, _ in scenarios(suite, facts)}
+    return {scenario.name for scenario, _ in Selection(suite).calls(facts)}
 
 
 def test_a_prompt_crosses_the_window_only_where_it_is_a_short_one() -> None:
@@ -60,7 +61,7 @@ def test_a_prompt_crosses_the_window_only_where_it_is_a_short_one() -> None:
 @pytest.mark.parametrize("window", [40, 600, 4096, 32768])
 def test_a_made_up_past_crosses_windows_of_any_size(window: int) -> None:
     facts = Facts(50, 1 << 17, (window,), cache=CACHE)
-    ((_, (chain,)),) = scenarios("quick", facts, ["window crossed behind a made-up past"])
+    ((_, (chain,)),) = Selection("quick", ["window crossed behind a made-up past"]).calls(facts)
     ends = [call.attention_mask.shape[1] for call in chain]
     assert chain[0].known < window < ends[0] and ends[-1] == window + 7
     assert chain[0].start and chain[0].start.loud[0] == 0
@@ -69,13 +70,13 @@ def test_a_made_up_past_crosses_windows_of_any_size(window: int) -> None:
 def test_a_window_as_long_as_the_context_is_never_crossed() -> None:
     facts = Facts(50, 4096, (4096,), cache=CACHE)
     assert "window crossed behind a made-up past" not in names_of("full", facts)
-    assert left_out("full", facts) == []
+    assert Selection("full").left_out(facts) == []
 
 
 def test_a_past_that_is_too_large_beside_the_model_is_left_out_with_the_reason() -> None:
     large = {"present.0.key": (1, 64, 1, 128), "present.0.value": (1, 64, 1, 128)}
     facts = Facts(50, 1 << 17, (32768,), cache=large)
-    reasons = {scenario.name: reason for scenario, reason in left_out("quick", facts)}
+    reasons = {scenario.name: reason for scenario, reason in Selection("quick").left_out(facts)}
     assert "window crossed behind a made-up past" not in names_of("quick", facts)
     assert "past of 32768 tokens left out: its cache takes 8,192 MiB" in reasons["window crossed behind a made-up past"]
 
@@ -88,13 +89,13 @@ def test_the_full_suite_has_more_room_than_the_quick_one() -> None:
 
 def test_what_cannot_be_held_is_left_out_with_the_reason() -> None:
     facts = Facts(50, 300, no_edits="nothing is held", no_made_up="nothing is held")
-    names = {scenario.name for scenario, reason in left_out("quick", facts) if reason == "nothing is held"}
+    names = {scenario.name for scenario, reason in Selection("quick").left_out(facts) if reason == "nothing is held"}
     assert {"rows exchanged", "tokens taken back", "garbage under the mask", "pasts of 30 to 1,022 tokens"} <= names
 
 
 def calls_of(suite: str, facts: Facts) -> list[Call]:
     """Every call of a suite."""
-    return [call for _, chains in scenarios(suite, facts) for chain in chains for call in chain]
+    return [call for _, chains in Selection(suite).calls(facts) for chain in chains for call in chain]
 
 
 def news(calls: Sequence[Call], *, past: bool) -> set[int]:
@@ -124,13 +125,13 @@ def test_every_position_of_a_short_context_is_run(suite: str, context: int) -> N
 
 
 def test_positions_are_drawn_over_the_whole_of_a_long_context() -> None:
-    ((_, chains),) = scenarios("quick", Facts(50, 1 << 17), ["positions over the whole context"])
+    ((_, chains),) = Selection("quick", ["positions over the whole context"]).calls(Facts(50, 1 << 17))
     shares = np.concatenate([call.position_ids.ravel() for call in chains[0]]) * 144 // (1 << 17)
     assert set(shares.tolist()) == set(range(144))
 
 
 def test_the_splits_are_of_one_prompt() -> None:
-    chains = dict((scenario.name, chains) for scenario, chains in scenarios("full", FACTS))
+    chains = dict((scenario.name, chains) for scenario, chains in Selection("full").calls(FACTS))
     splits = chains["chunked prefill, every split of 9 tokens"]
     prompts = {tuple(np.concatenate([call.input_ids[0] for call in chain])) for chain in splits}
     assert len(splits) == 8
@@ -138,7 +139,7 @@ def test_the_splits_are_of_one_prompt() -> None:
 
 
 def test_padding_lies_where_its_name_says() -> None:
-    chains = dict((scenario.name, chains) for scenario, chains in scenarios("quick", FACTS))
+    chains = dict((scenario.name, chains) for scenario, chains in Selection("quick").calls(FACTS))
     left, right = (chains[f"{side} padding"][0][0].attention_mask for side in ("left", "right"))
     assert left[1, 0] == 0 and left[1, -1] == 1
     assert right[1, 0] == 1 and right[1, -1] == 0
@@ -152,17 +153,17 @@ def test_what_a_model_lacks_is_not_run(kind: str) -> None:
         "window": "sliding window crossed",
         "states": "tokens taken back",
     }
-    assert left_out[kind] not in [scenario.name for scenario, _ in scenarios("full", lacking[kind])]
+    assert left_out[kind] not in [scenario.name for scenario, _ in Selection("full").calls(lacking[kind])]
 
 
 def test_the_one_token_of_a_step_is_no_padding_where_layers_keep_states() -> None:
     facts = Facts(50, 300, windows=(8,), original=40, keeps_states=True, cache=CACHE)
-    steps = [call for _, chains in scenarios("full", facts) for chain in chains for call in chain[1:]]
+    steps = [call for _, chains in Selection("full").calls(facts) for chain in chains for call in chain[1:]]
     assert all(call.attention_mask[:, -1].all() for call in steps if call.input_ids.shape[1] == 1)
 
 
 def test_rows_that_are_exchanged_take_their_masks_along() -> None:
-    (chain,) = dict((scenario.name, chains) for scenario, chains in scenarios("quick", FACTS))["rows exchanged"]
+    (chain,) = dict((scenario.name, chains) for scenario, chains in Selection("quick").calls(FACTS))["rows exchanged"]
     before, after = chain[0].attention_mask, chain[1].attention_mask[:, :7]
     assert np.array_equal(after, before[[2, 0, 0]])
     assert np.array_equal(chain[3].attention_mask[:, :7], before[[0, 0, 2]])
@@ -174,8 +175,8 @@ def test_the_suite_has_what_the_public_bugs_ask_for() -> None:
 
 
 def test_an_unknown_scenario_is_answered_with_those_that_are_near() -> None:
-    with pytest.raises(UsageProblem, match="no scenario `left pading`") as caught:
-        chosen("quick", ["left pading"])
+    with pytest.raises(UsageProblem, match="unknown scenario `left pading`") as caught:
+        Selection("quick", ["left pading"])
     assert "left padding" in caught.value.hint
 
 

@@ -6,7 +6,7 @@ activations; what they cost of the graph as it is shipped, against the model at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from llmconv.verify.other_exporters.replay import Graphs
 from llmconv.verify.other_exporters.session import ForeignGraph
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
-from llmconv.verify.results.report import Check
+from llmconv.verify.results.report import Check, Checks
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def compare_quantized(
     by: ForeignComparison,
     asked: Asked,
     stack: ExitStack,
-) -> tuple[Eager, Graphs]:
+) -> Generator[list[Check], None, tuple[Eager, Graphs]]:
     """Both verdicts; the first one only where all weights are known.
 
     Args:
@@ -60,7 +60,7 @@ def compare_quantized(
     section, files = by.report.quantization, verified.files
     assert section is not None
     section.max_divergence, section.min_agreement = asked.limits.divergence, asked.limits.agreement
-    _measure(graphs, eager, by, asked, section)
+    yield from _measure(graphs, eager, by, asked, section)
     unknown = next((one.stored.name for file in files for one in file.found if not one.placements), "")
     if unknown or any(file.unread for file in files):
         by.report.notes += [f"whether the graph is right is not known: what is `{unknown}`?"] if unknown else []
@@ -68,32 +68,32 @@ def compare_quantized(
     try:
         copies = [stack.enter_context(plain_copy(file.path)) for file in files]
     except UnsupportedInput as error:
-        by.add([Check("structure", files[0].name, "", verdict="skip", detail=error.message)])
+        yield [Check("structure", files[0].name, "", verdict="skip", detail=error.message)]
         return eager, verified
     section.rounded = sorted({operator for _, rounded in copies for operator in rounded})
     by.report.notes += _notes(section)
     found = [one for file in files for one in file.found]
-    tie = tie_of(eager.runners[0].model, by.tensors)  # type: ignore[attr-defined]
+    tie = tie_of(eager.models[0], by.tensors)
     shadow = stack.enter_context(shadow_of(eager.folder, by.tensors, found, tie))
     same, settings = Eager(shadow, eager.dtype, code=asked.code), replace(by.settings, float_activations=True)
     plain = [replace(file, path=path) for file, (path, _) in zip(files, copies, strict=True)]
-    replace(by, settings=settings).run(same, plain)
+    yield from replace(by, settings=settings).run(same, plain)
     return same, replace(verified, files=plain, settings=settings)
 
 
 def _measure(
     graphs: Sequence[ForeignGraph], eager: Eager, by: ForeignComparison, asked: Asked, section: Quantization
-) -> None:
+) -> Checks:
     """The cost, of the two graphs together where there are two."""
     trusted = asked.code is not None
-    sample = sample_of(asked.text, eager.folder, eager.facts(), by.report.suite, trusted)
+    sample = sample_of(asked.text, eager.folder, eager.facts(), by.selection.suite, trusted)
     candidate = foreign_candidates(graphs)[-1]
     try:
         section.cost = measure_cost(candidate.name, candidate.runner, eager.runners[0], sample)
     except LlmconvError as error:
-        by.add([Check("cost of quantisation", candidate.name, "", verdict="fail", detail=error.message)])
+        yield [Check("cost of quantisation", candidate.name, "", verdict="fail", detail=error.message)]
         return
-    by.add(check_cost(section.cost, asked.limits))
+    yield check_cost(section.cost, asked.limits)
 
 
 def _notes(section: Quantization) -> list[str]:
