@@ -22,13 +22,13 @@ from llmconv.verify.audit.file_checksums import audit_graph_files
 from llmconv.verify.audit.inputs import require_folder, require_model, require_weights
 from llmconv.verify.audit.odd_weights import odd_weights
 from llmconv.verify.audit.stages_as_one import load_whole
-from llmconv.verify.audit.weights import Source, audit_files, audit_weights
+from llmconv.verify.audit.weights import WeightSource, audit_files, audit_weights
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.embeddings import takes_embeddings
 from llmconv.verify.comparison.layer_by_layer import StreamedEager, open_in_pieces, why_not_layered
 from llmconv.verify.comparison.run import FolderComparison, open_graphs
 from llmconv.verify.other_exporters.quantized.kinds import quantized_operators
-from llmconv.verify.reference.cost_estimate import Forecast, choose, distinct_files
+from llmconv.verify.reference.cost_estimate import CostEstimate, choose, distinct_files
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Checks, Report
 from llmconv.verify.scenarios.selection import Selection
@@ -135,7 +135,7 @@ def _is_layered(
     why_not = why_not_layered(verified.entries, verified.models)
     if session.bisect or session.minimized or session.selection.repeat > 1:
         why_not = "`--repeat`, `--bisect` and `--minimize` hold the whole model"
-    layered, note = choose(Forecast.of(reference, distinct_files(paths)), wanted, why_not)
+    layered, note = choose(CostEstimate.of(reference, distinct_files(paths)), wanted, why_not)
     report.notes += [note] if note else []
     return layered
 
@@ -187,7 +187,7 @@ def _audit(verified: VerifiedFolder, reference: Path, report: Report, *, allow_c
     report.notes += notes
     report.unseen += ["graphs that are not the folder's own"] if any(c.verdict == "skip" for c in checks) else []
     prefixes = [entry.prefix.file for entry in verified.entries if entry.prefix]
-    source = Source.of(verified.path, reference, prefixes)
+    source = WeightSource.of(verified.path, reference, prefixes)
     yield audit_files(verified.path)
     report.notes += odd_weights(source.reference)
     used, config = set[str](), read_config(reference)

@@ -24,11 +24,11 @@ from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is
 from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.results.report import Check
 
-Span = tuple[str, int, int]
+ByteSpan = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """The weights that graphs of one folder may use.
 
     Attributes:
@@ -40,13 +40,13 @@ class Source:
     """
 
     folder: Path
-    spans: Mapping[Span, str]
+    spans: Mapping[ByteSpan, str]
     reference: Mapping[str, LazyTensor]
     in_place: bool
-    prefixes: Mapping[Span, str] = field(default_factory=dict)
+    prefixes: Mapping[ByteSpan, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path, reference: Path, prefixes: Iterable[str] = ()) -> Source:
+    def of(cls, folder: Path, reference: Path, prefixes: Iterable[str] = ()) -> WeightSource:
         """Reads the headers of both folders.
 
         Raises:
@@ -67,7 +67,7 @@ class Source:
         return cls(folder, spans, tensors if in_place else open_weights(reference), in_place, stored)
 
 
-def span_of(tensor: FileTensor) -> Span:
+def span_of(tensor: FileTensor) -> ByteSpan:
     """Where a tensor lies: file name, offset, length."""
     return tensor.path.name, tensor.offset, tensor.nbytes
 
@@ -92,7 +92,7 @@ def _audit_file(path: Path, entry: Mapping[str, Any]) -> tuple[str, str]:
     return ("pass", "sha256 as in the manifest") if same else ("fail", "weights changed since the manifest was written")
 
 
-def audit_weights(graph: str, model: onnx.ModelProto, source: Source) -> tuple[Check, set[str]]:
+def audit_weights(graph: str, model: onnx.ModelProto, source: WeightSource) -> tuple[Check, set[str]]:
     """Checks every initializer of a graph; also the names of the reference's tensors that the graph uses."""
     problems: list[str] = []
     used: set[str] = set()
@@ -131,7 +131,7 @@ def _told(problems: Sequence[str], used: int) -> str:
     return "; ".join(problems[:5]) or (f"{used} tensors" if used else "")
 
 
-def _audit(tensor: onnx.TensorProto, source: Source) -> tuple[str, str]:
+def _audit(tensor: onnx.TensorProto, source: WeightSource) -> tuple[str, str]:
     """The reference's name of an initializer (empty when it is none of its tensors), and what is wrong with it."""
     named = reference_name(tensor.name, source.reference)
     fields = external_fields(tensor)
@@ -156,7 +156,7 @@ def _audit(tensor: onnx.TensorProto, source: Source) -> tuple[str, str]:
     return named or bound, ""
 
 
-def _audit_rows(label: str, span: Span, source: Source) -> tuple[str, str]:
+def _audit_rows(label: str, span: ByteSpan, source: WeightSource) -> tuple[str, str]:
     """The same for an initializer `name[row]` or `name[first:stop]`: these rows of one tensor, by their bytes."""
     name, _, rest = label.removesuffix("]").rpartition("[")
     first, _, stop = rest.partition(":")
@@ -182,7 +182,7 @@ def reference_name(name: str, reference: Mapping[str, LazyTensor]) -> str:
     return next((f"{prefix}.{name}" for prefix in ("model", "transformer") if f"{prefix}.{name}" in reference), "")
 
 
-def _differ(source: Source, named: str, bound: str) -> bool:
+def _differ(source: WeightSource, named: str, bound: str) -> bool:
     """Whether the bytes of the folder's tensor `bound` differ from the reference's `named`."""
     if source.in_place:
         mine, other = source.reference[bound], source.reference[named]
@@ -195,7 +195,7 @@ def _differ(source: Source, named: str, bound: str) -> bool:
     return mine.shape != other.shape or not same_values(mine.read(), other.read())
 
 
-def _compare(tensor: onnx.TensorProto, named: str, source: Source) -> str:
+def _compare(tensor: onnx.TensorProto, named: str, source: WeightSource) -> str:
     values = initializer_values(tensor, source.folder)
     wanted = source.reference[named].read()
     if values is None:

@@ -7,7 +7,7 @@ import re
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.bisect.recording import Record
+from llmconv.verify.bisect.recording import RecordedValue
 from llmconv.verify.results.measure import GATES, Measure, NoiseFloor, measure
 from llmconv.verify.scenarios.calls import Call
 
@@ -18,7 +18,7 @@ ROW = 8
 """Features that a row has at least; where the last axis has fewer, all of a value is one row."""
 
 
-class Comparison:
+class ValueComparison:
     """Compares values of one call.
 
     Args:
@@ -32,7 +32,7 @@ class Comparison:
         self._new = call.valid
         self._all = np.pad(call.attention_mask == 1, ((0, 0), (virtual, 0)), constant_values=True)
 
-    def agrees(self, record: Record, value: Array) -> bool:
+    def agrees(self, record: RecordedValue, value: Array) -> bool:
         """The same up to rounding; the layout of the elements counts, how they are grouped into axes does not."""
         if value.size != record.exact.size:
             return False
@@ -41,7 +41,7 @@ class Comparison:
         found = self.measure(record, value)
         return found is not None and found.passes(self._gates)
 
-    def measure(self, record: Record, value: Array) -> Measure | None:
+    def measure(self, record: RecordedValue, value: Array) -> Measure | None:
         """How far a float value is from a record of as many elements; None where one hides what the other shows."""
         arrays = (record.exact, record.rounded, value.reshape(record.exact.shape))
         hidden = [array < HIDDEN for array in arrays]
@@ -53,14 +53,14 @@ class Comparison:
         truth = self._floor.truth(re.sub(r"\d+", "#", f"{record.scope} {record.op}"), exact, rounded, valid)
         return measure(truth, found)
 
-    def counted(self, record: Record) -> Array:
+    def counted(self, record: RecordedValue) -> Array:
         """Which elements of a record are compared, bool in its shape: not padding, and not hidden by a mask."""
         if record.exact.dtype.kind != "f":
             return self._counts(record.exact.shape, masks=True)
         hidden = record.exact < HIDDEN
         return ~hidden & self._counts(record.exact.shape, masks=bool(hidden.any()))
 
-    def _same(self, record: Record, value: Array) -> bool:
+    def _same(self, record: RecordedValue, value: Array) -> bool:
         """Integers and booleans: equal, but for rows of padding."""
         counts = self.counted(record)
         found = value.reshape(record.exact.shape)

@@ -1,4 +1,4 @@
-"""Trail: which values of a graph agree with the model, and the nodes between the last that do and the first that fails.
+"""AgreementTrace: which values of a graph agree with the model, and the nodes between the last that do and the first that fails.
 
 A value agrees when the eager model computes the same in the same module. Exporters write some steps differently, so a
 value may agree with none; but where what is made of it agrees, it was right too. What is left leads from the output
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import onnx
 
 from llmconv.tensors import Array
-from llmconv.verify.bisect.agreement import Comparison
-from llmconv.verify.bisect.module_scopes import ANYWHERE, Scopes
-from llmconv.verify.bisect.recording import Record
+from llmconv.verify.bisect.agreement import ValueComparison
+from llmconv.verify.bisect.module_scopes import ANYWHERE, ModuleScopes
+from llmconv.verify.bisect.recording import RecordedValue
 from llmconv.verify.comparison.graph_probe import inner_inputs
 
 LAYOUT_OPS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten", "Expand"}
@@ -39,7 +39,7 @@ TAKES_SHAPE = {"Reshape", "Expand", "ConstantOfShape", "Unsqueeze", "Squeeze", "
 """Their other inputs than the first say how, not what."""
 
 
-class Wiring:
+class GraphIndex:
     """A graph's nodes by what they make and read.
 
     Attributes:
@@ -90,7 +90,7 @@ def _is_shape_input(node: onnx.NodeProto, name: str) -> bool:
     return node.op_type in SHAPE_OPS or (node.op_type in TAKES_SHAPE and name not in node.input[:1])
 
 
-class Trail:
+class AgreementTrace:
     """Tells the values that agree from those that do not.
 
     Args:
@@ -105,18 +105,18 @@ class Trail:
 
     def __init__(
         self,
-        wiring: Wiring,
-        scopes: Scopes,
+        wiring: GraphIndex,
+        scopes: ModuleScopes,
         values: Mapping[str, Array],
-        records: Sequence[Record],
-        comparison: Comparison,
+        records: Sequence[RecordedValue],
+        comparison: ValueComparison,
         trusted: Iterable[str],
         changing: Mapping[str, str] = ARITHMETIC,
     ) -> None:
         self.wiring, self.scopes, self.values, self.comparison = wiring, scopes, values, comparison
         self.changing = changing
         self.ports = [record for record in records if record.is_port]
-        self.by_place: dict[tuple[str, int], list[Record]] = defaultdict(list)
+        self.by_place: dict[tuple[str, int], list[RecordedValue]] = defaultdict(list)
         for record in records:
             if not record.is_port:
                 self.by_place[record.scope, record.exact.size].append(record)
@@ -124,7 +124,7 @@ class Trail:
         self.matched = {name for name in values if name in wiring.maker and self._agrees(name)}
         self.good = self._good(trusted)
 
-    def places(self, value: str) -> list[Record]:
+    def places(self, value: str) -> list[RecordedValue]:
         """The records of the value's module that have as many elements."""
         node = self.wiring.maker.get(value)
         if node is None or value not in self.values:

@@ -30,10 +30,10 @@ from llmconv.files.safe_folder import Content, Folder
 from llmconv.output.streaming import write_fully
 from llmconv.tensors import Array
 from llmconv.verify.audit.weights import initializer_values
-from llmconv.verify.bisect.agreement_trace import Trail
-from llmconv.verify.bisect.recording import Record
-from llmconv.verify.bisect.replay import Replay
-from llmconv.verify.bisect.smallest_piece import Piece
+from llmconv.verify.bisect.agreement_trace import AgreementTrace
+from llmconv.verify.bisect.recording import RecordedValue
+from llmconv.verify.bisect.replay import ReplayedCall
+from llmconv.verify.bisect.smallest_piece import FailingPiece
 from llmconv.verify.comparison.graph_probe import inner_inputs
 from llmconv.verify.results.measure import GATES, ULP_SHARE, ULPS, rms
 from llmconv.verify.results.report import Where
@@ -72,7 +72,7 @@ print("sigma", np.sqrt(np.mean(error**2)) / json.loads(Path("piece.json").read_t
 
 
 @dataclass(frozen=True)
-class Minimized:
+class WrittenPiece:
     """What was written.
 
     Attributes:
@@ -94,7 +94,9 @@ def require_new(folder: Path) -> None:
         raise UsageProblem(f"`{folder}` is not empty", hint="give a new folder to `--minimize`")
 
 
-def write_piece(folder: Path, piece: Piece, trail: Trail, replay: Replay, where: Where) -> Minimized | None:
+def write_piece(
+    folder: Path, piece: FailingPiece, trail: AgreementTrace, replay: ReplayedCall, where: Where
+) -> WrittenPiece | None:
     """Writes the piece; None where it is not wrong by itself, so that there is nothing to show.
 
     Args:
@@ -134,10 +136,10 @@ def write_piece(folder: Path, piece: Piece, trail: Trail, replay: Replay, where:
         ) from error
     wrong = int((arrays["expected"] != found)[arrays["counts"]].sum())
     is_float = record.exact.dtype.kind == "f"
-    return Minimized(len(piece.nodes), f"sigma {sigma:.4g}" if is_float else f"{wrong} of {found.size} values wrong")
+    return WrittenPiece(len(piece.nodes), f"sigma {sigma:.4g}" if is_float else f"{wrong} of {found.size} values wrong")
 
 
-def _arrays(record: Record, found: Array, trail: Trail) -> dict[str, Array]:
+def _arrays(record: RecordedValue, found: Array, trail: AgreementTrace) -> dict[str, Array]:
     """Expected, rounded, found, and which elements count, all in the layout of the piece's output."""
     counts = trail.comparison.counted(record)
     parts = {"expected": record.exact, "rounded": record.rounded, "found": found, "counts": counts}
@@ -145,7 +147,7 @@ def _arrays(record: Record, found: Array, trail: Trail) -> dict[str, Array]:
 
 
 def _content(
-    piece: Piece, record: Record, arrays: Mapping[str, Array], where: Where, dtype: str
+    piece: FailingPiece, record: RecordedValue, arrays: Mapping[str, Array], where: Where, dtype: str
 ) -> tuple[dict[str, object], float]:
     """What `piece.json` says, and sigma."""
     counts = arrays["counts"]
@@ -169,7 +171,7 @@ def _content(
     return content, sigma
 
 
-def _readme(piece: Piece, where: Where) -> str:
+def _readme(piece: FailingPiece, where: Where) -> str:
     title = where.node or piece.node.name
     finding = where.finding or f"the first node that differs is `{title}`"
     return README.format(

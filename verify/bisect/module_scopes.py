@@ -1,4 +1,4 @@
-"""Scopes: which module of the model a node of a graph belongs to, by the node's name.
+"""ModuleScopes: which module of the model a node of a graph belongs to, by the node's name.
 
 `model.layers.7.self_attn.q_proj/Gemm` is llmconv's form; `/model/layers.7/self_attn/q_proj/MatMul` is that of
 torch.onnx, optimum and the ORT-GenAI builder, which also has names of its own for some modules. Others note the module
@@ -30,7 +30,7 @@ LAYER = re.compile(r"^(?:.*?\.)??(\d+)(?:\.|$)")
 """The first number of a dotted name."""
 
 
-class Scopes:
+class ModuleScopes:
     """The modules of a model, found by what a graph's nodes are called.
 
     Args:

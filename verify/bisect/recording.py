@@ -29,15 +29,15 @@ IN, OUT = "input", "output"
 MASK = "attention_mask"
 """Operator of the record of the mask that a module is given."""
 
-Key = tuple[str, str, tuple[int, ...], int]
+RecordKey = tuple[str, str, tuple[int, ...], int]
 """Scope, operator, shape, and which one of these."""
 
-Wanted = Callable[[str], bool]
+ScopeFilter = Callable[[str], bool]
 """Whether the values of a scope are recorded."""
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordedValue:
     """One value of the eager model.
 
     Attributes:
@@ -67,9 +67,9 @@ class Recorder(TorchDispatchMode):
         wanted: which scopes.
     """
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: ScopeFilter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.values: dict[Key, Array] = {}
+        self.values: dict[RecordKey, Array] = {}
         self._scopes, self._wanted = [""], wanted
         self._counts: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
 
@@ -134,16 +134,16 @@ def _is_weight_view(func: Any, args: Sequence[Any]) -> bool:
     return bool(args) and isinstance(args[0], torch.nn.Parameter) and func.is_view
 
 
-def paired(exact: Mapping[Key, Array], rounded: Mapping[Key, Array]) -> list[Record]:
+def paired(exact: Mapping[RecordKey, Array], rounded: Mapping[RecordKey, Array]) -> list[RecordedValue]:
     """The values that both runs have, in the order of the float64 run."""
     return [
-        Record(key[0], key[1], array, rounded[key], order)
+        RecordedValue(key[0], key[1], array, rounded[key], order)
         for order, (key, array) in enumerate(exact.items())
         if key in rounded
     ]
 
 
-def rounded_to(record: Record, dtype: np.dtype[Any]) -> Array:
+def rounded_to(record: RecordedValue, dtype: np.dtype[Any]) -> Array:
     """The exact value as a graph of that dtype could hold it; what does not fit becomes its largest number."""
     if record.exact.dtype.kind != "f":
         return record.exact

@@ -1,4 +1,4 @@
-"""Replay: the call that failed once more, on the graph with taps and on the eager model with a recorder."""
+"""ReplayedCall: the call that failed once more, on the graph with taps and on the eager model with a recorder."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from llmconv.runtime.onnxruntime.runner import (
 )
 from llmconv.runtime.runner import Cache, Runner
 from llmconv.tensors import Array
-from llmconv.verify.bisect.recording import Record, Recorder, Wanted, paired
-from llmconv.verify.comparison.graph_probe import Tapped
+from llmconv.verify.bisect.recording import RecordedValue, Recorder, ScopeFilter, paired
+from llmconv.verify.comparison.graph_probe import GraphProbe
 from llmconv.verify.comparison.scaled_weights import scaled_settings
 from llmconv.verify.reference.eager import Eager, edited, run_chain
 from llmconv.verify.reference.prefix import stored_start, trained_start
-from llmconv.verify.reference.weight_scaling import Change, change_of
+from llmconv.verify.reference.weight_scaling import WeightScaling, scaling_of
 from llmconv.verify.results.report import Where
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.selection import Selection
@@ -38,7 +38,7 @@ from llmconv.verify.scenarios.selection import Selection
 class Replayable(Protocol):
     """Graphs that were verified."""
 
-    def replayed(self, where: Where, eager: Eager) -> AbstractContextManager[Replay | None]:
+    def replayed(self, where: Where, eager: Eager) -> AbstractContextManager[ReplayedCall | None]:
         """The call that `where` names; None where no single run of a graph is that call."""
 
 
@@ -59,14 +59,14 @@ class VerifiedFolder:
     settings: SessionSettings
 
     @contextmanager
-    def replayed(self, where: Where, eager: Eager) -> Iterator[Replay | None]:
+    def replayed(self, where: Where, eager: Eager) -> Iterator[ReplayedCall | None]:
         """See `Replayable`."""
         name, folder = where.scenario.partition(", optimisation ")[0], self
-        if change := change_of(where.scenario):
+        if change := scaling_of(where.scenario):
             eager, name, folder = eager.twin(change), name.removesuffix(f", {change.name}"), self._scaled(change)
         yield _prepare(where, name, folder, eager, scaled=bool(change))
 
-    def _scaled(self, change: Change) -> VerifiedFolder:
+    def _scaled(self, change: WeightScaling) -> VerifiedFolder:
         """The same on scaled weights, so that every value is that of the scaled model."""
         settings, models = scaled_settings(self.settings, self.path, change, at_weights=True), {}
         for name, model in self.models.items():
@@ -77,7 +77,7 @@ class VerifiedFolder:
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayedCall:
     """One call, ready to be run again.
 
     Attributes:
@@ -90,7 +90,7 @@ class Replay:
         eager: the reference.
     """
 
-    tapped: Tapped
+    tapped: GraphProbe
     feeds: Mapping[str, Array]
     call: Call
     virtual: int
@@ -103,19 +103,19 @@ class Replay:
         """The eager model in the graph's dtype."""
         return self.eager.models[1]
 
-    def record(self, wanted: Wanted) -> list[Record]:
+    def record(self, wanted: ScopeFilter) -> list[RecordedValue]:
         """What the eager model computes in the call, in the wanted scopes."""
         sides = zip(self.eager.runners, self.eager.models, strict=True)
         exact, rounded = (self._recorded(runner, model, wanted).values for runner, model in sides)
         return paired(exact, rounded)
 
-    def outputs(self) -> dict[str, Record]:
+    def outputs(self) -> dict[str, RecordedValue]:
         """What the eager model gives in the call: logits and cache, in the graphs' layout."""
         steps = [run_chain(runner, [*self.chain, self.call])[-1] for runner in self.eager.runners]
         exact, rounded = ({"logits": step.logits, **step.present.arrays()} for step in steps)
-        return {name: Record("", name, array, rounded[name], 0) for name, array in exact.items()}
+        return {name: RecordedValue("", name, array, rounded[name], 0) for name, array in exact.items()}
 
-    def _recorded(self, runner: Runner, model: torch.nn.Module, wanted: Wanted) -> Recorder:
+    def _recorded(self, runner: Runner, model: torch.nn.Module, wanted: ScopeFilter) -> Recorder:
         past = edited(run_chain(runner, self.chain)[-1].present if self.chain else None, self.call)
         recorder, run = Recorder(wanted), runner.decode if self.chain else runner.prefill
         with recorder.watching(model):
@@ -123,7 +123,7 @@ class Replay:
         return recorder
 
 
-def _prepare(where: Where, scenario: str, folder: VerifiedFolder, eager: Eager, *, scaled: bool) -> Replay | None:
+def _prepare(where: Where, scenario: str, folder: VerifiedFolder, eager: Eager, *, scaled: bool) -> ReplayedCall | None:
     path = folder.path
     entries = [entry for name in where.graph.split("+") for entry in folder.entries if entry.name == name]
     if not entries:
@@ -144,9 +144,9 @@ def _prepare(where: Where, scenario: str, folder: VerifiedFolder, eager: Eager, 
     steps = run_chain(OrtRunner(graphs[0], graphs[-1]), chain[:step])
     past = edited(steps[-1].present if steps else None, chain[step])
     feeds = feeds_of(graph, chain[step], past)
-    tapped = Tapped(folder.models[graph.name], path, folder.settings)
+    tapped = GraphProbe(folder.models[graph.name], path, folder.settings)
     virtual = prefix.length if prefix else 0
-    return Replay(tapped, feeds, chain[step], virtual, eager.dtype, chain[:step], eager)
+    return ReplayedCall(tapped, feeds, chain[step], virtual, eager.dtype, chain[:step], eager)
 
 
 def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array]:

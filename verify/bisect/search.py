@@ -16,14 +16,14 @@ import onnx
 from llmconv.errors import OutputFailed, first_line
 from llmconv.runtime.cache_names import layer_of
 from llmconv.tensors import Array
-from llmconv.verify.bisect.agreement import Comparison
-from llmconv.verify.bisect.agreement_trace import Trail, Wiring
+from llmconv.verify.bisect.agreement import ValueComparison
+from llmconv.verify.bisect.agreement_trace import AgreementTrace, GraphIndex
 from llmconv.verify.bisect.findings import Suspect, find
-from llmconv.verify.bisect.minimize import Minimized, write_piece
-from llmconv.verify.bisect.module_scopes import ANYWHERE, Scopes, layer_of_scope
-from llmconv.verify.bisect.recording import OUT, Record
-from llmconv.verify.bisect.replay import Replay, Replayable
-from llmconv.verify.bisect.smallest_piece import Piece, Target, smallest_piece
+from llmconv.verify.bisect.minimize import WrittenPiece, write_piece
+from llmconv.verify.bisect.module_scopes import ANYWHERE, ModuleScopes, layer_of_scope
+from llmconv.verify.bisect.recording import OUT, RecordedValue
+from llmconv.verify.bisect.replay import Replayable, ReplayedCall
+from llmconv.verify.bisect.smallest_piece import FailingPiece, TargetValue, smallest_piece
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check, Report, Where
 
@@ -51,7 +51,7 @@ def name_node(report: Report, verified: Replayable, eager: Eager | None, minimiz
     try:
         with verified.replayed(report.where, eager) as replay:
             if replay:
-                search = Search(replay, report.where, report.checks)
+                search = NodeSearch(replay, report.where, report.checks)
                 report.where = search.run()
                 written = search.write(report.where, minimize)
     except OutputFailed:
@@ -64,14 +64,14 @@ def name_node(report: Report, verified: Replayable, eager: Eager | None, minimiz
         report.notes.append(_written_told(minimize, written))
 
 
-def _written_told(folder: Path, written: Minimized | None) -> str:
+def _written_told(folder: Path, written: WrittenPiece | None) -> str:
     if written is None:
         return f"nothing written to `{folder}`: no piece of the graph is wrong by itself"
     return f"{written.nodes} node{'s' * (written.nodes > 1)} with inputs in `{folder}`, {written.difference}"
 
 
 @dataclass(frozen=True)
-class Window:
+class LayerRange:
     """Layers that are compared value by value.
 
     Attributes:
@@ -84,7 +84,7 @@ class Window:
     output: str
 
 
-class Search:
+class NodeSearch:
     """Looks for the node.
 
     Args:
@@ -93,13 +93,13 @@ class Search:
         checks: of the whole run, for what the weight audit says.
     """
 
-    def __init__(self, replay: Replay, where: Where, checks: Sequence[Check]) -> None:
+    def __init__(self, replay: ReplayedCall, where: Where, checks: Sequence[Check]) -> None:
         self.replay, self.where, self.checks = replay, where, checks
-        self.wiring = Wiring(replay.tapped.model)
-        self.scopes = Scopes(name for name, _ in replay.model.named_modules())
+        self.wiring = GraphIndex(replay.tapped.model)
+        self.scopes = ModuleScopes(name for name, _ in replay.model.named_modules())
         self.layers = {id(node): layer_of_scope(self.scopes.of(node)) for node in self.wiring.nodes}
-        self.comparison = Comparison(replay.dtype, replay.call, replay.virtual)
-        self._found: tuple[Trail, Piece | None] | None = None
+        self.comparison = ValueComparison(replay.dtype, replay.call, replay.virtual)
+        self._found: tuple[AgreementTrace, FailingPiece | None] | None = None
 
     def run(self) -> Where:
         """The answer."""
@@ -109,21 +109,21 @@ class Search:
         trail = self._trail(window)
         piece = None
         if trail.back_from(window.output):
-            target = Target(window.output, self._expected(window, trail))
+            target = TargetValue(window.output, self._expected(window, trail))
             piece = smallest_piece(trail, self.replay.tapped, self.replay.feeds, target)
         self._found = (trail, piece)
         finding = find(Suspect(self.replay, self.where, self.checks, trail, piece))
         node = (finding.node if finding else None) or (piece.node if piece else None)
         return self._told(finding.text if finding else "", node, trail.scope(node) if node is not None else "")
 
-    def write(self, where: Where, folder: Path | None) -> Minimized | None:
+    def write(self, where: Where, folder: Path | None) -> WrittenPiece | None:
         """Writes the piece that `run` found; None where there is none, or no folder for it."""
         trail, piece = self._found or (None, None)
         if folder is None or trail is None or piece is None:
             return None
         return write_piece(folder, piece, trail, self.replay, where)
 
-    def _window(self) -> Window:
+    def _window(self) -> LayerRange:
         """The layers of the fault, from the outputs that were compared, or by halves."""
         last = max((layer for layer in self.layers.values() if layer is not None), default=0)
         cached = {layer for name in self.wiring.outputs if (layer := layer_of(name)) is not None}
@@ -133,12 +133,12 @@ class Search:
         else:
             first, window_last = max((layer for layer in cached if layer < reached), default=0), reached
         if first == 0 or self._agrees_after(first - 1):
-            return Window(first, window_last, self.where.output)
+            return LayerRange(first, window_last, self.where.output)
         low, high = 0, first - 1  # some layer up to `high` is the first whose output is wrong
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if self._agrees_after(middle) else (low, middle)
-        return Window(low, low, self._crossing(low)[-1])
+        return LayerRange(low, low, self._crossing(low)[-1])
 
     def _crossing(self, layer: int) -> list[str]:
         """Values that a layer hands to what comes after it."""
@@ -168,16 +168,16 @@ class Search:
         fused = [name for node in following if "Norm" in node.op_type for name in node.output if name]
         return self._any_agrees(records, self._read_like(records, fused))
 
-    def _read_like(self, records: Sequence[Record], names: Sequence[str]) -> dict[str, Array]:
+    def _read_like(self, records: Sequence[RecordedValue], names: Sequence[str]) -> dict[str, Array]:
         """The values called so that have as many elements as one of the records."""
         values = self.replay.tapped.read(self.replay.feeds, names)
         sizes = {record.exact.size for record in records}
         return {name: value for name, value in values.items() if value.size in sizes}
 
-    def _any_agrees(self, records: Sequence[Record], values: Mapping[str, Array]) -> bool:
+    def _any_agrees(self, records: Sequence[RecordedValue], values: Mapping[str, Array]) -> bool:
         return any(self.comparison.agrees(record, value) for record in records for value in values.values())
 
-    def _trail(self, window: Window) -> Trail:
+    def _trail(self, window: LayerRange) -> AgreementTrace:
         """Every value of the window beside the model's."""
 
         def is_before(layer: int | None, first: int) -> bool:
@@ -191,9 +191,9 @@ class Search:
         values = self.replay.tapped.read(self.replay.feeds, names)
         # Where a fused norm adds the last term, the first layer's nodes make the output of the layer before.
         records = self.replay.record(lambda scope: not is_before(layer_of_scope(scope), window.first - 1))
-        return Trail(self.wiring, self.scopes, values, records, self.comparison, trusted)
+        return AgreementTrace(self.wiring, self.scopes, values, records, self.comparison, trusted)
 
-    def _expected(self, window: Window, trail: Trail) -> Record | None:
+    def _expected(self, window: LayerRange, trail: AgreementTrace) -> RecordedValue | None:
         """The model's value where the window ends: an output of the graph, or of a layer; None for other results."""
         if window.output not in self.wiring.outputs:
             return next((r for r in trail.ports if r.op == OUT and r.scope.endswith(f".{window.last}")), None)

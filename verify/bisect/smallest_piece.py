@@ -15,17 +15,17 @@ import numpy as np
 import onnx
 
 from llmconv.tensors import Array
-from llmconv.verify.bisect.agreement_trace import LAYOUT_OPS, Trail
+from llmconv.verify.bisect.agreement_trace import LAYOUT_OPS, AgreementTrace
 from llmconv.verify.bisect.module_scopes import inside
-from llmconv.verify.bisect.recording import IN, OUT, Record, rounded_to
-from llmconv.verify.comparison.graph_probe import Tapped, inner_inputs
+from llmconv.verify.bisect.recording import IN, OUT, RecordedValue, rounded_to
+from llmconv.verify.comparison.graph_probe import GraphProbe, inner_inputs
 
 ATTEMPTS = 80
 """Values that are put right at most, one at a time."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class FailingPiece:
     """Nodes that turn values that agree into one that does not.
 
     Attributes:
@@ -37,7 +37,7 @@ class Piece:
 
     nodes: Sequence[onnx.NodeProto]
     output: str
-    expected: Record | None
+    expected: RecordedValue | None
     proven: bool
 
     @property
@@ -47,14 +47,16 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetValue:
     """A value further on of which the model's is known."""
 
     value: str
-    record: Record | None
+    record: RecordedValue | None
 
 
-def smallest_piece(trail: Trail, tapped: Tapped, inputs: Mapping[str, Array], last: Target) -> Piece:
+def smallest_piece(
+    trail: AgreementTrace, tapped: GraphProbe, inputs: Mapping[str, Array], last: TargetValue
+) -> FailingPiece:
     """The smallest piece that is wrong.
 
     Args:
@@ -67,15 +69,17 @@ def smallest_piece(trail: Trail, tapped: Tapped, inputs: Mapping[str, Array], la
     target = _first_target(trail, last)
     suspects = trail.back_from(target.value)
     if target.record is None:
-        return Piece(suspects, target.value, None, proven=False)
+        return FailingPiece(suspects, target.value, None, proven=False)
     for output, record in islice(_attempts(trail, suspects, target), ATTEMPTS):
         if _repairs(trail, tapped, values, output, record, target):
             end = _handed_on(trail, output)
-            return Piece(trail.back_from(end), end, record, proven=True)
-    return Piece(suspects, target.value, target.record, proven=False)
+            return FailingPiece(trail.back_from(end), end, record, proven=True)
+    return FailingPiece(suspects, target.value, target.record, proven=False)
 
 
-def _attempts(trail: Trail, suspects: Sequence[onnx.NodeProto], target: Target) -> Iterator[tuple[str, Record]]:
+def _attempts(
+    trail: AgreementTrace, suspects: Sequence[onnx.NodeProto], target: TargetValue
+) -> Iterator[tuple[str, RecordedValue]]:
     """Wrong values before the target, in order, each with what the model may have in its place."""
     for node in suspects:
         for output in node.output:
@@ -83,7 +87,7 @@ def _attempts(trail: Trail, suspects: Sequence[onnx.NodeProto], target: Target) 
                 yield from ((output, record) for record in _candidates(trail, output))
 
 
-def _handed_on(trail: Trail, value: str) -> str:
+def _handed_on(trail: AgreementTrace, value: str) -> str:
     """The value past the nodes that do nothing: the model's may belong behind the one that should do something."""
     users = trail.wiring.users[value]
     while len(users) == 1 and users[0].op_type == "Identity":
@@ -92,7 +96,7 @@ def _handed_on(trail: Trail, value: str) -> str:
     return value
 
 
-def _candidates(trail: Trail, output: str) -> Iterator[Record]:
+def _candidates(trail: AgreementTrace, output: str) -> Iterator[RecordedValue]:
     """What the model may have where the graph has a value that agrees with nothing."""
     if output in trail.values:
         array = trail.values[output]
@@ -101,7 +105,7 @@ def _candidates(trail: Trail, output: str) -> Iterator[Record]:
                 yield record
 
 
-def _first_target(trail: Trail, last: Target) -> Target:
+def _first_target(trail: AgreementTrace, last: TargetValue) -> TargetValue:
     """The first wrong value on the way to the last that a module takes or gives, and the model's."""
     ports = {(record.scope, record.op, record.exact.size): record for record in trail.ports}
     suspects = trail.back_from(last.value)
@@ -115,14 +119,19 @@ def _first_target(trail: Trail, last: Target) -> Target:
                 other = trail.scopes.of(user)
                 taken, given = ports.get((other, IN, size)), ports.get((scope, OUT, size))
                 if given and not inside(other, scope):
-                    return Target(output, given)
+                    return TargetValue(output, given)
                 if taken and id(user) in ids and not inside(scope, other):
-                    return Target(output, taken)
+                    return TargetValue(output, taken)
     return last
 
 
 def _repairs(
-    trail: Trail, tapped: Tapped, values: Mapping[str, Array], output: str, record: Record, target: Target
+    trail: AgreementTrace,
+    tapped: GraphProbe,
+    values: Mapping[str, Array],
+    output: str,
+    record: RecordedValue,
+    target: TargetValue,
 ) -> bool:
     """Whether the target agrees once the model's value stands in place of the output."""
     nodes = trail.wiring.before(target.value, {*trail.good, output})

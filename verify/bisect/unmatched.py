@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from llmconv.errors import first_line
-from llmconv.verify.bisect.agreement import Comparison
-from llmconv.verify.bisect.agreement_trace import ARITHMETIC, CHOICES, LAYOUT_OPS, Trail, Wiring
-from llmconv.verify.bisect.module_scopes import Scopes
-from llmconv.verify.bisect.replay import Replay, Replayable
+from llmconv.verify.bisect.agreement import ValueComparison
+from llmconv.verify.bisect.agreement_trace import ARITHMETIC, CHOICES, LAYOUT_OPS, AgreementTrace, GraphIndex
+from llmconv.verify.bisect.module_scopes import ModuleScopes
+from llmconv.verify.bisect.replay import Replayable, ReplayedCall
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Report, UnmatchedNode, Where
 
@@ -52,7 +52,7 @@ def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) ->
         report.notes.append(f"`{name}`: {told}{after}")
 
 
-def _listed(report: Report, name: str, replay: Replay) -> str:
+def _listed(report: Report, name: str, replay: ReplayedCall) -> str:
     report.unmatched[name] = unmatched_nodes(replay)
     return _told(report.unmatched[name], len(replay.tapped.model.graph.node))
 
@@ -70,13 +70,15 @@ def _calls(report: Report) -> Iterator[tuple[str, Where]]:
                 break
 
 
-def unmatched_nodes(replay: Replay) -> list[UnmatchedNode]:
+def unmatched_nodes(replay: ReplayedCall) -> list[UnmatchedNode]:
     """The nodes of one graph, in its order; those that only lay values out are left out."""
-    wiring = Wiring(replay.tapped.model)
-    scopes = Scopes(name for name, _ in replay.model.named_modules())
+    wiring = GraphIndex(replay.tapped.model)
+    scopes = ModuleScopes(name for name, _ in replay.model.named_modules())
     values = replay.tapped.read(replay.feeds, [name for node in wiring.nodes for name in node.output])
-    comparison = Comparison(replay.dtype, replay.call, replay.virtual)
-    trail = Trail(wiring, scopes, values, replay.record(lambda scope: True), comparison, (), ARITHMETIC | CHOICES)
+    comparison = ValueComparison(replay.dtype, replay.call, replay.virtual)
+    trail = AgreementTrace(
+        wiring, scopes, values, replay.record(lambda scope: True), comparison, (), ARITHMETIC | CHOICES
+    )
     return [
         UnmatchedNode(node.name, node.op_type, trail.scope(node))
         for node in wiring.nodes

@@ -14,9 +14,9 @@ from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner
 from llmconv.runtime.runner import Runner, Step
 from llmconv.tensors import Array
 from llmconv.verify.comparison.token_choices import expected_count, measure_choices
-from llmconv.verify.reference.eager import Truths, rows_of, run_chain
+from llmconv.verify.reference.eager import ExpectedOutputs, rows_of, run_chain
 from llmconv.verify.results.evidence import Evidence
-from llmconv.verify.results.measure import Gates, Measure, Truth, measure
+from llmconv.verify.results.measure import ExpectedOutput, Gates, Measure, measure
 from llmconv.verify.results.report import Check
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
@@ -87,9 +87,9 @@ def check_scenario(
     scenario: Scenario,
     chains: list[Chain],
     candidate: Candidate,
-    truths: Truths,
+    truths: ExpectedOutputs,
     gates: Gates,
-    pair: Agreement,
+    pair: PrefillDecodeAgreement,
     evidence: Evidence | None = None,
     repeat: int = 1,
 ) -> list[Check]:
@@ -156,7 +156,7 @@ def _equal(steps: list[Step], others: list[Step]) -> bool:
     return all(np.array_equal(a[name], b[name], equal_nan=True) for a, b in pairs for name in a)
 
 
-def _results(candidate: Candidate, truth: Truth, step: Step, gates: Gates) -> dict[str, Measure]:
+def _results(candidate: Candidate, truth: ExpectedOutput, step: Step, gates: Gates) -> dict[str, Measure]:
     """Logits, or the tokens and scores that the graph chose from them."""
     truth = truth.last() if candidate.last_logits else truth
     if step.choices is None:
@@ -164,13 +164,13 @@ def _results(candidate: Candidate, truth: Truth, step: Step, gates: Gates) -> di
     return measure_choices(truth, step.choices, expected_count(candidate.graphs[-1].entry.postprocess))
 
 
-def _measure(truth: Truth, rows: Array | None, gates: Gates) -> Measure:
+def _measure(truth: ExpectedOutput, rows: Array | None, gates: Gates) -> Measure:
     if rows is None:
         return Measure(problem="the graph lacks this output")
     return fairly(truth, lambda truth: measure(truth, rows), gates)
 
 
-def fairly(truth: Truth, measured: Callable[[Truth], Measure], gates: Gates) -> Measure:
+def fairly(truth: ExpectedOutput, measured: Callable[[ExpectedOutput], Measure], gates: Gates) -> Measure:
     """What is measured; of few rows that would differ, against noise that was measured twice."""
     found = measured(truth)
     if found.passes(gates) or found.problem or not truth.is_doubtful:
@@ -200,20 +200,22 @@ def fold(blank: Check, output: str, measures: list[Measure], gates: Gates) -> Ch
     )
 
 
-Place = tuple[str, int, int]
+CallKey = tuple[str, int, int]
 """A call: scenario, chain, and which one of the chain."""
 
 
-class Agreement:
+class PrefillDecodeAgreement:
     """Whether the prefill and the decode graph say the same, apart from what the eager model says."""
 
     def __init__(self, gates: Gates) -> None:
         # Two correct graphs may each be off by the gate, in opposite directions.
         self._gates = Gates(2 * gates.aggregate, 2 * gates.row)
-        self._prefill: dict[Place, dict[str, Array]] = {}
+        self._prefill: dict[CallKey, dict[str, Array]] = {}
         self._measures: dict[str, list[Measure]] = defaultdict(list)
 
-    def see(self, candidate: Candidate, place: Place, truth: dict[str, Truth], rows: dict[str, Array]) -> None:
+    def see(
+        self, candidate: Candidate, place: CallKey, truth: dict[str, ExpectedOutput], rows: dict[str, Array]
+    ) -> None:
         """Notes what a candidate gave; the decode graph's calls come after the same calls of the prefill graph."""
         if self._prefill and next(iter(self._prefill))[0] != place[0]:
             self._prefill = {}

@@ -27,7 +27,7 @@ AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Tapped:
+class GraphProbe:
     """A graph whose inner values can be read.
 
     Attributes:

@@ -38,15 +38,15 @@ from llmconv.runtime.runner import Runner
 from llmconv.verify.comparison.candidates import Candidate
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.reference.weight_scaling import SCENARIOS as TWIN_SCENARIOS
-from llmconv.verify.reference.weight_scaling import Change
-from llmconv.verify.results.measure import Truth
-from llmconv.verify.scenarios.calls import Call, Chain, Facts
+from llmconv.verify.reference.weight_scaling import WeightScaling
+from llmconv.verify.results.measure import ExpectedOutput
+from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
 
 NOTHING_HELD = "with `--low-memory` no cache is held that could be changed or made up"
 
-Planned = Sequence[tuple[Scenario, Sequence[Chain]]]
+PlannedCalls = Sequence[tuple[Scenario, Sequence[Chain]]]
 
 
 class StreamedEager(Eager):
@@ -86,11 +86,11 @@ class StreamedEager(Eager):
         self._foreseen.append(Foreseen(dtype, model.run_all, self._drawer))
         return model, self._foreseen[-1]
 
-    def facts(self) -> Facts:
+    def facts(self) -> ModelFacts:
         """As the model has them; a cache that nobody holds can be neither edited nor continued by its own tokens."""
         return replace(super().facts(), no_edits=NOTHING_HELD, no_made_up=NOTHING_HELD, greedy=None)
 
-    def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
+    def _with_others(self, truths: dict[str, ExpectedOutput], calls: Sequence[Call]) -> dict[str, ExpectedOutput]:
         """As they are: a call that was not foreseen would read all weights again."""
         return truths
 
@@ -105,7 +105,7 @@ class StreamedEager(Eager):
         """
         raise UnsupportedInput("a graph with a prefix cannot be verified layer by layer", hint=HINT)
 
-    def _twin(self, change: Change) -> Eager:
+    def _twin(self, change: WeightScaling) -> Eager:
         """The same model with scaled weights, already run."""
         selection = replace(self._selection, only=TWIN_SCENARIOS)
         return StreamedEager(self.folder, self.dtype, code=self._code, selection=selection, factors=change.of)
@@ -128,7 +128,7 @@ def open_in_pieces(folder: Path, entry: GraphEntry, settings: SessionSettings) -
     return PiecedGraph(folder / entry.files[0], settings, entry=entry, drawer=Drawer())
 
 
-def precompute(graphs: Sequence[OrtGraph], planned: Planned) -> None:
+def precompute(graphs: Sequence[OrtGraph], planned: PlannedCalls) -> None:
     """Makes the calls of all scenarios on graphs that run in pieces, alone and handing over to each other.
 
     Raises:
@@ -145,7 +145,7 @@ def precompute(graphs: Sequence[OrtGraph], planned: Planned) -> None:
         then.foreseen.foresee([line for line in lines if line])
 
 
-def _taken(graphs: tuple[PiecedGraph, ...], planned: Planned) -> list[Chain]:
+def _taken(graphs: tuple[PiecedGraph, ...], planned: PlannedCalls) -> list[Chain]:
     """The chains that these graphs do not refuse by design."""
     candidate = Candidate("", OrtRunner(graphs[0], graphs[-1]), graphs)
     chains = [chains for _, chains in planned if not any(candidate.refuses(call) for chain in chains for call in chain)]

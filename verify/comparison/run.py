@@ -13,14 +13,14 @@ from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry
 from llmconv.runtime.onnxruntime.runner import OrtGraph, OrtRunner, SessionSettings
 from llmconv.verify.audit.structure import check_structure, name_problems
-from llmconv.verify.comparison.candidates import Agreement, Candidate, candidates, check_scenario
+from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, candidates, check_scenario
 from llmconv.verify.comparison.embeddings import check_embeddings
 from llmconv.verify.comparison.identical_files import distinct, with_copies
 from llmconv.verify.comparison.layer_by_layer import precompute
-from llmconv.verify.comparison.scaled_weights import scaled_settings, why_no_twin
-from llmconv.verify.reference.eager import Eager, Truths
+from llmconv.verify.comparison.scaled_weights import scaled_settings, why_not_scaled
+from llmconv.verify.reference.eager import Eager, ExpectedOutputs
 from llmconv.verify.reference.prefix import stored_start, trained_start
-from llmconv.verify.reference.weight_scaling import CHANGES, Change, changes, unreached_checks
+from llmconv.verify.reference.weight_scaling import SCALINGS, WeightScaling, scalings, unreached_checks
 from llmconv.verify.reference.weight_scaling import SCENARIOS as TWIN_SCENARIOS
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.measure import GATES
@@ -80,7 +80,7 @@ class FolderComparison:
     def _compare(self, graphs: list[OrtGraph]) -> Checks:
         """All scenarios on all graphs, each against the model after the graph's own prefix."""
         gates = GATES[self.eager.dtype]
-        pair, repeat = Agreement(gates), self.selection.repeat
+        pair, repeat = PrefillDecodeAgreement(gates), self.selection.repeat
         for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
             truth = self.eager.behind(prefix, trained_start(self.folder, prefix)) if prefix else self.eager
             planned = self.selection.calls(truth.facts())
@@ -103,19 +103,19 @@ class FolderComparison:
         rows = [row for row in self.selection.scenarios() if row.name in TWIN_SCENARIOS]
         if not entries or not rows:
             return
-        reason = why_no_twin(self.folder, self.eager.folder, [self.models[entry.name] for entry in entries])
+        reason = why_not_scaled(self.folder, self.eager.folder, [self.models[entry.name] for entry in entries])
         layers = len(self.eager.cache_shapes()) // 2
         if reason:
-            yield _skip([change.scenario(row).name for change in CHANGES for row in rows], entries, reason)
-            self.report.unseen += [change.bug for change in CHANGES]
+            yield _skip([change.scenario(row).name for change in SCALINGS for row in rows], entries, reason)
+            self.report.unseen += [change.bug for change in SCALINGS]
             return
-        for change in changes(self.eager):
+        for change in scalings(self.eager):
             yield from self._compare_twin(change, entries, layers)
         checks = unreached_checks(self.eager, [entry.name for entry in entries])
         self.report.unseen += ["limits that no run reaches"] if checks else []
         yield checks
 
-    def _compare_twin(self, change: Change, entries: list[GraphEntry], layers: int) -> Checks:
+    def _compare_twin(self, change: WeightScaling, entries: list[GraphEntry], layers: int) -> Checks:
         """Graphs on weights of which some are scaled, and the eager model on the same; one graph at a time."""
         twin = self.eager.twin(change)
         settings = scaled_settings(self.settings, self.folder, change)
@@ -148,13 +148,15 @@ class FolderComparison:
                 graphs = yield from open_graphs(self.open_graph, self.folder, entries, other)
                 yield from self._alone(named, chains, graphs, self.eager.truths(scenario, chains))
 
-    def _alone(self, scenario: Scenario, chains: list[Chain], graphs: list[OrtGraph], truths: Truths) -> Checks:
+    def _alone(
+        self, scenario: Scenario, chains: list[Chain], graphs: list[OrtGraph], truths: ExpectedOutputs
+    ) -> Checks:
         """One scenario on every graph alone."""
         gates = GATES[self.eager.dtype]
         for graph in graphs:
             candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))
             seen = Evidence()
-            yield check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates), seen)
+            yield check_scenario(scenario, chains, candidate, truths, gates, PrefillDecodeAgreement(gates), seen)
             self.report.evidence.setdefault(graph.name, Evidence()).join_rows(seen)
 
 

@@ -27,7 +27,7 @@ WITH_ALPHA = {"Gemm", "FusedMatMul"}
 SHORT = {onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16}
 WIDE = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
 
-Place = tuple[onnx.NodeProto, int]
+NodeInput = tuple[onnx.NodeProto, int]
 """A node, and the element type of the product that it makes."""
 
 
@@ -78,11 +78,11 @@ class _Scaling:
         del self._graph.node[:]
         self._graph.node.extend(copies)
 
-    def _places(self, name: str, kind: int) -> list[Place] | None:
+    def _places(self, name: str, kind: int) -> list[NodeInput] | None:
         """The products with a weight; None where it is used in another way."""
         if name in self._hidden:
             return None
-        found: list[Place] = []
+        found: list[NodeInput] = []
         for node, at in self._users[name]:
             if node.op_type in {*LAYOUT, "Cast"} and at == 0:
                 inner = self._places(node.output[0], _cast_to(node) or kind)

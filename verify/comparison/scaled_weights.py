@@ -23,10 +23,10 @@ from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.weights import reference_name
 from llmconv.verify.comparison.scaled_graph import scale
-from llmconv.verify.reference.weight_scaling import Change
+from llmconv.verify.reference.weight_scaling import WeightScaling
 
 
-def why_no_twin(folder: Path, reference: Path, models: Sequence[onnx.ModelProto]) -> str:
+def why_not_scaled(folder: Path, reference: Path, models: Sequence[onnx.ModelProto]) -> str:
     """Why a folder can have no twin; empty when it can."""
     if "quantization_config" in read_json(reference / "config.json"):
         return "the model's own weights are quantised"
@@ -47,10 +47,10 @@ def _is_mapped(tensor: onnx.TensorProto) -> bool:
 
 
 def scaled_settings(
-    settings: SessionSettings, folder: Path, change: Change, *, at_weights: bool = False
+    settings: SessionSettings, folder: Path, change: WeightScaling, *, at_weights: bool = False
 ) -> SessionSettings:
     """Settings with which a folder's graphs are opened as their twins; `at_weights` as for `scale`."""
-    tensors = Tensors.of(folder)
+    tensors = FolderTensors.of(folder)
 
     def apply(path: Path, model: onnx.ModelProto) -> None:
         scale(model, tensors.factors(model, change), at_weights=at_weights)
@@ -59,7 +59,7 @@ def scaled_settings(
 
 
 @dataclass(frozen=True)
-class Tensors:
+class FolderTensors:
     """A folder's tensors by name, and by the bytes that they lie in.
 
     Attributes:
@@ -71,7 +71,7 @@ class Tensors:
     places: Mapping[str, Sequence[tuple[int, str, FileTensor]]]
 
     @classmethod
-    def of(cls, folder: Path) -> Tensors:
+    def of(cls, folder: Path) -> FolderTensors:
         """Reads the headers of a folder's files."""
         named, places = open_weights(folder), defaultdict(list)
         for name, tensor in named.items():
@@ -79,7 +79,7 @@ class Tensors:
                 places[tensor.path.name].append((tensor.offset, name, tensor))
         return cls(named, {file: sorted(found, key=lambda place: place[0]) for file, found in places.items()})
 
-    def factors(self, model: onnx.ModelProto, change: Change) -> dict[str, float]:
+    def factors(self, model: onnx.ModelProto, change: WeightScaling) -> dict[str, float]:
         """The factor of every initializer that is one of these tensors, or a part of one."""
         found = {tensor.name: self.source(tensor) for tensor in model.graph.initializer}
         return {mine: change.of(name, self.named[name].shape) for mine, name in found.items() if name}

@@ -8,7 +8,7 @@ import numpy as np
 
 from llmconv.runtime.runner import Choices
 from llmconv.tensors import Array
-from llmconv.verify.results.measure import GATES, Measure, Truth, measure, rms
+from llmconv.verify.results.measure import GATES, ExpectedOutput, Measure, measure, rms
 
 ULP = 2.0**-23
 """Scores are float32, and as large as the logarithm of the vocabulary even where all logits are tiny."""
@@ -19,7 +19,7 @@ def expected_count(postprocess: str) -> int:
     return int(postprocess.partition(":")[2] or 1)
 
 
-def measure_choices(logits: Truth, choices: Choices, count: int) -> dict[str, Measure]:
+def measure_choices(logits: ExpectedOutput, choices: Choices, count: int) -> dict[str, Measure]:
     """Compares `tokens` and `scores` with the logits of the eager model.
 
     The token of rank k must have the k-th largest logit, unless a near-tie explains another; a score is compared with
@@ -49,7 +49,7 @@ def _both(problem: str) -> dict[str, Measure]:
     return {name: Measure(problem=problem) for name in ("tokens", "scores")}
 
 
-def _misplaced(logits: Truth, chosen: Array) -> int:
+def _misplaced(logits: ExpectedOutput, chosen: Array) -> int:
     """Rows with a token whose logit is not that of its rank, by more than noise could explain."""
     largest = -np.sort(-logits.exact, axis=-1)[..., : chosen.shape[-1]]
     near = 2 * np.maximum(logits.max_noise, GATES["float32"].row * logits.noise)[..., None]
@@ -57,7 +57,7 @@ def _misplaced(logits: Truth, chosen: Array) -> int:
     return int(wrong.sum())
 
 
-def _score_truth(logits: Truth, chosen: Array) -> Truth:
+def _score_truth(logits: ExpectedOutput, chosen: Array) -> ExpectedOutput:
     """A score is a logit less their logarithmic sum: both have the logits' noise, and the sum its own rounding."""
     top = logits.exact.max(axis=-1, keepdims=True)
     total = top + np.log(np.exp(logits.exact - top).sum(axis=-1, keepdims=True))

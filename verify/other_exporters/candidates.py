@@ -9,14 +9,14 @@ import numpy as np
 
 from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.runner import Step
-from llmconv.verify.comparison.candidates import Agreement, Candidate, check_scenario, steady, unsteady
+from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steady, unsteady
 from llmconv.verify.other_exporters.graph_cache import ForeignCache
 from llmconv.verify.other_exporters.position_counts import counts_slots, slot_chains, with_slots
 from llmconv.verify.other_exporters.runners import ForeignRunner, Replay
 from llmconv.verify.other_exporters.session import ForeignGraph
-from llmconv.verify.reference.eager import Eager, Truths, run_chain
+from llmconv.verify.reference.eager import Eager, ExpectedOutputs, run_chain
 from llmconv.verify.results.evidence import Evidence
-from llmconv.verify.results.measure import Gates, Truth, rms
+from llmconv.verify.results.measure import ExpectedOutput, Gates, rms
 from llmconv.verify.results.report import Check
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
@@ -73,7 +73,7 @@ def check_foreign(
     scenario: Scenario,
     chains: list[Chain],
     candidate: ForeignCandidate,
-    truths: Truths,
+    truths: ExpectedOutputs,
     eager: Eager,
     gates: Gates,
     evidence: Evidence | None = None,
@@ -82,7 +82,7 @@ def check_foreign(
     """`check_scenario`, over those chains, outputs and rows that the graphs can give by design."""
     refusals = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]
     if all(refusals):
-        return check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates))
+        return check_scenario(scenario, chains, candidate, truths, gates, PrefillDecodeAgreement(gates))
     able = [at for at, reason in enumerate(refusals) if not reason]
     chains = [chains[at] for at in able]
     try:
@@ -109,7 +109,7 @@ def _compare(
     chains: list[Chain],
     candidate: ForeignCandidate,
     runs: list[list[Step]],
-    truths: Truths,
+    truths: ExpectedOutputs,
     gates: Gates,
     evidence: Evidence | None = None,
 ) -> list[Check]:
@@ -121,10 +121,10 @@ def _compare(
         for wanted, steps in zip(truths, runs, strict=True)
     ]
     replay = replace(candidate, runner=Replay(step for steps in runs for step in steps), last_only=last_only)
-    return check_scenario(scenario, chains, replay, given, gates, Agreement(gates), evidence)
+    return check_scenario(scenario, chains, replay, given, gates, PrefillDecodeAgreement(gates), evidence)
 
 
-def _given(truth: dict[str, Truth], step: Step) -> dict[str, Truth]:
+def _given(truth: dict[str, ExpectedOutput], step: Step) -> dict[str, ExpectedOutput]:
     """The truth of what a step gives: no keys and values where it keeps none, of a window the last ones."""
     kept = step.present.kept if isinstance(step.present, ForeignCache) else {}
     return {
@@ -134,7 +134,7 @@ def _given(truth: dict[str, Truth], step: Step) -> dict[str, Truth]:
     }
 
 
-def _last_rows(truth: Truth, count: int) -> Truth:
+def _last_rows(truth: ExpectedOutput, count: int) -> ExpectedOutput:
     """The truth of the last `count` tokens; the rows in front of them are not compared."""
     forgotten = truth.valid.shape[1] - count
     if forgotten <= 0:

@@ -13,7 +13,7 @@ from llmconv.verify.other_exporters.graph_file import GraphFile
 from llmconv.verify.other_exporters.scaled_weights import scaled_foreign, why_no_scaling
 from llmconv.verify.other_exporters.session import ForeignGraph, Model
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.reference.weight_scaling import CHANGES, Change, changes, unreached_checks
+from llmconv.verify.reference.weight_scaling import SCALINGS, WeightScaling, scalings, unreached_checks
 from llmconv.verify.reference.weight_scaling import SCENARIOS as TWIN_SCENARIOS
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.measure import GATES
@@ -53,7 +53,7 @@ class ForeignComparison:
             yield from self.compare_twins(eager, files, named)
 
     def opened(
-        self, files: Sequence[GraphFile], change: Change | None = None
+        self, files: Sequence[GraphFile], change: WeightScaling | None = None
     ) -> Generator[list[Check], None, list[ForeignGraph]]:
         """All graphs, or their twins; none, and a failed check, where one cannot be opened."""
         settings = [scaled_foreign(self.settings, f, self.tensors, change) if change else self.settings for f in files]
@@ -66,7 +66,7 @@ class ForeignComparison:
         self,
         eager: Eager,
         graphs: Sequence[ForeignGraph],
-        change: Change | None = None,
+        change: WeightScaling | None = None,
         named: str = "",
         few: bool = False,
     ) -> Checks:
@@ -92,11 +92,11 @@ class ForeignComparison:
         reasons = [why_no_scaling(file.contents, file.found, self.tensors) for file in files]
         reason = next(filter(None, reasons), "")
         if reason:
-            names = [(f"{c.scenario(row).name}{named}", file.name) for c in CHANGES for row in rows for file in files]
+            names = [(f"{c.scenario(row).name}{named}", file.name) for c in SCALINGS for row in rows for file in files]
             yield [Check(*name, "logits", verdict="skip", detail=reason) for name in names]
-            self.report.unseen += [change.bug for change in CHANGES] if rows else []
+            self.report.unseen += [change.bug for change in SCALINGS] if rows else []
         elif rows:
-            for change in changes(eager):
+            for change in scalings(eager):
                 if graphs := (yield from self.opened(files, change)):
                     twin = eager.twin(change)
                     yield from self.compare(twin, graphs, change, named)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.scenarios.calls import Edit
-from llmconv.verify.scenarios.synthetic_past import MadeUp
+from llmconv.verify.scenarios.calls import CacheEdit
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ForeignCache:
     position_ids: Array
 
     @classmethod
-    def made_up(cls, past: MadeUp) -> ForeignCache:
+    def made_up(cls, past: SyntheticPast) -> ForeignCache:
         """A past of which there are no tokens: zeros stand for them."""
         arrays = past.arrays()
         none = np.zeros((past.rows, past.length), dtype=np.int64)
@@ -44,8 +44,8 @@ class ForeignCache:
         """See `Cache.arrays`; zeros stand where a layer has forgotten."""
         return {name: _filled_in_front(array, self.length) for name, array in self.kept.items()}
 
-    def edited(self, edit: Edit, mask: Array) -> ForeignCache:
-        """See `Edit.apply`; of a ring the rows alone are exchanged."""
+    def edited(self, edit: CacheEdit, mask: Array) -> ForeignCache:
+        """See `CacheEdit.apply`; of a ring the rows alone are exchanged."""
         rows = list(edit.rows) if edit.rows is not None else slice(None)
         end = self.length - edit.drop
         ids, positions = self.input_ids[rows, :end], self.position_ids[rows, :end]

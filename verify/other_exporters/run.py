@@ -34,7 +34,7 @@ from llmconv.verify.other_exporters.structure import check_ports, dead_inputs
 from llmconv.verify.other_exporters.verdicts.half_precision import compare_halves, sharpest
 from llmconv.verify.other_exporters.verdicts.quantized import Asked, compare_quantized
 from llmconv.verify.other_exporters.weights import absent, audit_contents, contents_of
-from llmconv.verify.reference.cost_estimate import Forecast, choose
+from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
 from llmconv.verify.results.report import Check, Checks, Report
@@ -83,7 +83,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     files = read_graphs(paths, input_map)
     folder = _reference(files[0].path, reference)
     if eager is None:
-        choose(Forecast.of(folder, len(files)), None, "that takes a folder that `llmconv export` wrote")
+        choose(CostEstimate.of(folder, len(files)), None, "that takes a folder that `llmconv export` wrote")
     report = session.new_report(" and ".join(file.name for file in files))
     report.reference = folder.name
     limits = Limits(max_divergence, min_agreement)

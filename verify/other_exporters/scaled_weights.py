@@ -22,7 +22,7 @@ from llmconv.verify.comparison.scaled_graph import scale
 from llmconv.verify.other_exporters.content_matching import Content
 from llmconv.verify.other_exporters.graph_file import GraphFile
 from llmconv.verify.other_exporters.quantized.tensor_matching import Found, Placement
-from llmconv.verify.reference.weight_scaling import CHANGES, Change
+from llmconv.verify.reference.weight_scaling import SCALINGS, WeightScaling
 
 
 def why_no_scaling(
@@ -52,7 +52,7 @@ def _why_no_scales(quantized: Sequence[Found]) -> str:
     for one in quantized:
         if not all(_window(one, placement) for placement in one.placements):
             return f"the tensors in `{one.stored.name}` share scales"
-        if any(not _is_exact(one.stored.scale, change.factor) for change in CHANGES):
+        if any(not _is_exact(one.stored.scale, change.factor) for change in SCALINGS):
             return f"the scales of `{one.stored.name}` are too small to be made smaller"
     return ""
 
@@ -78,7 +78,7 @@ def scaled_foreign(
     settings: SessionSettings,
     file: GraphFile,
     reference: Mapping[str, LazyTensor],
-    change: Change,
+    change: WeightScaling,
     *,
     at_weights: bool = False,
 ) -> SessionSettings:
@@ -97,7 +97,7 @@ def scaled_foreign(
     return replace(settings, change=apply)
 
 
-def _scaled_grid(values: Array, one: Found, reference: Mapping[str, LazyTensor], change: Change) -> Array:
+def _scaled_grid(values: Array, one: Found, reference: Mapping[str, LazyTensor], change: WeightScaling) -> Array:
     """The scales of a quantised matrix, of whichever tensors in it change."""
     grid = values.reshape(one.stored.scale.shape)
     for placement in one.placements:
@@ -106,7 +106,7 @@ def _scaled_grid(values: Array, one: Found, reference: Mapping[str, LazyTensor],
     return grid.reshape(values.shape)
 
 
-def _factor(content: Content, reference: Mapping[str, LazyTensor], change: Change) -> float | Array:
+def _factor(content: Content, reference: Mapping[str, LazyTensor], change: WeightScaling) -> float | Array:
     """Of an initializer; of one that holds several tensors by rows, or by columns."""
     if content.whole:
         return change.of(content.whole, reference[content.whole].shape)

@@ -25,7 +25,7 @@ from llmconv.tensors import Array
 from llmconv.verify.other_exporters.graph_cache import ForeignCache, unrolled
 from llmconv.verify.other_exporters.graph_limits import Limits
 from llmconv.verify.other_exporters.port_map import AXES, Binding
-from llmconv.verify.scenarios.synthetic_past import MadeUp
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 DTYPES = {
     "tensor(float)": "float32",
@@ -105,7 +105,7 @@ class ForeignGraph:
             InputRefused: what came before cannot be handed on.
             MalformedInput: onnxruntime cannot run the graph on them.
         """
-        past = ForeignCache.made_up(past) if isinstance(past, MadeUp) else past
+        past = ForeignCache.made_up(past) if isinstance(past, SyntheticPast) else past
         if past is not None and not isinstance(past, ForeignCache):
             raise InputRefused(f"`{self.name}` continues its own kind of cache only", hint="start with no past")
         rows, new = input_ids.shape

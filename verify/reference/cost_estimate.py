@@ -1,4 +1,4 @@
-"""Forecast: what a verification will need of memory and time, said before it begins; it may then go layer by layer."""
+"""CostEstimate: what a verification will need of memory and time, said before it begins; it may then go layer by layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GB = 1e9
 
 
 @dataclass(frozen=True)
-class Forecast:
+class CostEstimate:
     """What a verification needs.
 
     Attributes:
@@ -48,7 +48,7 @@ class Forecast:
     mapped: int
 
     @classmethod
-    def of(cls, reference: Path, graphs: int) -> Forecast:
+    def of(cls, reference: Path, graphs: int) -> CostEstimate:
         """For some distinct graphs of a model.
 
         Raises:
@@ -81,7 +81,7 @@ class Forecast:
         return f"about {minutes} minute{'s' * (minutes > 1)}"
 
 
-def choose(forecast: Forecast, asked: bool | None, why_not: str = "") -> tuple[bool, str]:
+def choose(forecast: CostEstimate, asked: bool | None, why_not: str = "") -> tuple[bool, str]:
     """Whether to go layer by layer, and a note where nobody asked for it.
 
     Args:
@@ -107,7 +107,7 @@ def choose(forecast: Forecast, asked: bool | None, why_not: str = "") -> tuple[b
     return layered, note
 
 
-def too_little(forecast: Forecast, have: int, why_not: str) -> InputRefused:
+def too_little(forecast: CostEstimate, have: int, why_not: str) -> InputRefused:
     """The refusal of what does not fit."""
     way = f"layer by layer it cannot be verified: {why_not}" if why_not else (
         f"layer by layer it takes about {forecast.layered / GB:.1f} GB; close other programs, or raise the limit"
@@ -118,7 +118,7 @@ def too_little(forecast: Forecast, have: int, why_not: str) -> InputRefused:
     )
 
 
-def _say(forecast: Forecast, layered: bool) -> None:
+def _say(forecast: CostEstimate, layered: bool) -> None:
     have = available_memory()
     needed = (forecast.layered if layered else forecast.whole) / GB
     of = f" of {have / GB:.1f}" if have is not None else ""

@@ -20,16 +20,16 @@ from llmconv.runtime.onnxruntime.graph_entry import PrefixEntry
 from llmconv.runtime.runner import Cache, Runner, Step, default_positions
 from llmconv.tensors import Array
 from llmconv.verify.reference.merged_chain import LEAST, another_order, are_merged, is_another, joined, merged_steps
-from llmconv.verify.reference.prefix import Behind, Start
-from llmconv.verify.reference.weight_scaling import Change
-from llmconv.verify.results.measure import NoiseFloor, Truth, cache_rows, state_rows
+from llmconv.verify.reference.prefix import PrefixedRunner, PrefixStart
+from llmconv.verify.reference.weight_scaling import WeightScaling
+from llmconv.verify.results.measure import ExpectedOutput, NoiseFloor, cache_rows, state_rows
 from llmconv.verify.scenarios.calls import (
     GARBAGE,
     GARBAGE_AFTER_FLOAT16,
     GARBAGE_IN_FLOAT16,
     Call,
     Chain,
-    Facts,
+    ModelFacts,
     full_mask,
 )
 from llmconv.verify.scenarios.table import Scenario
@@ -37,7 +37,7 @@ from llmconv.verify.scenarios.windows import windows_of
 
 ORIGINAL = "original_max_position_embeddings"
 
-Truths = list[list[dict[str, Truth]]]
+ExpectedOutputs = list[list[dict[str, ExpectedOutput]]]
 """By chain, by call, by output."""
 
 
@@ -67,7 +67,7 @@ class Eager:
         factors: Factors | None = None,
     ) -> None:
         self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors
-        self._kept: dict[str, Truths] | None = {} if keep else None
+        self._kept: dict[str, ExpectedOutputs] | None = {} if keep else None
         self._twins: dict[str, Eager] = {}
         self._steps: dict[tuple[str, int, float], list[Step]] = {}
         self._run_twins: list[Eager] = []
@@ -100,7 +100,7 @@ class Eager:
             self._twins[dtype] = other
         return other
 
-    def behind(self, entry: PrefixEntry, start: Callable[[EagerRunner], Start]) -> Eager:
+    def behind(self, entry: PrefixEntry, start: Callable[[EagerRunner], PrefixStart]) -> Eager:
         """The same model behind a prefix.
 
         Args:
@@ -111,7 +111,9 @@ class Eager:
         other._kept, other._floor = ({} if self._kept is not None else None), NoiseFloor(self.dtype)
         other._steps = {}
         other._virtual, other._first_position = entry.length, entry.first_position
-        runners = [Behind(runner, start(runner), entry.first_position) for runner in (self._model, self._rounded_model)]
+        runners = [
+            PrefixedRunner(runner, start(runner), entry.first_position) for runner in (self._model, self._rounded_model)
+        ]
         other._exact, other._rounded = runners
         return other
 
@@ -125,7 +127,7 @@ class Eager:
         """The modules that `runners` run."""
         return self._model.model, self._rounded_model.model
 
-    def facts(self) -> Facts:
+    def facts(self) -> ModelFacts:
         """What the scenarios must know of the model."""
         config = self._model.config
         limit = getattr(config, "max_position_embeddings", None)
@@ -133,7 +135,7 @@ class Eager:
         if limit:
             limit = max(limit, 4 * (original or 0)) - self._first_position
         shapes = self.cache_shapes()
-        return Facts(
+        return ModelFacts(
             self._model.vocab_size,
             max_positions=limit,
             windows=windows_of(config),
@@ -191,7 +193,7 @@ class Eager:
         """Embeddings of tokens, exact and as the graph's dtype has them."""
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
-    def twin(self, change: Change) -> Eager:
+    def twin(self, change: WeightScaling) -> Eager:
         """The same model with scaled weights; meanwhile a large one leaves memory, until it is used again."""
         twin = self._twins.get(change.name)
         if twin is None:
@@ -214,7 +216,7 @@ class Eager:
         self._model.release()
         self._rounded_model.release()
 
-    def _twin(self, change: Change) -> Eager:
+    def _twin(self, change: WeightScaling) -> Eager:
         return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.of)
 
     def own_shares(self) -> dict[Place, float]:
@@ -227,7 +229,7 @@ class Eager:
         """The same of the model and its twins."""
         return _largest([self.own_shares(), *(twin.own_shares() for twin in self._run_twins)])
 
-    def truths(self, scenario: Scenario, chains: list[Chain]) -> Truths:
+    def truths(self, scenario: Scenario, chains: list[Chain]) -> ExpectedOutputs:
         """Every output of every call."""
         if self._kept is None:
             return [self._truths(chain, {}, "") for chain in chains]
@@ -243,7 +245,7 @@ class Eager:
             self._reached[scenario.name] = _largest([known, self._model.reach.shares])
         return self._kept[scenario.name]
 
-    def _truths(self, chain: Chain, known: dict[Any, list[Step]], key: Any) -> list[dict[str, Truth]]:
+    def _truths(self, chain: Chain, known: dict[Any, list[Step]], key: Any) -> list[dict[str, ExpectedOutput]]:
         """Every output of a chain; its float64 steps are taken from `known`, or put there under `key`."""
         rounded, floor = run_chain(self._rounded, chain), self._floor.copy()
         if key not in known:
@@ -260,7 +262,7 @@ class Eager:
             return None
         return merged_steps(self._exact, chain)
 
-    def _chain(self, chain: Chain, steps: list[Step], rounded_steps: list[Step]) -> list[dict[str, Truth]]:
+    def _chain(self, chain: Chain, steps: list[Step], rounded_steps: list[Step]) -> list[dict[str, ExpectedOutput]]:
         runs = zip(steps, rounded_steps, strict=True)
         found = []
         for at, (call, (exact, rounded)) in enumerate(zip(chain, runs, strict=True)):
@@ -269,7 +271,7 @@ class Eager:
             found.append(self._with_others(truths, chain[: at + 1]))
         return found
 
-    def _with_others(self, truths: dict[str, Truth], calls: Sequence[Call]) -> dict[str, Truth]:
+    def _with_others(self, truths: dict[str, ExpectedOutput], calls: Sequence[Call]) -> dict[str, ExpectedOutput]:
         """The truths of the last of the calls, each able to doubt its noise."""
         chain = another_order(calls)
         if chain is None:

@@ -16,14 +16,14 @@ import numpy as np
 
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.runner import Runner, Step
-from llmconv.verify.results.measure import Truth
-from llmconv.verify.scenarios.calls import Call, Chain, Edit, EditedCache
+from llmconv.verify.results.measure import ExpectedOutput
+from llmconv.verify.scenarios.calls import CacheEdit, Call, Chain, EditedCache
 
 LEAST = 3
 """Calls of a chain from which on one call is worth it: where it is another computation, it is made in vain."""
 
 
-class Beginning(EditedCache):
+class MergedPrefix(EditedCache):
     """The first tokens of a cache that one call made."""
 
 
@@ -33,7 +33,11 @@ def one_call(calls: Sequence[Call]) -> Call | None:
     None of a single call, where a cache was changed, and behind a past with states, which several tokens lose.
     """
     start = calls[0].start
-    if len(calls) < 2 or any(call.edit != Edit() for call in calls) or (start and any(map(is_state, start.shapes))):
+    if (
+        len(calls) < 2
+        or any(call.edit != CacheEdit() for call in calls)
+        or (start and any(map(is_state, start.shapes)))
+    ):
         return None
     ids = np.concatenate([call.input_ids for call in calls], axis=1)
     positions = np.concatenate([call.position_ids for call in calls], axis=1)
@@ -82,7 +86,7 @@ def merged_steps(runner: Runner, chain: Chain) -> list[Step] | None:
         missing = whole.attention_mask.shape[1] - call.attention_mask.shape[1]
         present = {name: array[:, :, : array.shape[2] - missing] for name, array in arrays.items()}
         steps.append(
-            replace(step, logits=step.logits[:, new], present=Beginning(present, step.present.length - missing))
+            replace(step, logits=step.logits[:, new], present=MergedPrefix(present, step.present.length - missing))
         )
         done = new.stop
     return steps
@@ -90,9 +94,9 @@ def merged_steps(runner: Runner, chain: Chain) -> list[Step] | None:
 
 def are_merged(steps: Sequence[Step]) -> bool:
     """Whether `merged_steps` made them."""
-    return isinstance(steps[0].present, Beginning)
+    return isinstance(steps[0].present, MergedPrefix)
 
 
-def is_another(truths: Iterable[dict[str, Truth]]) -> bool:
+def is_another(truths: Iterable[dict[str, ExpectedOutput]]) -> bool:
     """Whether some output of some call is further from the rounded run than noise explains; NaN counts."""
     return any(not truth.excess <= 1 for outputs in truths for truth in outputs.values())

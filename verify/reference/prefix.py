@@ -26,7 +26,7 @@ PARTS = ("key", "value")
 
 
 @dataclass(frozen=True)
-class Start:
+class PrefixStart:
     """A cache to begin with."""
 
     layers: KeyValues
@@ -41,17 +41,19 @@ class Start:
         pairs = enumerate(self.layers)
         return {f"present.{layer}.{part}": a for layer, pair in pairs for part, a in zip(PARTS, pair, strict=True)}
 
-    def of_batch(self, batch: int) -> Start:
+    def of_batch(self, batch: int) -> PrefixStart:
         """The same for every sequence of a batch."""
-        return Start([(np.repeat(key, batch, axis=0), np.repeat(value, batch, axis=0)) for key, value in self.layers])
+        return PrefixStart(
+            [(np.repeat(key, batch, axis=0), np.repeat(value, batch, axis=0)) for key, value in self.layers]
+        )
 
 
 @dataclass(frozen=True)
-class Behind:
+class PrefixedRunner:
     """A runner of which nobody sees that every cache begins with virtual tokens, but for the cache's length."""
 
     runner: EagerRunner
-    start: Start
+    start: PrefixStart
     first_position: int
 
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
@@ -65,7 +67,7 @@ class Behind:
         return self.prefill(input_ids, attention_mask, position_ids, past)
 
 
-def trained_start(folder: Path, entry: PrefixEntry) -> Callable[[EagerRunner], Start]:
+def trained_start(folder: Path, entry: PrefixEntry) -> Callable[[EagerRunner], PrefixStart]:
     """What the trained tensor means to a model, computed in the precision of its runner.
 
     Raises:
@@ -77,13 +79,13 @@ def trained_start(folder: Path, entry: PrefixEntry) -> Callable[[EagerRunner], S
         raise MalformedInput(
             f"the manifest names a prefix of the kind `{entry.kind}`", hint="run `llmconv export` again"
         )
-    return lambda runner: Start(make(content, runner))
+    return lambda runner: PrefixStart(make(content, runner))
 
 
-def stored_start(folder: Path, entry: PrefixEntry, layers: int) -> Callable[[EagerRunner], Start]:
+def stored_start(folder: Path, entry: PrefixEntry, layers: int) -> Callable[[EagerRunner], PrefixStart]:
     """The keys and values that the graphs map, whatever the model."""
     names = [(f"prefix.{layer}.key", f"prefix.{layer}.value") for layer in range(layers)]
-    start = Start([(_read(folder, entry, key), _read(folder, entry, value)) for key, value in names])
+    start = PrefixStart([(_read(folder, entry, key), _read(folder, entry, value)) for key, value in names])
     return lambda runner: start
 
 

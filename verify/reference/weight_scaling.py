@@ -15,7 +15,7 @@ from llmconv.verify.scenarios.table import Scenario
 
 
 @dataclass(frozen=True)
-class Change:
+class WeightScaling:
     """Which weights a twin scales, and by how much.
 
     Attributes:
@@ -42,9 +42,9 @@ class Change:
 INPUTS = r"q_proj|k_proj|c_attn|query_key_value|qkv|gate_proj|up_proj|gate_up|c_fc|fc1|fc_in|dense_h_to_4h"
 
 
-CHANGES = (
-    Change("louder weights", INPUTS, 4.0, "softcap dropped, activation in another form"),
-    Change("fainter weights", "", 1 / 32, "a norm's epsilon of another value or in another place"),
+SCALINGS = (
+    WeightScaling("louder weights", INPUTS, 4.0, "softcap dropped, activation in another form"),
+    WeightScaling("fainter weights", "", 1 / 32, "a norm's epsilon of another value or in another place"),
 )
 
 
@@ -63,21 +63,23 @@ MOST = 256.0
 """The largest factor."""
 
 
-def loudest(factor: float) -> Change:
+def loudest(factor: float) -> WeightScaling:
     """A twin whose weights are so large that its activations reach the limits that the model sets them."""
-    return Change(f"weights x {factor:g}", LOUDEST, factor, "a Clip or a softcap dropped that no activation reaches")
+    return WeightScaling(
+        f"weights x {factor:g}", LOUDEST, factor, "a Clip or a softcap dropped that no activation reaches"
+    )
 
 
-def change_of(scenario: str) -> Change | None:
+def scaling_of(scenario: str) -> WeightScaling | None:
     """The change that a scenario's name ends with."""
-    known = next((change for change in CHANGES if scenario.endswith(f", {change.name}")), None)
+    known = next((change for change in SCALINGS if scenario.endswith(f", {change.name}")), None)
     found = re.search(r", weights x (\d+)$", scenario)
     return loudest(float(found.group(1))) if found else known
 
 
-def changes(eager: Reaching) -> Iterator[Change]:
-    """The changes that a model is verified with; the later ones depend on what its twins before them reached."""
-    yield from CHANGES
+def scalings(eager: LimitShares) -> Iterator[WeightScaling]:
+    """The scalings that a model is verified with; the later ones depend on what its twins before them reached."""
+    yield from SCALINGS
     largest = 0.0
     for share in (median, min):  # most of them, then the rest: a factor too large makes noise of everything else
         own = eager.own_shares()
@@ -89,12 +91,12 @@ def changes(eager: Reaching) -> Iterator[Change]:
         yield loudest(factor)
 
 
-def unreached(eager: Reaching) -> list[Place]:
+def unreached(eager: LimitShares) -> list[Place]:
     """The limits of a model that neither it nor one of its twins has reached."""
     return sorted(place for place, share in eager.shares().items() if 0 < share < 1)
 
 
-def unreached_checks(eager: Reaching, graphs: Iterable[str]) -> list[Check]:
+def unreached_checks(eager: LimitShares, graphs: Iterable[str]) -> list[Check]:
     """One check per graph where some limit was never reached: without it the graph would have computed the same."""
     places = unreached(eager)
     if not places:
@@ -105,7 +107,7 @@ def unreached_checks(eager: Reaching, graphs: Iterable[str]) -> list[Check]:
     return [Check("limits of the model", graph, "", verdict="skip", detail=detail) for graph in graphs]
 
 
-class Reaching(Protocol):
+class LimitShares(Protocol):
     """A model that knows how near it came to its own limits."""
 
     def own_shares(self) -> Mapping[Place, float]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.results.measure import Measure, Truth
+from llmconv.verify.results.measure import ExpectedOutput, Measure
 from llmconv.verify.scenarios.calls import Call
 
 LOWEST, HIGHEST = -12, 4
@@ -72,7 +72,7 @@ class Evidence:
         for output, worst in other.positions.items():
             np.maximum(self.positions[output], worst, out=self.positions[output])
 
-    def see_logits(self, scenario: str, call: Call, truth: Truth, logits: Array) -> None:
+    def see_logits(self, scenario: str, call: Call, truth: ExpectedOutput, logits: Array) -> None:
         """Notes errors, points and flips of logits [batch, tokens, vocabulary]; padding is left out."""
         if logits.shape != truth.exact.shape or not truth.valid.any():
             return
@@ -92,7 +92,7 @@ class Evidence:
         spread = np.linspace(0, len(error) - 1, half, dtype=np.int64)
         self.points += [(float(exact[i]), float(found[i])) for i in [*largest, *spread] if np.isfinite(found[i])]
 
-    def _keep_flips(self, scenario: str, truth: Truth, logits: Array) -> None:
+    def _keep_flips(self, scenario: str, truth: ExpectedOutput, logits: Array) -> None:
         flipped = np.argwhere(truth.flipped(logits))
         self.flipped += len(flipped)
         for batch, token in flipped[: FLIPS - len(self.flips)]:

@@ -59,7 +59,7 @@ LUCK = 16
 
 
 @dataclass(frozen=True)
-class Truth:
+class ExpectedOutput:
     """One output of the eager model, as rows [batch, tokens, features], and its noise.
 
     Attributes:
@@ -99,19 +99,19 @@ class Truth:
         flipped: Array = (self.exact.argmax(axis=-1) != logits.argmax(axis=-1)) & self.valid
         return flipped
 
-    def last(self) -> Truth:
+    def last(self) -> ExpectedOutput:
         """The last token only, for graphs that give no other logits."""
         noise, valid, other = self.noise[:, -1:], self.valid[:, -1:], self.other
         total = max(rms(noise[valid]), 1e-300)
         again = (lambda: other()[:, -1:]) if other else None
-        return Truth(self.exact[:, -1:], noise, total, self.max_noise[:, -1:], valid, again)
+        return ExpectedOutput(self.exact[:, -1:], noise, total, self.max_noise[:, -1:], valid, again)
 
     @property
     def is_doubtful(self) -> bool:
         """Whether luck may have made the noise small: of so few rows none is typical."""
         return self.other is not None and int(self.valid.sum()) <= FEW_ROWS
 
-    def again(self) -> Truth:
+    def again(self) -> ExpectedOutput:
         """The larger of two noises, row by row: of the run that was measured, and of another order of operations.
 
         What is far more is no noise: rotary frequencies that depend on the length make two orders two computations.
@@ -180,7 +180,7 @@ class NoiseFloor:
         """Whether something was measured before."""
         return bool(self._pool)
 
-    def truth(self, name: str, exact: Array, rounded: Array, valid: Array) -> Truth:
+    def truth(self, name: str, exact: Array, rounded: Array, valid: Array) -> ExpectedOutput:
         """The output `name` of one call, from the float64 run and the run in the graph's dtype, both as rows."""
         error = rounded.astype(np.float64) - exact
         noise, size = rms_rows(error), rms_rows(exact)
@@ -195,16 +195,16 @@ class NoiseFloor:
         rows = np.maximum(noise, max(median, usual * total_size))
         rows = np.maximum(rows, np.maximum(self._ulp * ULP_SHARE * size, 1e-300))
         excess = _excess(noise[valid], before * size[valid], self._ulp * ULP_SHARE * size[valid]) if seen else 0.0
-        return Truth(exact, rows, total, np.abs(error).max(axis=-1, initial=0.0), valid, excess=excess)
+        return ExpectedOutput(exact, rows, total, np.abs(error).max(axis=-1, initial=0.0), valid, excess=excess)
 
 
 def _excess(noise: Array, usual: Array, ulp: Array) -> float:
-    """See `Truth.excess`; all of them by row."""
+    """See `ExpectedOutput.excess`; all of them by row."""
     least, gates = np.maximum(np.maximum(usual, ulp), 1e-300), GATES["float32"]
     return max(rms(noise) / rms(least) / gates.aggregate, float((noise / least).max(initial=0.0)) / gates.row)
 
 
-def measure(truth: Truth, output: Array, *, tokens: bool = False) -> Measure:
+def measure(truth: ExpectedOutput, output: Array, *, tokens: bool = False) -> Measure:
     """Compares one output with the truth.
 
     Args:
@@ -234,7 +234,7 @@ def measure(truth: Truth, output: Array, *, tokens: bool = False) -> Measure:
     return replace(found, **_of_tokens(truth, output)) if tokens else found
 
 
-def _of_tokens(truth: Truth, logits: Array) -> dict[str, Any]:
+def _of_tokens(truth: ExpectedOutput, logits: Array) -> dict[str, Any]:
     """What is measured of logits alone."""
     divergence = divergences(truth.exact[truth.valid], logits[truth.valid])
     return {
@@ -275,7 +275,7 @@ def log_probabilities(logits: Array) -> Array:
     return result
 
 
-def unexplained_flips(truth: Truth, logits: Array) -> int:
+def unexplained_flips(truth: ExpectedOutput, logits: Array) -> int:
     """Rows whose likeliest token differs although the truth's margin is more than noise could overturn.
 
     The margin counts as a near-tie up to twice the gate's worst row of noise.

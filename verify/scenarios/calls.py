@@ -11,7 +11,7 @@ import numpy as np
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.runner import Cache, default_positions
 from llmconv.tensors import Array
-from llmconv.verify.scenarios.synthetic_past import MadeUp
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 GARBAGE = 1e6
 """Written under the zeros of a mask: more than a timid mask of -10,000 hides, and finite in bfloat16 and float32."""
@@ -24,7 +24,7 @@ GARBAGE_AFTER_FLOAT16 = 1e4
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelFacts:
     """What scenarios must know of a model.
 
     Attributes:
@@ -61,7 +61,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Edit:
+class CacheEdit:
     """What a client does to a cache between two calls.
 
     Attributes:
@@ -81,9 +81,9 @@ class Edit:
             cache: of any runner; stays as it was.
             mask: of the tokens that are left in it, [batch, tokens]; a prefix in front of them is not masked.
         """
-        if self == Edit():
+        if self == CacheEdit():
             return cache
-        if isinstance(cache, EditsItself):
+        if isinstance(cache, EditableCache):
             return cache.edited(self, mask)
         arrays = {name: self.of_array(name, array, mask) for name, array in cache.arrays().items()}
         return EditedCache(arrays, cache.length - self.drop)
@@ -100,11 +100,11 @@ class Edit:
 
 
 @runtime_checkable
-class EditsItself(Protocol):
+class EditableCache(Protocol):
     """A cache that knows more than its arrays."""
 
-    def edited(self, edit: Edit, mask: Array) -> Cache:
-        """See `Edit.apply`."""
+    def edited(self, edit: CacheEdit, mask: Array) -> Cache:
+        """See `CacheEdit.apply`."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ class Call:
     attention_mask: Array
     position_ids: Array
     uniform: bool = True
-    edit: Edit = field(default_factory=Edit)
-    start: MadeUp | None = None
+    edit: CacheEdit = field(default_factory=CacheEdit)
+    start: SyntheticPast | None = None
     known: int = 0
 
     @property
@@ -153,7 +153,9 @@ class Call:
 Chain = list[Call]
 
 
-def chain(mask: Array, lengths: Sequence[int], facts: Facts, rng: np.random.Generator, jumps: bool = False) -> Chain:
+def chain(
+    mask: Array, lengths: Sequence[int], facts: ModelFacts, rng: np.random.Generator, jumps: bool = False
+) -> Chain:
     """Calls that feed one batch piece by piece.
 
     Args:
@@ -180,7 +182,9 @@ def pieces(ids: Array, mask: Array, positions: Array, lengths: Sequence[int], un
     return calls
 
 
-def continuing(past: MadeUp, lengths: Sequence[int], facts: Facts, rng: np.random.Generator, padding: int = 0) -> Chain:
+def continuing(
+    past: SyntheticPast, lengths: Sequence[int], facts: ModelFacts, rng: np.random.Generator, padding: int = 0
+) -> Chain:
     """Calls of so many new tokens each that continue a made-up past, at the positions that follow it.
 
     Args:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmconv.verify.scenarios.calls import Chain, Facts, continuing
-from llmconv.verify.scenarios.synthetic_past import MIB, MadeUp, elements_per_token
+from llmconv.verify.scenarios.calls import Chain, ModelFacts, continuing
+from llmconv.verify.scenarios.synthetic_past import MIB, SyntheticPast, elements_per_token
 
 CROSSING = (3, 1, 5)
 """New tokens of the calls across the edge of a window; the last ones reach a chunk's edge behind padding, too."""
@@ -29,10 +29,10 @@ ROOM = {False: (1 << 24, 1 / 8), True: (1 << 26, 1 / 2)}
 BYTES = 8
 """Of a number in the reference, which is float64."""
 
-Rows = Callable[[Facts], Sequence[int]]
+RowCounts = Callable[[ModelFacts], Sequence[int]]
 
 
-def crossed_windows(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def crossed_windows(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """A few tokens across the edge of every window and chunk, of which the tokens just outside are loud."""
     chains = []
     for window in _windows(facts):
@@ -42,33 +42,33 @@ def crossed_windows(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return chains
 
 
-def _windows(facts: Facts) -> list[int]:
+def _windows(facts: ModelFacts) -> list[int]:
     """Windows whose edge lies within the context: no others are ever crossed."""
     limit = facts.max_positions or 1 << 40
     return [window for window in facts.windows if 2 * BEFORE < window < limit - sum(CROSSING)]
 
 
-def quick_pasts(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def quick_pasts(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """A few tokens after pasts of several lengths, and at the end of the context where that is near."""
     return _after([*QUICK, *_end(facts)], facts, rng)  # without a word where that end is too far
 
 
-def more_pasts(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def more_pasts(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """The same after other lengths, thousands among them, and up to the end of the context."""
     return _after(_more(facts), facts, rng)
 
 
-def _more(facts: Facts) -> list[int]:
+def _more(facts: ModelFacts) -> list[int]:
     return sorted({*MORE, *_end(facts)})
 
 
-def _end(facts: Facts) -> list[int]:
+def _end(facts: ModelFacts) -> list[int]:
     """The past after which the calls fill the context."""
     end = facts.max_positions
     return [end - sum(THEN)] if end and end > 2 * sum(THEN) else []
 
 
-def _after(lengths: Sequence[int], facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _after(lengths: Sequence[int], facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     return [
         continuing(_past(facts, length, (0, 0), rng, rows=1), _lengths(THEN, facts), facts, rng)
         for length in _within(lengths, facts)
@@ -76,36 +76,38 @@ def _after(lengths: Sequence[int], facts: Facts, rng: np.random.Generator) -> li
     ]
 
 
-def _within(lengths: Sequence[int], facts: Facts) -> list[int]:
+def _within(lengths: Sequence[int], facts: ModelFacts) -> list[int]:
     """Those that the context has room for."""
     return [length for length in lengths if length + sum(THEN) <= (facts.max_positions or 1 << 40)]
 
 
-def _past(facts: Facts, length: int, loud: tuple[int, int], rng: np.random.Generator, rows: int = 2) -> MadeUp:
-    return MadeUp(facts.cache, rows, length, loud, int(rng.integers(1 << 30)))
+def _past(
+    facts: ModelFacts, length: int, loud: tuple[int, int], rng: np.random.Generator, rows: int = 2
+) -> SyntheticPast:
+    return SyntheticPast(facts.cache, rows, length, loud, int(rng.integers(1 << 30)))
 
 
-def _lengths(lengths: Sequence[int], facts: Facts) -> list[int]:
+def _lengths(lengths: Sequence[int], facts: ModelFacts) -> list[int]:
     """As they are; one by one where layers keep states, which the model continues by single tokens alone."""
     return [1] * sum(lengths) if facts.keeps_states else list(lengths)
 
 
-def fits(length: int, facts: Facts) -> bool:
+def fits(length: int, facts: ModelFacts) -> bool:
     """Whether the cache of two sequences of so many tokens is no burden beside the model itself."""
     if facts.no_made_up or not elements_per_token(facts.cache):
         return False
     return 2 * length * elements_per_token(facts.cache) <= _room(facts)
 
 
-def _room(facts: Facts) -> int:
+def _room(facts: ModelFacts) -> int:
     least, share = ROOM[facts.thorough]
     return max(least, int(share * facts.parameters))
 
 
-def too_large(wanted: Rows) -> Callable[[Facts], str]:
+def too_large(wanted: RowCounts) -> Callable[[ModelFacts], str]:
     """Why some of the wanted lengths are not run; empty where all are."""
 
-    def reason(facts: Facts) -> str:
+    def reason(facts: ModelFacts) -> str:
         if facts.no_made_up:
             return facts.no_made_up if wanted(facts) else ""
         if not elements_per_token(facts.cache):

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 from llmconv.argument_checks import require_least
 from llmconv.errors import UsageProblem
-from llmconv.verify.scenarios.calls import Chain, Facts
+from llmconv.verify.scenarios.calls import Chain, ModelFacts
 from llmconv.verify.scenarios.table import SCENARIOS, Scenario
 
 
@@ -45,13 +45,13 @@ class Selection:
             return [scenario for scenario in SCENARIOS if scenario.name in self.only]
         return [scenario for scenario in SCENARIOS if self.suite == "full" or scenario.suite == "quick"]
 
-    def calls(self, facts: Facts) -> list[tuple[Scenario, list[Chain]]]:
+    def calls(self, facts: ModelFacts) -> list[tuple[Scenario, list[Chain]]]:
         """The scenarios that apply to a model, with their calls."""
         facts = replace(facts, thorough=self.suite == "full")
         built = [(scenario, scenario.build(facts)) for scenario in self.scenarios()]
         return [(scenario, chains) for scenario, chains in built if chains]
 
-    def left_out(self, facts: Facts) -> list[tuple[Scenario, str]]:
+    def left_out(self, facts: ModelFacts) -> list[tuple[Scenario, str]]:
         """The scenarios that apply to the model and are not run in full, with the reason."""
         facts = replace(facts, thorough=self.suite == "full")
         reasons = [(scenario, scenario.left_out(facts)) for scenario in self.scenarios()]

@@ -8,7 +8,7 @@ import numpy as np
 
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
-from llmconv.verify.scenarios.calls import Chain, Facts, chain, full_mask, pieces, ragged_mask
+from llmconv.verify.scenarios.calls import Chain, ModelFacts, chain, full_mask, pieces, ragged_mask
 
 MOST_NEW = 48
 """Every number of new tokens up to here is run by the full suite, after a past and without one."""
@@ -32,7 +32,7 @@ RAGGED = (3, 9, 1, 7, 5, 2)
 """Tokens of six prompts; the first is padded, so that its mask cannot stand for those of the others."""
 
 
-def packed(lengths: Sequence[int], facts: Facts) -> Iterator[list[int]]:
+def packed(lengths: Sequence[int], facts: ModelFacts) -> Iterator[list[int]]:
     """Numbers of new tokens in their order, as few chains as fit the context; larger ones than that are left out."""
     limit = min(facts.max_positions or LONGEST, LONGEST_WITH_STATES if facts.keeps_states else LONGEST)
     group: list[int] = []
@@ -45,20 +45,20 @@ def packed(lengths: Sequence[int], facts: Facts) -> Iterator[list[int]]:
         yield group
 
 
-def many_pieces(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def many_pieces(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """Chains whose calls have as many new tokens as `PIECES` says."""
     groups = [*packed(PIECES, facts), *packed(LONGER_PIECES, facts)]
     return [chain(full_mask(1, sum(group)), group, facts, rng) for group in groups]
 
 
-def every_number(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def every_number(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """Every number of new tokens up to `MOST_NEW`, first as a prompt, then after a past of another length."""
     then = rng.permutation(MOST_NEW) + 1
     pairs = [(first, int(then[first - 1])) for first in range(1, MOST_NEW + 1)]
     return [chain(full_mask(1, sum(pair)), pair, facts, rng) for pair in pairs]
 
 
-def every_batch(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def every_batch(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """Every number of sequences up to six, of several lengths."""
     return [
         chain(ragged_mask(RAGGED[:rows], 4, "left"), [max(RAGGED[:rows]), 1, 3], facts, rng)
@@ -66,12 +66,12 @@ def every_batch(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     ]
 
 
-def batch_of_six(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def batch_of_six(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """Six sequences of several lengths: the prompt, a step, and three tokens after it."""
     return [chain(ragged_mask(RAGGED, 4, "left"), [max(RAGGED), 1, 3], facts, rng)]
 
 
-def spread_positions(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def spread_positions(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """Positions over the whole context, every one of a short context; below the border of rotary scaling once more."""
     if not facts.takes_positions:
         return []
@@ -79,7 +79,7 @@ def spread_positions(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return [_at(spread(ROWS * COLUMNS, end, rng), (COLUMNS - 1, 1), facts, rng) for end in ends]
 
 
-def every_position(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def every_position(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """All positions of a context of up to `EVERY` tokens; as many of a longer one."""
     if not facts.takes_positions:
         return []
@@ -102,11 +102,11 @@ def spread(count: int, end: int, rng: np.random.Generator) -> Array:
     return positions
 
 
-def _context(facts: Facts) -> int:
+def _context(facts: ModelFacts) -> int:
     return facts.max_positions or EVERY
 
 
-def _at(positions: Array, lengths: Sequence[int], facts: Facts, rng: np.random.Generator) -> Chain:
+def _at(positions: Array, lengths: Sequence[int], facts: ModelFacts, rng: np.random.Generator) -> Chain:
     """Calls whose rows take the positions in turns, so that each row goes over all of them."""
     table = positions.reshape(-1, ROWS).T
     ids = rng.integers(0, facts.vocab_size, table.shape)

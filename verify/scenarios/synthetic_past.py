@@ -1,4 +1,4 @@
-"""MadeUp: a past that no model computed, so that thousands of tokens cost no more than the memory of their cache.
+"""SyntheticPast: a past that no model computed, so that thousands of tokens cost no more than the memory of their cache.
 
 A window of 4,096 tokens is too long to be crossed by running so many tokens in float64. But a graph and the eager model
 continue whatever cache they are given: random numbers, the same for both, of which the tokens at the edge of the window
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class MadeUp:
+class SyntheticPast:
     """A cache of random keys and values; states are zero, as those of an empty past. See `Cache`.
 
     Attributes:

@@ -17,10 +17,10 @@ from llmconv.runtime.runner import default_positions
 from llmconv.verify.scenarios import long_pasts as pasts
 from llmconv.verify.scenarios import sweep as coverage
 from llmconv.verify.scenarios.calls import (
+    CacheEdit,
     Call,
     Chain,
-    Edit,
-    Facts,
+    ModelFacts,
     chain,
     full_mask,
     holes_mask,
@@ -51,27 +51,27 @@ class Scenario:
 
     name: str
     bug: str
-    chains: Callable[[Facts, np.random.Generator], list[Chain]]
+    chains: Callable[[ModelFacts, np.random.Generator], list[Chain]]
     suite: str = "quick"
-    left_out: Callable[[Facts], str] = lambda facts: ""
+    left_out: Callable[[ModelFacts], str] = lambda facts: ""
 
     @property
     def seed(self) -> int:
         """Of its tokens."""
         return zlib.crc32(self.name.encode())
 
-    def build(self, facts: Facts) -> list[Chain]:
+    def build(self, facts: ModelFacts) -> list[Chain]:
         """The calls, the same ones for every run; chains too long for the model are left out."""
         chains = self.chains(facts, np.random.default_rng(self.seed))
         limit = facts.max_positions or 1 << 40
         return [chain for chain in chains if max(int(call.position_ids.max()) for call in chain) < limit]
 
 
-def _prefill(length: int) -> Callable[[Facts, np.random.Generator], list[Chain]]:
+def _prefill(length: int) -> Callable[[ModelFacts, np.random.Generator], list[Chain]]:
     return lambda facts, rng: [chain(full_mask(1, length), [length], facts, rng)]
 
 
-def _every_split(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _every_split(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     ids = rng.bit_generator.state
     chains = []
     for cut in range(1, 9):
@@ -80,7 +80,7 @@ def _every_split(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return chains
 
 
-def _window(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _window(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """Prompts and steps across the edges of short windows; of longer ones a prompt, beside a short one."""
     every, once = WINDOW_LIMITS[facts.thorough]
     chains = []
@@ -91,13 +91,13 @@ def _window(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return chains
 
 
-def _crossed(width: int, facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _crossed(width: int, facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     across = [chain(full_mask(1, length), [length], facts, rng) for length in (width, width + 1, 2 * width + 3)]
     before = max(1, width - 2)
     return [*across, chain(full_mask(1, width + 3), [before, *[1] * (width + 3 - before)], facts, rng)]
 
 
-def _edge_tokens(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _edge_tokens(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """Alone, and the beginning of five rows of which each begins elsewhere; then those beside them, and padding's."""
     last = facts.vocab_size - 1
     wanted = [1, last - 1, *([facts.padding + by for by in (-1, 0, 1)] if isinstance(facts.padding, int) else [])]
@@ -108,25 +108,25 @@ def _edge_tokens(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return [[Call(tokens, mask, default_positions(mask, mask.shape[1]))] for tokens, mask in masks]
 
 
-def _high_positions(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _high_positions(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if not facts.takes_positions:
         return []
     return [chain(full_mask(4, 9), [6, 1, 2], facts, rng, jumps=True)]
 
 
-def _context_end(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _context_end(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if not facts.takes_positions or not facts.max_positions or facts.max_positions < 8:
         return []
     return [moved(chain(full_mask(1, 8), [4, 4], facts, rng), facts.max_positions - 8)]
 
 
-def _context_middle(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _context_middle(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if not facts.takes_positions or not facts.max_positions or facts.max_positions < 64:
         return []
     return [moved(chain(full_mask(1, 8), [6, 1, 1], facts, rng), facts.max_positions // 2)]
 
 
-def _original_context(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _original_context(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """Prompts on both sides of the border, steps across it, and two rows of which one alone is beyond it."""
     if not facts.takes_positions or not facts.original:
         return []
@@ -138,12 +138,12 @@ def _original_context(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return [*prompts, stepping, far, apart]
 
 
-def _no_token(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _no_token(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     mask = ragged_mask((6, 0), 3, "left")
     return [chain(mask, [6, 1, 2], facts, rng)]
 
 
-def _exchanged(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _exchanged(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """Two steps after each of which the rows continue other ones, padding included."""
     if facts.no_edits:
         return []
@@ -152,7 +152,7 @@ def _exchanged(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     kept = np.arange(3)
     for at, rows in ((1, (2, 0, 0)), (3, (1, 2, 0))):
         kept = kept[list(rows)]
-        calls[at] = replace(calls[at], edit=Edit(rows=rows))
+        calls[at] = replace(calls[at], edit=CacheEdit(rows=rows))
         for later in range(at, len(calls)):
             positions = default_positions(mask[kept], mask.shape[1])[:, 6 + later : 7 + later]
             width = calls[later].attention_mask.shape[1]
@@ -160,30 +160,30 @@ def _exchanged(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return [calls]
 
 
-def _taken_back(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _taken_back(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """A draft of four tokens, of which three are taken back."""
     if facts.keeps_states or facts.no_edits:
         return []
     first = chain(full_mask(2, 10), [6, 4], facts, rng)
     second = chain(full_mask(2, 10), [7, 1, 2], facts, rng)[1:]
-    return [[*first, replace(second[0], edit=Edit(drop=3)), second[1]]]
+    return [[*first, replace(second[0], edit=CacheEdit(drop=3)), second[1]]]
 
 
-def _holes(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _holes(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     mask = holes_mask(4, 40, rng)
     if facts.keeps_states:  # transformers takes a single new token for no padding, whatever its mask says
         mask[:, 33] = 1
     return [chain(mask, [33, 1, 6], facts, rng)]
 
 
-def _garbage(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _garbage(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if facts.no_edits:
         return []
     calls = chain(ragged_mask((9, 3), 2, "left"), [9, 1, 1], facts, rng)
-    return [[calls[0], *(replace(call, edit=Edit(garbage=facts.garbage)) for call in calls[1:])]]
+    return [[calls[0], *(replace(call, edit=CacheEdit(garbage=facts.garbage)) for call in calls[1:])]]
 
 
-def _greedy(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _greedy(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     if facts.greedy is None:
         return []
     prompt = rng.integers(0, facts.vocab_size, (1, 8))
@@ -192,7 +192,7 @@ def _greedy(facts: Facts, rng: np.random.Generator) -> list[Chain]:
     return [pieces(ids, mask, default_positions(mask, ids.shape[1]), [8, *[1] * (ids.shape[1] - 8)])]
 
 
-def _repeated(facts: Facts, rng: np.random.Generator) -> list[Chain]:
+def _repeated(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     """Two equal rows of a few tokens, each several times in a row, then one token again and again."""
     runs, steps = (3, 1, 2, 4), 3
     row = np.repeat(rng.integers(0, facts.vocab_size, len(runs)), runs)

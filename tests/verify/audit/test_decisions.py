@@ -20,7 +20,7 @@ from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from llmconv.verify import Check, verify, verify_graphs
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
-from llmconv.verify.audit.decisions.config_numbers import Numbers
+from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers
 from llmconv.verify.audit.decisions.lookup_tables import odd_row
 from llmconv.verify.comparison.graph_probe import FOLDER_KEY
 from llmconv.verify.reference.eager import Eager
@@ -197,13 +197,13 @@ def test_rotary_frequencies_may_depend_on_the_length(scaling: dict[str, Any], tm
 
 
 def test_scores_of_experts_may_be_compared_with_twice_the_jitter() -> None:
-    assert Numbers.of({"router_jitter_noise": 0.013}).bounds_data(0.026)
-    assert not Numbers.of({"input_jitter_noise": 0.013}).bounds_data(0.026)
+    assert ConfigNumbers.of({"router_jitter_noise": 0.013}).bounds_data(0.026)
+    assert not ConfigNumbers.of({"input_jitter_noise": 0.013}).bounds_data(0.026)
 
 
 @pytest.mark.parametrize("factor", [None, "4", [4], True])
 def test_a_factor_that_is_no_number_is_passed_over(factor: object) -> None:
-    assert Numbers.of({"rope_scaling": {"type": "dynamic", "factor": factor}, "max_seq_len": 64}).lengths == {
+    assert ConfigNumbers.of({"rope_scaling": {"type": "dynamic", "factor": factor}, "max_seq_len": 64}).lengths == {
         63,
         64,
         65,

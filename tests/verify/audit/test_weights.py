@@ -12,7 +12,7 @@ import pytest
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, read_manifest
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.verify import Check, Report, verify
-from llmconv.verify.audit.weights import Source, audit_files, audit_weights
+from llmconv.verify.audit.weights import WeightSource, audit_files, audit_weights
 from llmconv.verify.reference.eager import Eager
 from tests.builders.mutants.mutants import MUTANTS
 from tests.builders.mutants.surgery import initializer
@@ -24,7 +24,7 @@ O_PROJ = "model.layers.1.self_attn.o_proj.weight"
 
 def audit(folder: Path, reference: Path) -> Check:
     """The audit of a folder's decode graph."""
-    return audit_weights("decode.onnx", load_guarded(folder / "decode.onnx"), Source.of(folder, reference))[0]
+    return audit_weights("decode.onnx", load_guarded(folder / "decode.onnx"), WeightSource.of(folder, reference))[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Truths of a chain's calls that were computed in one call are those of the calls one by one."""
+"""ExpectedOutputs of a chain's calls that were computed in one call are those of the calls one by one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.verify import verify
-from llmconv.verify.reference.eager import Eager, Truths, rows_of, run_chain, valid_rows
-from llmconv.verify.reference.merged_chain import Beginning, are_merged, merged_steps
+from llmconv.verify.reference.eager import Eager, ExpectedOutputs, rows_of, run_chain, valid_rows
+from llmconv.verify.reference.merged_chain import MergedPrefix, are_merged, merged_steps
 from llmconv.verify.scenarios.calls import Chain
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
@@ -92,7 +92,7 @@ def test_the_first_chain_is_run_call_by_call_as_no_noise_is_known(
     assert seen == [5, 1, 7, 1, 3, 2]
 
 
-def truths_of(model: Eager) -> Truths:
+def truths_of(model: Eager) -> ExpectedOutputs:
     """Of the second turn, after a prompt."""
     return [model.truths(scenario, chains) for scenario, chains in planned(model, (*FIRST, "second turn"))][1]
 
@@ -139,7 +139,7 @@ def test_a_merged_cache_ends_where_its_call_does(eager: Callable[[str], Eager]) 
     model = eager("llama")
     ((_, (chain,)),) = planned(model, ("second turn",))
     steps = merged_steps(model.runners[0], chain)
-    assert steps and all(isinstance(step.present, Beginning) for step in steps)
+    assert steps and all(isinstance(step.present, MergedPrefix) for step in steps)
     assert [step.present.length for step in steps] == [5, 6, 13, 14, 17, 19]
     assert [step.present.arrays()["present.0.key"].shape[2] for step in steps] == [5, 6, 13, 14, 17, 19]
     assert [step.logits.shape[1] for step in steps] == [5, 1, 7, 1, 3, 2]

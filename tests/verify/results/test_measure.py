@@ -9,12 +9,12 @@ import pytest
 
 from llmconv.tensors import Array
 from llmconv.verify.comparison.candidates import fairly
-from llmconv.verify.results.measure import GATES, Measure, NoiseFloor, Truth, cache_rows, measure
+from llmconv.verify.results.measure import GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure
 
 GATE = GATES["float32"]
 
 
-def truth_and_noise(rows: int = 8, features: int = 32) -> tuple[Truth, Array]:
+def truth_and_noise(rows: int = 8, features: int = 32) -> tuple[ExpectedOutput, Array]:
     """A truth, and an output with as much noise as the eager model has."""
     rng = np.random.default_rng(0)
     exact = rng.standard_normal((1, rows, features))
@@ -86,7 +86,7 @@ def test_another_likeliest_token_fails_unless_it_is_a_near_tie() -> None:
     other = (best + 1) % 32
     tie = truth.exact.copy()
     tie[0, 0, other] = tie[0, 0, best] - 1e-7
-    near = Truth(tie, truth.noise, truth.total_noise, truth.max_noise, truth.valid)
+    near = ExpectedOutput(tie, truth.noise, truth.total_noise, truth.max_noise, truth.valid)
     flipped = tie.copy()
     flipped[0, 0, other] += 2e-7
     assert measure(near, flipped, tokens=True).flips == 0
@@ -110,7 +110,7 @@ def test_a_measure_with_a_problem_never_passes() -> None:
     assert not Measure(problem="missing").passes(GATE)
 
 
-def unlucky(rows: int, other: float) -> tuple[Truth, Array]:
+def unlucky(rows: int, other: float) -> tuple[ExpectedOutput, Array]:
     """A truth of few rows whose noise may be doubted, and an output with as much noise as the other order has."""
     truth, output = truth_and_noise(rows)
     noise = (output - truth.exact) * other

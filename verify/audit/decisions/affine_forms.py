@@ -31,7 +31,7 @@ NAME_LENGTH = 500
 """Characters of a name; what is longer ends in its hash, so that different results keep different names."""
 
 
-class Nature(IntEnum):
+class ValueKind(IntEnum):
     """What the numbers of an atom can be; that of several is the largest."""
 
     TRUTH = 0
@@ -56,11 +56,11 @@ class Atom:
 
     name: str
     sources: frozenset[str]
-    nature: Nature = Nature.COUNT
+    nature: ValueKind = ValueKind.COUNT
 
 
 @dataclass(frozen=True)
-class Form:
+class AffineForm:
     """A sum of multiples of atoms and a number.
 
     Attributes:
@@ -77,10 +77,10 @@ class Form:
         return frozenset().union(*(atom.sources for atom in self.terms))
 
     @property
-    def nature(self) -> Nature:
+    def nature(self) -> ValueKind:
         """What its numbers can be; one truth and its opposite are no more than that, sums of several are counts."""
-        found = max((atom.nature for atom in self.terms), default=Nature.TRUTH)
-        return Nature.COUNT if found is Nature.TRUTH and len(self.terms) > 1 else found
+        found = max((atom.nature for atom in self.terms), default=ValueKind.TRUTH)
+        return ValueKind.COUNT if found is ValueKind.TRUTH and len(self.terms) > 1 else found
 
     @property
     def factors(self) -> list[float]:
@@ -94,17 +94,17 @@ class Form:
         found = [abs(factor) for factor in self.terms.values()]
         return abs(self.number) / min(found) if found else abs(self.number)
 
-    def __add__(self, other: Form) -> Form:
+    def __add__(self, other: AffineForm) -> AffineForm:
         terms = dict(self.terms)
         for atom, factor in other.terms.items():
             terms[atom] = terms.get(atom, 0.0) + factor
-        return Form({atom: factor for atom, factor in terms.items() if factor}, self.number + other.number)
+        return AffineForm({atom: factor for atom, factor in terms.items() if factor}, self.number + other.number)
 
-    def times(self, factor: float) -> Form:
+    def times(self, factor: float) -> AffineForm:
         """Its multiple."""
         if not factor:
-            return Form()
-        return Form({atom: factor * old for atom, old in self.terms.items()}, factor * self.number)
+            return AffineForm()
+        return AffineForm({atom: factor * old for atom, old in self.terms.items()}, factor * self.number)
 
     def key(self) -> str:
         """Equal for equal forms."""
@@ -112,12 +112,12 @@ class Form:
         return " + ".join([*(f"{factor!r}*{name}" for name, factor in terms), repr(self.number)])
 
 
-def atom(name: str, *sources: str, nature: Nature = Nature.COUNT) -> Form:
+def atom(name: str, *sources: str, nature: ValueKind = ValueKind.COUNT) -> AffineForm:
     """The form of one atom."""
-    return Form({Atom(name, frozenset(sources), nature): 1.0})
+    return AffineForm({Atom(name, frozenset(sources), nature): 1.0})
 
 
-def made_of(name: str, forms: Iterable[Form], nature: Nature | None = None) -> Form:
+def made_of(name: str, forms: Iterable[AffineForm], nature: ValueKind | None = None) -> AffineForm:
     """The form of a result that is no sum: an atom of its own, by what it is made of.
 
     Args:
@@ -128,10 +128,10 @@ def made_of(name: str, forms: Iterable[Form], nature: Nature | None = None) -> F
     whole = f"{name}({', '.join(form.key() for form in forms)})"
     if len(whole) > NAME_LENGTH:
         whole = f"{whole[:NAME_LENGTH]}… {sha256(whole.encode()).hexdigest()}"
-    inherited = max((form.nature for form in forms), default=Nature.COUNT)
-    return Form({Atom(whole, sources, inherited if nature is None else nature): 1.0})
+    inherited = max((form.nature for form in forms), default=ValueKind.COUNT)
+    return AffineForm({Atom(whole, sources, inherited if nature is None else nature): 1.0})
 
 
-def is_of(name: str, form: Form) -> bool:
+def is_of(name: str, form: AffineForm) -> bool:
     """Whether a form is a sum of results of that name alone, see `made_of`."""
     return bool(form.terms) and all(one.name.startswith(f"{name}(") for one in form.terms)

@@ -14,11 +14,11 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import first_line
 from llmconv.runtime.cache_names import is_present, layer_of, past_of
 from llmconv.verify.audit.decisions.config_fields import read_fields
-from llmconv.verify.audit.decisions.config_numbers import Numbers, window_of
-from llmconv.verify.audit.decisions.graph_walk import Walk
+from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers, window_of
+from llmconv.verify.audit.decisions.graph_walk import GraphWalk
 from llmconv.verify.audit.decisions.operators import INPUTS
-from llmconv.verify.audit.decisions.state import Axes, State
-from llmconv.verify.audit.decisions.value_kinds import Found
+from llmconv.verify.audit.decisions.state import AxisSizes, WalkState
+from llmconv.verify.audit.decisions.value_kinds import AuditFindings
 from llmconv.verify.results.report import Check
 
 NAME = "decisions"
@@ -31,7 +31,7 @@ STORED_PREFIX = re.compile(r"prefix\.\d+\.(key|value)")
 """Keys and values of a tuned prefix, see `export --prefix`."""
 
 MANY = 1e9
-"""Numbers beyond are ends of a range, and told to nobody."""
+"""ConfigNumbers beyond are ends of a range, and told to nobody."""
 
 
 def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any], *, prefix: int = 0) -> Check:
@@ -105,7 +105,7 @@ def decisions_of(
     *,
     tables: bool = True,
     prefix: int = 0,
-) -> Found:
+) -> AuditFindings:
     """What a graph decides on, and by which numbers.
 
     Args:
@@ -121,12 +121,14 @@ def decisions_of(
     axes |= {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
     axes |= _heads(model)
     types = {port.name: port.type.tensor_type.elem_type for port in ports}
-    walk = Walk(Numbers.of(config, _lengths(model, prefix)), State(axes, types, inputs, symbols - {""}, tables))
+    walk = GraphWalk(
+        ConfigNumbers.of(config, _lengths(model, prefix)), WalkState(axes, types, inputs, symbols - {""}, tables)
+    )
     walk.run(model.graph)
     return walk.judge.found
 
 
-def _heads(model: onnx.ModelProto) -> dict[str, Axes]:
+def _heads(model: onnx.ModelProto) -> dict[str, AxisSizes]:
     """The axes of the cache's inputs, with the numbers of its outputs', which the structure audit checks.
 
     An input may name them instead: a client that guesses them wrongly feeds an empty cache of another shape.
@@ -155,7 +157,7 @@ def _layers(model: onnx.ModelProto) -> set[int]:
     return {layer for port in model.graph.output if (layer := layer_of(port.name)) is not None}
 
 
-def _axes(port: onnx.ValueInfoProto) -> Axes:
+def _axes(port: onnx.ValueInfoProto) -> AxisSizes:
     dims = port.type.tensor_type.shape.dim
     return [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or None for dim in dims]
 

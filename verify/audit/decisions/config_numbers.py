@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
-from llmconv.verify.audit.decisions.affine_forms import BATCH, TOKEN, Form
+from llmconv.verify.audit.decisions.affine_forms import BATCH, TOKEN, AffineForm
 
 LENGTHS = re.compile(
     r"window|chunk|context|max_pos|max_seq|original_max|n_positions|n_ctx|seq_len|block_size|floor_scale|conv|max_length"
@@ -43,7 +43,7 @@ SMALLEST, LARGEST = 1e-4, 3e38
 
 
 @dataclass(frozen=True)
-class Numbers:
+class ConfigNumbers:
     """What may be compared with what.
 
     Attributes:
@@ -57,7 +57,7 @@ class Numbers:
     data: frozenset[float]
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], sizes: Iterable[int] = ()) -> Numbers:
+    def of(cls, config: Mapping[str, Any], sizes: Iterable[int] = ()) -> ConfigNumbers:
         """Those of a config, and of a graph's axes that are numbers.
 
         Args:
@@ -72,25 +72,25 @@ class Numbers:
         data |= {2 * number for name, number in found if JITTER.search(name)}
         return cls(_with_neighbors(lengths), _with_neighbors(tokens), LIBRARY | data)
 
-    def explain(self, form: Form) -> bool:
+    def explain(self, form: AffineForm) -> bool:
         """Whether a decision on a form is by numbers of the model alone."""
         if any(not 1 / HUGE < abs(factor) < HUGE for factor in form.terms.values()):
             return False
         factors = (factor for factor in form.factors if abs(factor) != TWICE)
         return all(self.knows(number, form) for number in (form.offset, *factors))
 
-    def explain_rounding(self, form: Form) -> bool:
+    def explain_rounding(self, form: AffineForm) -> bool:
         """The same where a form is rounded to whole numbers: its unit decides, too."""
         steps = [abs(factor) for factor in form.terms.values()]
         return self.explain(form) and all(self.knows(step, form) or self.knows(1 / step, form) for step in steps)
 
-    def knows(self, number: float, form: Form) -> bool:
+    def knows(self, number: float, form: AffineForm) -> bool:
         """Whether a number is the model's where a form is compared with it."""
         if number in (0, 1) or _is_mask_value(number):
             return True
         return any(isclose(number, known, rel_tol=CLOSE) for known in self._fitting(form))
 
-    def _fitting(self, form: Form) -> frozenset[float]:
+    def _fitting(self, form: AffineForm) -> frozenset[float]:
         if TOKEN in form.sources:
             return self.tokens
         return frozenset() if form.sources == {BATCH} else self.lengths
@@ -103,7 +103,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """A window of some layers.
 
     Attributes:
@@ -115,13 +115,13 @@ class Window:
     layers: frozenset[int]
 
 
-def window_of(config: Any) -> Window | None:
+def window_of(config: Any) -> SlidingWindow | None:
     """The window of a config whose `layer_types` has sliding layers, wherever in it; None where none has."""
     if not isinstance(config, Mapping):
         return None
     size, kinds = config.get("sliding_window"), config.get("layer_types")
     if isinstance(size, int) and isinstance(kinds, list) and "sliding_attention" in kinds:
-        return Window(size, frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"))
+        return SlidingWindow(size, frozenset(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"))
     return next(filter(None, map(window_of, config.values())), None)
 
 

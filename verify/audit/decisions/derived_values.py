@@ -1,4 +1,4 @@
-"""Results: what nodes make of values that follow from the call alone, and of constants."""
+"""DerivedValues: what nodes make of values that follow from the call alone, and of constants."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from llmconv.verify.audit.decisions.affine_forms import (
     POSITION,
     TOKEN,
     WITHIN,
-    Form,
-    Nature,
+    AffineForm,
+    ValueKind,
     atom,
     is_of,
     made_of,
 )
 from llmconv.verify.audit.decisions.constant_folding import fold
-from llmconv.verify.audit.decisions.judge import Judge, said
+from llmconv.verify.audit.decisions.judge import DecisionJudge, said
 from llmconv.verify.audit.decisions.lookup_tables import LARGEST, TABLE_ROWS, nature_of, odd_row
 from llmconv.verify.audit.decisions.operators import (
     BENDS,
@@ -41,14 +41,22 @@ from llmconv.verify.audit.decisions.operators import (
     attribute,
 )
 from llmconv.verify.audit.decisions.rotary_frequencies import FREQUENCIES, is_flat_power, is_frequency
-from llmconv.verify.audit.decisions.state import State
-from llmconv.verify.audit.decisions.value_kinds import Call, Data, Known, Value, as_form, as_parts, forms_of
+from llmconv.verify.audit.decisions.state import WalkState
+from llmconv.verify.audit.decisions.value_kinds import (
+    ConstantValue,
+    InputValue,
+    ModelValue,
+    Value,
+    as_form,
+    as_parts,
+    forms_of,
+)
 
 FOLDED_TOGETHER = 1 << 25
 """Elements that all constants made of constants have together."""
 
 
-class Results:
+class DerivedValues:
     """What nodes make.
 
     Args:
@@ -56,7 +64,7 @@ class Results:
         judge: takes the decisions.
     """
 
-    def __init__(self, state: State, judge: Judge) -> None:
+    def __init__(self, state: WalkState, judge: DecisionJudge) -> None:
         self.state, self.judge = state, judge
         self._room = FOLDED_TOGETHER
 
@@ -64,44 +72,46 @@ class Results:
         """Of Shape and Size."""
         forms = self.state.lengths(node.input[0])
         if forms is None:
-            return Call(atom(f"shape of {node.input[0]}", LENGTH, nature=Nature.OPAQUE))
+            return InputValue(atom(f"shape of {node.input[0]}", LENGTH, nature=ValueKind.OPAQUE))
         if node.op_type == "Size":
             return self._size(forms)
         parts = tuple(forms[attribute(node, "start", 0) : attribute(node, "end", len(forms))])
         if all(not form.terms for form in parts):
-            return Known(np.array([int(form.number) for form in parts], np.int64))
-        return Call.of_parts(parts)
+            return ConstantValue(np.array([int(form.number) for form in parts], np.int64))
+        return InputValue.of_parts(parts)
 
-    def _size(self, forms: list[Form]) -> Value:
+    def _size(self, forms: list[AffineForm]) -> Value:
         """A product of axes: known where one of them at most is no number."""
         number = float(prod(int(form.number) for form in forms if not form.terms))
         call = [form for form in forms if form.terms]
         if len(call) > 1:
-            return Call(made_of("Size", forms, None if number == 1 else Nature.OPAQUE))
-        return Call(call[0].times(number)) if call else Known(np.array(int(number), np.int64))
+            return InputValue(made_of("Size", forms, None if number == 1 else ValueKind.OPAQUE))
+        return InputValue(call[0].times(number)) if call else ConstantValue(np.array(int(number), np.int64))
 
     def counted(self, node: onnx.NodeProto, inputs: list[Value | None]) -> Value:
         """Of Range."""
         start, stop, step = (as_form(value) if value else None for value in inputs)
         if start is None or stop is None or step is None:
             self.judge.flag(node, "counts by what is not followed", certain=False)
-            return Data()
+            return ModelValue()
         if not (start.terms or stop.terms or step.terms):
             whole = np.float32 if self.state.types.get(node.output[0]) not in INTEGERS else np.int64
-            return self.folded(node, [Known(np.array(form.number, whole)) for form in (start, stop, step)])
-        nature = Nature.OPAQUE if step.terms else Nature.COUNT
+            return self.folded(node, [ConstantValue(np.array(form.number, whole)) for form in (start, stop, step)])
+        nature = ValueKind.OPAQUE if step.terms else ValueKind.COUNT
         source = WITHIN if is_of(BLOCK, stop) else PLACE
         index = atom(f"index to {stop.key()} by {step.key()}", source, nature=nature)
-        return Call(start + (index if step.terms else index.times(step.number)))
+        return InputValue(start + (index if step.terms else index.times(step.number)))
 
     def folded(self, node: onnx.NodeProto, given: list[Value]) -> Value:
         """A constant made of constants; what is not computed is known to be changed."""
-        made = fold(node, [value.array for value in given if isinstance(value, Known)]) if self._room > 0 else None
+        made = (
+            fold(node, [value.array for value in given if isinstance(value, ConstantValue)]) if self._room > 0 else None
+        )
         if made is not None:
             self._room -= made.size
-            return Known(made)
+            return ConstantValue(made)
         self.state.changed |= set(node.output)
-        return Data()
+        return ModelValue()
 
     def of_call(self, node: onnx.NodeProto, given: list[Value]) -> Value:
         """Of everything that reads the call and no data."""
@@ -118,7 +128,7 @@ class Results:
             return self._picked(node, given)
         if op == "ConstantOfShape":
             self.state.name_axes(node.output[0], self.state.parts(node.input[0], first) or ())
-            return Call(Form(number=_fill(node)))
+            return InputValue(AffineForm(number=_fill(node)))
         if op == "Where":
             return self._chosen(node, given)
         return self._decided(node, given)
@@ -127,16 +137,16 @@ class Results:
         """Of Where: one of two, by a condition."""
         if all(is_frequency(value) for value in given[1:]):
             self.judge.choices(node, forms_of(given[:1]))
-            return Call(made_of(FREQUENCIES, forms_of(given), Nature.OPAQUE))
+            return InputValue(made_of(FREQUENCIES, forms_of(given), ValueKind.OPAQUE))
         numbers = _numbers(given)
         self.judge.choices(node, forms_of(given), numbers)
         self._tables(node, given)
-        return Call(made_of("Where", forms_of(given), _together(forms_of(given), numbers)))
+        return InputValue(made_of("Where", forms_of(given), _together(forms_of(given), numbers)))
 
     def _tables(self, node: onnx.NodeProto, given: list[Value]) -> None:
         """Tables that are put together with what follows from the call, place by place."""
         for value in given:
-            array = value.array if isinstance(value, Known) and as_form(value) is None else np.zeros(0)
+            array = value.array if isinstance(value, ConstantValue) and as_form(value) is None else np.zeros(0)
             for axis in (axis for axis, size in enumerate(array.shape) if size >= TABLE_ROWS and array.size):
                 if (row := odd_row(np.moveaxis(array, axis, 0))) is not None:
                     self.judge.flag(
@@ -152,7 +162,7 @@ class Results:
         is_whole = all(float(factor).is_integer() for factor in (*form.terms.values(), form.number))
         if to == onnx.TensorProto.BOOL or (to in INTEGERS and not is_whole):
             self.judge.decision(node, form, rounded=to != onnx.TensorProto.BOOL)
-            return Call(made_of("Cast", [form], Nature.TRUTH if to == onnx.TensorProto.BOOL else None))
+            return InputValue(made_of("Cast", [form], ValueKind.TRUTH if to == onnx.TensorProto.BOOL else None))
         return first
 
     def _sum(self, node: onnx.NodeProto, given: list[Value]) -> Value | None:
@@ -161,62 +171,66 @@ class Results:
         if len(forms) < len(given):  # frequencies, slopes; a bias is none of the model's
             return self._scaled(node, forms) if op in ("Mul", "Div") else None
         if op == "Neg":
-            return Call(forms[0].times(-1))
+            return InputValue(forms[0].times(-1))
         if op in ("Add", "Sum"):
-            return Call(sum(forms[1:], forms[0]))
+            return InputValue(sum(forms[1:], forms[0]))
         if op == "Sub":
-            return Call(forms[0] + forms[1].times(-1))
+            return InputValue(forms[0] + forms[1].times(-1))
         for one, other in (forms, forms[::-1]) if op == "Mul" else ():
             if not other.terms:
-                return Call(one.times(other.number))
+                return InputValue(one.times(other.number))
         is_float = self.state.types.get(node.output[0]) not in INTEGERS
         if op == "Div" and is_float and not forms[1].terms and forms[1].number:
-            return Call(forms[0].times(1 / forms[1].number))
+            return InputValue(forms[0].times(1 / forms[1].number))
         return None
 
-    def _scaled(self, node: onnx.NodeProto, forms: list[Form]) -> Value:
+    def _scaled(self, node: onnx.NodeProto, forms: list[AffineForm]) -> Value:
         """A product with a table, or a quotient: a number in it would be lost, and has to be the model's."""
         for form in forms:
             self.judge.offset(node, form)
-        return Call(made_of(f"{node.op_type} {node.input[0]} {node.input[1]}", forms, Nature.OPAQUE))
+        return InputValue(made_of(f"{node.op_type} {node.input[0]} {node.input[1]}", forms, ValueKind.OPAQUE))
 
     def _concat(self, node: onnx.NodeProto, given: list[Value]) -> Value:
         parts = [self.state.parts(name, value) for name, value in zip(node.input, given, strict=True)]
         if all(part is not None for part in parts):
-            return Call.of_parts(tuple(form for part in parts for form in part or ()))
+            return InputValue.of_parts(tuple(form for part in parts for form in part or ()))
         forms = forms_of(given)
         if len(forms) == len(given) and len({form.key() for form in forms}) == 1:
-            return Call(forms[0])
+            return InputValue(forms[0])
         numbers = _numbers(given)
         self.judge.choices(node, forms, numbers)
         self._tables(node, given)
-        return Call(made_of("Concat", forms, _together(forms, numbers)))
+        return InputValue(made_of("Concat", forms, _together(forms, numbers)))
 
     def _picked(self, node: onnx.NodeProto, given: list[Value]) -> Value:
         """Elements of a list by their number; of anything else, elements of the same form."""
         first, parts = given[0], as_parts(given[0])
-        if isinstance(first, Known):  # a table
-            nature = nature_of(first.array) if first.array.dtype.kind in "fiub" else Nature.OPAQUE
-            return Call(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), nature))
-        if not isinstance(first, Call):
-            return Call(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), Nature.OPAQUE))
-        if parts is None or not all(isinstance(value, Known) for value in given[1:]):
-            return Call(first.form)
-        chosen = fold(node, [np.arange(len(parts)), *(v.array for v in given[1:] if isinstance(v, Known))])
+        if isinstance(first, ConstantValue):  # a table
+            nature = nature_of(first.array) if first.array.dtype.kind in "fiub" else ValueKind.OPAQUE
+            return InputValue(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), nature))
+        if not isinstance(first, InputValue):
+            return InputValue(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), ValueKind.OPAQUE))
+        if parts is None or not all(isinstance(value, ConstantValue) for value in given[1:]):
+            return InputValue(first.form)
+        chosen = fold(node, [np.arange(len(parts)), *(v.array for v in given[1:] if isinstance(v, ConstantValue))])
         if chosen is None:  # an index beyond the list
-            return Call(first.form)
-        return Call.of_parts(tuple(parts[int(at)] for at in np.atleast_1d(chosen)))
+            return InputValue(first.form)
+        return InputValue.of_parts(tuple(parts[int(at)] for at in np.atleast_1d(chosen)))
 
     def _decided(self, node: onnx.NodeProto, given: list[Value]) -> Value:  # noqa: C901 - a row for each kind
         """Everything else decides, for which it needs numbers of the model."""
         op, forms = node.op_type, forms_of(given, parts=True)
         if op == "Min" and self._is_a_block(forms):
-            return Call(made_of(BLOCK, forms))
+            return InputValue(made_of(BLOCK, forms))
         if op == "Pow" and is_flat_power(given):
             self.judge.offset(node, forms[0])
-            return Call(made_of(op, forms, Nature.OPAQUE))
-        if op.startswith("Scatter") and isinstance(given[1], Known) and self.state.writes_along_a_head(node, given[1]):
-            return Call(made_of(op, forms_of([given[0], given[2]], parts=True)))
+            return InputValue(made_of(op, forms, ValueKind.OPAQUE))
+        if (
+            op.startswith("Scatter")
+            and isinstance(given[1], ConstantValue)
+            and self.state.writes_along_a_head(node, given[1])
+        ):
+            return InputValue(made_of(op, forms_of([given[0], given[2]], parts=True)))
         if op in LOGIC:
             self._tables(node, given)
         elif any(as_form(value) is None for value in given):
@@ -232,9 +246,9 @@ class Results:
                 self.judge.offset(node, forms[0])
         else:
             self.judge.decisions(node, _cut(op, given, forms), rounded=op in ROUNDINGS)
-        return Call(made_of(op, forms, self._nature(node, forms)))
+        return InputValue(made_of(op, forms, self._nature(node, forms)))
 
-    def _is_a_block(self, forms: list[Form]) -> bool:
+    def _is_a_block(self, forms: list[AffineForm]) -> bool:
         """Whether the new tokens are limited by a block's, and nothing else."""
         numbers = {form.number for form in forms if not form.terms}
         names = {one.name for form in forms for one in form.terms}
@@ -243,43 +257,43 @@ class Results:
             len(forms) == 2 and bool(plain) and len(numbers) == 1 and numbers <= BLOCKS and names <= self.state.symbols
         )
 
-    def _product(self, node: onnx.NodeProto, forms: list[Form]) -> None:
+    def _product(self, node: onnx.NodeProto, forms: list[AffineForm]) -> None:
         """Masks and sizes are multiplied; powers of a position are a step when they are high enough."""
         for form in forms:
             self.judge.offset(node, form)
         if sum(bool(form.sources & {PLACE, POSITION, TOKEN}) and not is_of(FREQUENCIES, form) for form in forms) > 1:
             self.judge.flag(node, f"multiplies {said(forms[0])} by {said(forms[1])}")
 
-    def _nature(self, node: onnx.NodeProto, forms: list[Form]) -> Nature:
+    def _nature(self, node: onnx.NodeProto, forms: list[AffineForm]) -> ValueKind:
         """What the numbers of the result can be."""
         op = node.op_type
         if op in COMPARISONS or op in LOGIC:
-            return Nature.TRUTH
+            return ValueKind.TRUTH
         if op in CURVES:
-            return Nature.CURVE
+            return ValueKind.CURVE
         if op in BENDS or op not in PLAIN or not any(form.terms for form in forms):
-            return Nature.OPAQUE
+            return ValueKind.OPAQUE
         if op in SUMMED:
-            return Nature.COUNT if self._sums_the_call(node) else Nature.OPAQUE
+            return ValueKind.COUNT if self._sums_the_call(node) else ValueKind.OPAQUE
         return _together(forms, [])
 
     def _sums_the_call(self, node: onnx.NodeProto) -> bool:
         """Whether what is summed up is as long as the call, or as the model has it: else the length is a factor."""
         sizes = self.state.lengths(node.input[0])
         axes = self.state.values.get(node.input[1]) if len(node.input) > 1 and node.input[1] else None
-        if sizes is None or (axes is not None and not isinstance(axes, Known)):
+        if sizes is None or (axes is not None and not isinstance(axes, ConstantValue)):
             return False
-        chosen = axes.array.ravel().tolist() if isinstance(axes, Known) else range(len(sizes))
+        chosen = axes.array.ravel().tolist() if isinstance(axes, ConstantValue) else range(len(sizes))
         summed = [sizes[int(axis)] for axis in chosen if -len(sizes) <= axis < len(sizes)]
         return all(self.judge.is_of_the_call(size) for size in summed)
 
-    def _power(self, node: onnx.NodeProto, form: Form) -> None:
+    def _power(self, node: onnx.NodeProto, form: AffineForm) -> None:
         """A power of a logarithm is one of the position; any other grows from nothing to everything."""
         if not is_of("Log", form):
             self.judge.flag(node, f"raises a number to the power of {said(form)}")
 
 
-def _cut(op: str, given: list[Value], forms: list[Form]) -> list[Form]:
+def _cut(op: str, given: list[Value], forms: list[AffineForm]) -> list[AffineForm]:
     """What a node compares, as one form for each comparison."""
     if op in COMPARISONS and len(given) == 2:
         left, right = (as_parts(value) or forms_of([value]) for value in given)
@@ -289,32 +303,32 @@ def _cut(op: str, given: list[Value], forms: list[Form]) -> list[Form]:
     return forms
 
 
-def _is_positive(form: Form) -> bool:
+def _is_positive(form: AffineForm) -> bool:
     """Whether a sum of what is never below zero has no zero itself: there is no place where it bends."""
-    return form.number > 0 and all(factor > 0 for factor in form.terms.values()) and form.nature <= Nature.COUNT
+    return form.number > 0 and all(factor > 0 for factor in form.terms.values()) and form.nature <= ValueKind.COUNT
 
 
-def _together(forms: list[Form], numbers: list[float]) -> Nature:
+def _together(forms: list[AffineForm], numbers: list[float]) -> ValueKind:
     """What several can be that are put together: no truth where another number is among them."""
     numbers = [*numbers, *(form.number for form in forms if not form.terms)]
-    nature = max((form.nature for form in forms if form.terms), default=Nature.TRUTH)
+    nature = max((form.nature for form in forms if form.terms), default=ValueKind.TRUTH)
     odd = any(number not in (0, 1) and abs(number) < LARGEST for number in numbers)
     odd |= any(
         form.terms and (form.number not in (0, 1) or set(map(abs, form.terms.values())) != {1}) for form in forms
     )
-    return Nature.COUNT if odd and nature is Nature.TRUTH else nature
+    return ValueKind.COUNT if odd and nature is ValueKind.TRUTH else nature
 
 
 def _numbers(values: list[Value]) -> list[float]:
     """The different numbers of the constants that are lists of them."""
-    arrays = [one.array for one in values if isinstance(one, Known) and as_form(one) is None]
+    arrays = [one.array for one in values if isinstance(one, ConstantValue) and as_form(one) is None]
     return sorted({float(number) for array in arrays if array.dtype.kind in "fiub" for number in np.unique(array)})
 
 
 def _relaid(op: str, first: Value) -> Value:
     """The same elements; a list stays one where it only loses or gains an axis."""
-    if isinstance(first, Call) and first.parts is not None and op not in ("Squeeze", "Identity", "Unsqueeze"):
-        return Call(first.form)
+    if isinstance(first, InputValue) and first.parts is not None and op not in ("Squeeze", "Identity", "Unsqueeze"):
+        return InputValue(first.form)
     return first
 
 

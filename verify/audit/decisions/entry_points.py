@@ -1,4 +1,4 @@
-"""Meetings: where a value that follows from the call goes into what the model computes, after which nobody follows it.
+"""EntryPoints: where a value that follows from the call goes into what the model computes, after which nobody follows it.
 
 A model needs few of them: masks, rotary cosines and sines, and slopes of positions that are added to the scores of a
 softmax. Whatever else goes in would come out as a number that may be compared with anything.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import onnx
 
-from llmconv.verify.audit.decisions.affine_forms import Form, Nature, is_of
-from llmconv.verify.audit.decisions.judge import Judge, said
+from llmconv.verify.audit.decisions.affine_forms import AffineForm, ValueKind, is_of
+from llmconv.verify.audit.decisions.judge import DecisionJudge, said
 from llmconv.verify.audit.decisions.lookup_tables import LARGEST
 from llmconv.verify.audit.decisions.operators import (
     BOUNDS,
@@ -21,8 +21,8 @@ from llmconv.verify.audit.decisions.operators import (
     LENGTHS_OF_CACHE,
     LIMITS,
 )
-from llmconv.verify.audit.decisions.state import State
-from llmconv.verify.audit.decisions.value_kinds import Call, Data, Known, Value
+from llmconv.verify.audit.decisions.state import WalkState
+from llmconv.verify.audit.decisions.value_kinds import ConstantValue, InputValue, ModelValue, Value
 
 LOUD = 10.0
 """A number that is added to what the model computes and is larger than this moves a threshold."""
@@ -43,7 +43,7 @@ ON_THE_WAY = {"Add", "Cast", "Identity", "Reshape", "Transpose", "Unsqueeze", "S
 """Operators between scores and their softmax."""
 
 
-class Meetings:
+class EntryPoints:
     """Looks at nodes that read what the model computes and what follows from the call.
 
     Args:
@@ -51,7 +51,7 @@ class Meetings:
         judge: takes what is found.
     """
 
-    def __init__(self, state: State, judge: Judge) -> None:
+    def __init__(self, state: WalkState, judge: DecisionJudge) -> None:
         self.state, self.judge = state, judge
 
     def at(self, node: onnx.NodeProto, inputs: list[Value | None]) -> None:
@@ -67,15 +67,15 @@ class Meetings:
         if op in ("Slice", "Pad"):
             places |= {3, 4}
         for at, value in enumerate(inputs):
-            if isinstance(value, Call) and at not in places:
+            if isinstance(value, InputValue) and at not in places:
                 for form in value.forms:
                     self._meets(node, at, form)
-            elif isinstance(value, Known) and op in ("Add", "Sub", "Sum") and value.array.dtype.kind in "fiu":
+            elif isinstance(value, ConstantValue) and op in ("Add", "Sub", "Sum") and value.array.dtype.kind in "fiu":
                 for number in _extremes(value):
                     self._sounds(node, number)
 
     def _may_be_fractional(self, node: onnx.NodeProto, at: int, value: Value | None) -> bool:
-        return isinstance(value, Data) and self.state.types.get(node.input[at]) not in WHOLE
+        return isinstance(value, ModelValue) and self.state.types.get(node.input[at]) not in WHOLE
 
     def _becomes_whole(self, node: onnx.NodeProto) -> bool:
         to = next((one.i for one in node.attribute if one.name == "to"), 0)
@@ -83,15 +83,15 @@ class Meetings:
             to in WHOLE and node.input[0] not in self.state.truths and self.state.types.get(node.input[0]) not in WHOLE
         )
 
-    def _meets(self, node: onnx.NodeProto, at: int, form: Form) -> None:
+    def _meets(self, node: onnx.NodeProto, at: int, form: AffineForm) -> None:
         op, nature = node.op_type, form.nature
         if at in LENGTHS_OF_CACHE.get(op, ()):
             self.judge.decision(node, form)
             return
         for number in (form.number, *form.terms.values()):
-            if nature < Nature.OPAQUE:
+            if nature < ValueKind.OPAQUE:
                 self._sounds(node, number)
-        if nature is Nature.TRUTH or (nature is Nature.CURVE and op in TURNS):
+        if nature is ValueKind.TRUTH or (nature is ValueKind.CURVE and op in TURNS):
             return
         if at == MASKED.get(op):
             return
@@ -118,12 +118,12 @@ class Meetings:
         return not made
 
 
-def _is_bent(form: Form) -> bool:
+def _is_bent(form: AffineForm) -> bool:
     """Whether a form follows the logarithm of a length or a position, by which scores are scaled."""
     return (is_of("Exp", form) or is_of("Log", form)) and form.number in (0, 1)
 
 
-def _extremes(value: Known) -> list[float]:
+def _extremes(value: ConstantValue) -> list[float]:
     array = value.array
     finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
     return [float(finite.min()), float(finite.max())] if finite.size else []

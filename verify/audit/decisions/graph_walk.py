@@ -13,21 +13,21 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from llmconv.verify.audit.decisions.affine_forms import MASK, Form, Nature, atom
+from llmconv.verify.audit.decisions.affine_forms import MASK, AffineForm, ValueKind, atom
 from llmconv.verify.audit.decisions.axes import follow_axes
-from llmconv.verify.audit.decisions.config_numbers import Numbers
-from llmconv.verify.audit.decisions.derived_values import Results
-from llmconv.verify.audit.decisions.judge import Judge
-from llmconv.verify.audit.decisions.lookups import Looks
+from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers
+from llmconv.verify.audit.decisions.derived_values import DerivedValues
+from llmconv.verify.audit.decisions.judge import DecisionJudge
+from llmconv.verify.audit.decisions.lookups import Lookups
 from llmconv.verify.audit.decisions.operators import HALVES, RANDOM, attribute
-from llmconv.verify.audit.decisions.state import State
-from llmconv.verify.audit.decisions.value_kinds import Call, Data, Known, Value, forms_of
+from llmconv.verify.audit.decisions.state import WalkState
+from llmconv.verify.audit.decisions.value_kinds import ConstantValue, InputValue, ModelValue, Value, forms_of
 
 SMALL = 1 << 12
 """Elements of a constant that decides something, where weights may lie beside it."""
 
 
-class Walk:
+class GraphWalk:
     """Walks over a graph's nodes in order.
 
     Args:
@@ -35,16 +35,16 @@ class Walk:
         state: what is known before.
     """
 
-    def __init__(self, numbers: Numbers, state: State) -> None:
-        self.state, self.judge = state, Judge(numbers)
-        self._looks, self._results = Looks(self.state, self.judge), Results(self.state, self.judge)
+    def __init__(self, numbers: ConfigNumbers, state: WalkState) -> None:
+        self.state, self.judge = state, DecisionJudge(numbers)
+        self._looks, self._results = Lookups(self.state, self.judge), DerivedValues(self.state, self.judge)
 
     def run(self, graph: onnx.GraphProto, given: Mapping[str, Value] | None = None) -> None:
         """All nodes of a graph; `given` are values of its inputs."""
         values = self.state.values
         for port in graph.input:
             source = self.state.ports.get(port.name)
-            values[port.name] = Call(_given(port.name, source)) if source else Data()
+            values[port.name] = InputValue(_given(port.name, source)) if source else ModelValue()
         values |= given or {}
         for node in graph.node:
             for name in node.input:
@@ -58,15 +58,15 @@ class Walk:
     def _held(self, tensor: onnx.TensorProto) -> Value:
         """A constant, or a weight; where both lie in the graph, by the size."""
         if tensor.external_data or (not self.state.tables and np.prod(tensor.dims, dtype=np.int64) > SMALL):
-            return Data()
-        return Known(numpy_helper.to_array(tensor))
+            return ModelValue()
+        return ConstantValue(numpy_helper.to_array(tensor))
 
     def _see(self, node: onnx.NodeProto) -> None:
         value = self._value(node, self.state.inputs(node))
         self.state.values |= dict.fromkeys(node.output, value)
         follow_axes(self.state, node)
         self.state.note_truth(node)
-        if isinstance(value, Data) and self.state.is_of_weights(node):
+        if isinstance(value, ModelValue) and self.state.is_of_weights(node):
             self.state.weights |= set(node.output)
             if not _is_widened(node) or node.input[0] in self.state.changed:
                 self.state.changed |= set(node.output)
@@ -78,7 +78,7 @@ class Walk:
             return _constant(node)
         if node.op_type in RANDOM or (node.op_type == "Dropout" and len(inputs) > 2 and inputs[2] is not None):
             self.judge.flag(node, f"{node.op_type} gives something else in every run")
-            return Data()
+            return ModelValue()
         given = [value for value in inputs if value is not None]
         self._looks.at_bounds(node, inputs)
         self._looks.at_index(node, inputs)
@@ -87,10 +87,10 @@ class Walk:
             return self._inner(node, given)
         if node.op_type == "Range":
             return self._results.counted(node, inputs)
-        if any(isinstance(value, Data) for value in given):
+        if any(isinstance(value, ModelValue) for value in given):
             self._looks.at_data(node, inputs)
-            return Data()
-        if all(isinstance(value, Known) for value in given):
+            return ModelValue()
+        if all(isinstance(value, ConstantValue) for value in given):
             return self._results.folded(node, given)
         return self._results.of_call(node, given)
 
@@ -101,17 +101,17 @@ class Walk:
         """
         graphs = [one.g for one in node.attribute if one.HasField("g")]
         text = f"{node.op_type} of what is not followed"
-        if node.op_type != "Scan" or not all(isinstance(value, Data) for value in given) or _counts(graphs):
+        if node.op_type != "Scan" or not all(isinstance(value, ModelValue) for value in given) or _counts(graphs):
             self.judge.flag(node, text, certain=False)
-        if node.op_type == "If" and not any(isinstance(value, Data) for value in given):
+        if node.op_type == "If" and not any(isinstance(value, ModelValue) for value in given):
             self.judge.decisions(node, forms_of(given))
         before, axes = dict(self.state.values), dict(self.state.axes)
         for graph in graphs:
-            self.run(graph, dict.fromkeys((port.name for port in graph.input), Data()))
-            if any(isinstance(self.state.values.get(name), Call) for one in graph.node for name in one.input):
+            self.run(graph, dict.fromkeys((port.name for port in graph.input), ModelValue()))
+            if any(isinstance(self.state.values.get(name), InputValue) for one in graph.node for name in one.input):
                 self.judge.flag(node, text, certain=False)
         self.state.values, self.state.axes = before, axes
-        return Data()
+        return ModelValue()
 
 
 def _counts(graphs: list[onnx.GraphProto]) -> bool:
@@ -125,13 +125,13 @@ def _is_widened(node: onnx.NodeProto) -> bool:
     return node.op_type == "Cast" and attribute(node, "to", 0) == onnx.TensorProto.FLOAT
 
 
-def _given(name: str, source: str) -> Form:
+def _given(name: str, source: str) -> AffineForm:
     """An input of the call; a mask is 0 or 1."""
-    return atom(name, source, nature=Nature.TRUTH if source == MASK else Nature.COUNT)
+    return atom(name, source, nature=ValueKind.TRUTH if source == MASK else ValueKind.COUNT)
 
 
 def _constant(node: onnx.NodeProto) -> Value:
     value = node.attribute[0]
     if value.name == "value":
-        return Data() if value.t.external_data else Known(numpy_helper.to_array(value.t))
-    return Known(np.asarray(onnx.helper.get_attribute_value(value)))
+        return ModelValue() if value.t.external_data else ConstantValue(numpy_helper.to_array(value.t))
+    return ConstantValue(np.asarray(onnx.helper.get_attribute_value(value)))

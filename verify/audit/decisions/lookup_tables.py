@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.audit.decisions.affine_forms import Nature
+from llmconv.verify.audit.decisions.affine_forms import ValueKind
 
 TOLERANCE = 1e-3
 """Of the largest number of a column; float32 cosines of large angles are off by less."""
@@ -38,13 +38,15 @@ def odd_row(table: Array) -> int | None:
     return min((row for row in odd if row is not None), default=None)
 
 
-def nature_of(table: Array) -> Nature:
+def nature_of(table: Array) -> ValueKind:
     """What the numbers can be that a regular table gives: whom a query sees, a sinusoid, or a line (anything)."""
     rows = table.astype(np.float64)
     if ((rows == 0) | (rows == 1) | ~(np.abs(rows) < LARGEST)).all() and not np.isnan(rows).any():
-        return Nature.TRUTH
+        return ValueKind.TRUTH
     return (
-        Nature.CURVE if np.abs(rows).max(initial=0.0) <= 1 + TOLERANCE and rows.min(initial=0.0) < 0 else Nature.OPAQUE
+        ValueKind.CURVE
+        if np.abs(rows).max(initial=0.0) <= 1 + TOLERANCE and rows.min(initial=0.0) < 0
+        else ValueKind.OPAQUE
     )
 
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from llmconv.verify.audit.decisions.affine_forms import BATCH, LENGTH, Form, Nature, atom
+from llmconv.verify.audit.decisions.affine_forms import BATCH, LENGTH, AffineForm, ValueKind, atom
 from llmconv.verify.audit.decisions.operators import SAME
-from llmconv.verify.audit.decisions.value_kinds import Call, Data, Known, Value, as_form, as_parts
+from llmconv.verify.audit.decisions.value_kinds import ConstantValue, InputValue, ModelValue, Value, as_form, as_parts
 
-Axes = list[int | str | None]
+AxisSizes = list[int | str | None]
 """Sizes, names, or None for what is unknown."""
 
 
 @dataclass
-class State:
+class WalkState:
     """What is known.
 
     Attributes:
@@ -32,7 +32,7 @@ class State:
         truths: values of the model that are 0 or 1: which expert is chosen.
     """
 
-    axes: dict[str, Axes]
+    axes: dict[str, AxisSizes]
     types: Mapping[str, int]
     ports: Mapping[str, str]
     symbols: frozenset[str]
@@ -40,46 +40,48 @@ class State:
     values: dict[str, Value] = field(default_factory=dict)
     weights: set[str] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)
-    named: dict[str, Form] = field(default_factory=dict)
+    named: dict[str, AffineForm] = field(default_factory=dict)
     readers: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
     truths: set[str] = field(default_factory=set)
 
     def inputs(self, node: onnx.NodeProto) -> list[Value | None]:
         """What a node reads; None for what is left out."""
-        return [self.values.get(name, Data()) if name else None for name in node.input]
+        return [self.values.get(name, ModelValue()) if name else None for name in node.input]
 
-    def parts(self, name: str, value: Value) -> tuple[Form, ...] | None:
+    def parts(self, name: str, value: Value) -> tuple[AffineForm, ...] | None:
         """The forms of a list's elements; a scalar is a list of one."""
-        if isinstance(value, Call) and value.parts is None and self.axes.get(name) in ([], [1]):
+        if isinstance(value, InputValue) and value.parts is None and self.axes.get(name) in ([], [1]):
             return (value.form,)
         return as_parts(value)
 
-    def name_axes(self, name: str, forms: tuple[Form, ...]) -> None:
+    def name_axes(self, name: str, forms: tuple[AffineForm, ...]) -> None:
         """Notes the axes of a value."""
         self.named |= {form.key(): form for form in forms if form.terms}
         self.axes[name] = [form.key() if form.terms else int(form.number) for form in forms]
 
-    def lengths(self, name: str) -> list[Form] | None:
+    def lengths(self, name: str) -> list[AffineForm] | None:
         """The forms of a value's axes; None where not even their number is known."""
         axes = self.axes.get(name)
         if axes is None:
             return None
         return [
-            Form(number=float(axis)) if isinstance(axis, int) else self._length(axis or f"{name}[{at}]")
+            AffineForm(number=float(axis)) if isinstance(axis, int) else self._length(axis or f"{name}[{at}]")
             for at, axis in enumerate(axes)
         ]
 
-    def _length(self, name: str) -> Form:
+    def _length(self, name: str) -> AffineForm:
         """Of an axis that is no number; of one that is neither an input's nor followed, nothing is known."""
-        nature = Nature.COUNT if name in self.symbols else Nature.OPAQUE
+        nature = ValueKind.COUNT if name in self.symbols else ValueKind.OPAQUE
         return self.named.get(name) or atom(name, BATCH if name == "batch_size" else LENGTH, nature=nature)
 
     def is_of_weights(self, node: onnx.NodeProto) -> bool:
         """Whether a node reads weights and constants alone."""
         read = [name for name in node.input if name]
-        return bool(read) and all(name in self.weights or isinstance(self.values.get(name), Known) for name in read)
+        return bool(read) and all(
+            name in self.weights or isinstance(self.values.get(name), ConstantValue) for name in read
+        )
 
-    def writes_along_a_head(self, node: onnx.NodeProto, index: Known) -> bool:
+    def writes_along_a_head(self, node: onnx.NodeProto, index: ConstantValue) -> bool:
         """Whether a Scatter writes into what nodes made, at places of axes of a fixed size: no length, no position."""
         axes = self.axes.get(node.input[0])
         if axes is None or node.input[0] in self.weights:
@@ -90,7 +92,7 @@ class State:
 
     def note_truth(self, node: onnx.NodeProto) -> None:
         """Notes what is 0 or 1: ones that are scattered over zeros, in whatever layout."""
-        given = [as_form(self.values.get(name, Data())) for name in node.input]
+        given = [as_form(self.values.get(name, ModelValue())) for name in node.input]
         if node.op_type in ("ScatterElements", "ScatterND") and given[0] and given[2]:
             if all(not form.terms and form.number in (0, 1) for form in (given[0], given[2])):
                 self.truths.add(node.output[0])

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.audit.decisions.affine_forms import PLACE, Form, atom, made_of
+from llmconv.verify.audit.decisions.affine_forms import PLACE, AffineForm, atom, made_of
 
 LISTED = 64
 """Elements of a list that are followed one by one."""
 
 
 @dataclass(frozen=True)
-class Known:
+class ConstantValue:
     """A constant of the graph.
 
     Attributes:
@@ -34,7 +34,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Call:
+class InputValue:
     """A value that follows from lengths, batch, positions, token ids or mask, and from no weight.
 
     Attributes:
@@ -42,27 +42,27 @@ class Call:
         parts: the form of each element, of a list of lengths; None where they all have `form`.
     """
 
-    form: Form
-    parts: tuple[Form, ...] | None = None
+    form: AffineForm
+    parts: tuple[AffineForm, ...] | None = None
 
     @property
-    def forms(self) -> tuple[Form, ...]:
+    def forms(self) -> tuple[AffineForm, ...]:
         """All forms of its elements."""
         return self.parts if self.parts is not None else (self.form,)
 
     @classmethod
-    def of_parts(cls, parts: tuple[Form, ...]) -> Call:
+    def of_parts(cls, parts: tuple[AffineForm, ...]) -> InputValue:
         """A list of lengths; one that is longer than any tensor has axes is not told apart."""
         return cls(parts[0] if len(parts) == 1 else made_of("list", parts), parts if len(parts) <= LISTED else None)
 
 
 @dataclass(frozen=True)
-class Data:
+class ModelValue:
     """What the model computes, or holds."""
 
 
 @dataclass(frozen=True)
-class Finding:
+class ForeignDecision:
     """A node that decides by a number that is none of the model's.
 
     Attributes:
@@ -81,7 +81,7 @@ class Finding:
 
 
 @dataclass
-class Found:
+class AuditFindings:
     """What the walk over a graph came upon.
 
     Attributes:
@@ -90,48 +90,48 @@ class Found:
         numbers: by which these decide.
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[ForeignDecision] = field(default_factory=list)
     decisions: int = 0
     numbers: set[float] = field(default_factory=set)
 
 
-Value = Known | Call | Data
+Value = ConstantValue | InputValue | ModelValue
 
 
-def as_form(value: Value) -> Form | None:
+def as_form(value: Value) -> AffineForm | None:
     """The form of a value's elements; None of data, and of a constant of several numbers that are no index."""
-    if isinstance(value, Call):
+    if isinstance(value, InputValue):
         return value.form
-    if isinstance(value, Known) and (number := value.number) is not None and np.isfinite(number):
-        return Form(number=number)
-    if isinstance(value, Known) and value.array.dtype.kind in "iu" and value.array.size > 1:
+    if isinstance(value, ConstantValue) and (number := value.number) is not None and np.isfinite(number):
+        return AffineForm(number=number)
+    if isinstance(value, ConstantValue) and value.array.dtype.kind in "iu" and value.array.size > 1:
         row = value.array.ravel()  # a graph of fixed axes has its indices as constants
         if (np.diff(row) != 1).any():
             return None
         first = float(row[0])
-        return atom(f"index to {value.array.size}", PLACE) + Form(number=first)
+        return atom(f"index to {value.array.size}", PLACE) + AffineForm(number=first)
     return None
 
 
-def as_parts(value: Value) -> tuple[Form, ...] | None:
+def as_parts(value: Value) -> tuple[AffineForm, ...] | None:
     """The forms of a list's elements, one by one; None where they are not known so."""
-    if isinstance(value, Call):
+    if isinstance(value, InputValue):
         return value.parts
     if (
-        isinstance(value, Known)
+        isinstance(value, ConstantValue)
         and value.array.ndim <= 1
         and value.array.size <= LISTED
         and value.array.dtype.kind in "iu"
     ):
-        return tuple(Form(number=float(number)) for number in value.array.ravel())
+        return tuple(AffineForm(number=float(number)) for number in value.array.ravel())
     return None
 
 
-def forms_of(values: Iterable[Value], *, parts: bool = False) -> list[Form]:
+def forms_of(values: Iterable[Value], *, parts: bool = False) -> list[AffineForm]:
     """The forms of values that have one; with `parts`, those of a list's elements in the place of the list's own."""
-    found: list[Form] = []
+    found: list[AffineForm] = []
     for value in values:
-        listed = as_parts(value) if parts and isinstance(value, Call) else None
+        listed = as_parts(value) if parts and isinstance(value, InputValue) else None
         form = as_form(value)
         found += listed if listed is not None else [form] if form is not None else []
     return found

@@ -12,9 +12,9 @@ import onnx
 import torch
 
 from llmconv.tensors import Array
-from llmconv.verify.bisect.agreement_trace import Trail
-from llmconv.verify.bisect.replay import Replay
-from llmconv.verify.bisect.smallest_piece import Piece
+from llmconv.verify.bisect.agreement_trace import AgreementTrace
+from llmconv.verify.bisect.replay import ReplayedCall
+from llmconv.verify.bisect.smallest_piece import FailingPiece
 from llmconv.verify.results.report import Check, Where
 
 
@@ -30,11 +30,11 @@ class Suspect:
         piece: the nodes that are wrong; None where every node is right.
     """
 
-    replay: Replay
+    replay: ReplayedCall
     where: Where
     checks: Sequence[Check]
-    trail: Trail
-    piece: Piece | None
+    trail: AgreementTrace
+    piece: FailingPiece | None
 
     @property
     def nodes(self) -> Sequence[onnx.NodeProto]:

@@ -21,7 +21,7 @@ from llmconv.tensors import Array
 from llmconv.verify.results.measure import divergence_of, log_probabilities
 from llmconv.verify.results.quantization import Cost
 from llmconv.verify.results.report import Check
-from llmconv.verify.scenarios.calls import Facts
+from llmconv.verify.scenarios.calls import ModelFacts
 
 CHECK = "cost of quantisation"
 PIECE = {"quick": 256, "full": 1024}
@@ -57,7 +57,9 @@ class Sample:
     is_text: bool
 
 
-def sample_of(text: Path | None, folder: Path, facts: Facts, suite: str, trust_remote_code: bool = False) -> Sample:
+def sample_of(
+    text: Path | None, folder: Path, facts: ModelFacts, suite: str, trust_remote_code: bool = False
+) -> Sample:
     """The beginning of a text file as tokens of the model, or as many random tokens, always the same.
 
     Raises:
