@@ -53,9 +53,9 @@ def audit_graph_files(
         unknown = [path.name for path in paths if not _sha256(path, recorded)]
         notes += [f"`{name}` has no sha256 in `{MANIFEST}`: it may be another than was exported" for name in unknown]
         if changed and allow_changed:
-            notes += [f"graph changed: {_told(changed)}; allowed"]
+            notes += [f"graph changed: {_text(changed)}; allowed"]
         elif changed:
-            checks.append(Check(NAME, graph, "", verdict="fail", detail=f"graph changed: {_told(changed)}; {WAY_OUT}"))
+            checks.append(Check(NAME, graph, "", verdict="fail", detail=f"graph changed: {_text(changed)}; {WAY_OUT}"))
         elif not unknown:
             checks.append(Check(NAME, graph, "", detail="sha256 as in the manifest"))
     return [*checks, *skipped], notes
@@ -75,7 +75,7 @@ def _sha256(path: Path, recorded: Mapping[str, Mapping[str, Any]]) -> str:
     return str(entry.get("sha256") or "") if isinstance(entry, dict) else ""
 
 
-def _told(names: Iterable[str]) -> str:
+def _text(names: Iterable[str]) -> str:
     quoted = [f"`{name}`" for name in names]
     if len(quoted) == 1:
         return f"{quoted[0]} is not the graph that was exported (its sha256 differs)"

@@ -102,7 +102,7 @@ def audit_weights(graph: str, model: onnx.ModelProto, source: WeightSource) -> t
         problems += [problem] if problem else []
     problems += hidden_weights(model)
     verdict = "fail" if problems else "pass" if used else "skip"
-    detail = _told(problems, len(used)) or "no initializer has the name of a tensor"
+    detail = _text(problems, len(used)) or "no initializer has the name of a tensor"
     return Check("weights", graph, "", verdict=verdict, detail=detail), used
 
 
@@ -124,7 +124,7 @@ def misplaced_weights(model: onnx.ModelProto) -> list[str]:
     return found
 
 
-def _told(problems: Sequence[str], used: int) -> str:
+def _text(problems: Sequence[str], used: int) -> str:
     """The first problems; or what many of them have in common, which is seldom the graph."""
     if len(problems) > max(5, used // 2):
         return f"{len(problems)} of {used} tensors are not the reference's: is it another model? First {problems[0]}"

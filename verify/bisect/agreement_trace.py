@@ -94,9 +94,9 @@ class AgreementTrace:
     """Tells the values that agree from those that do not.
 
     Args:
-        wiring: of the graph.
+        index: of the graph.
         scopes: finds the module of a node.
-        values: of the graph, tapped.
+        values: of the graph, probe.
         records: of the eager model.
         comparison: of one value with another.
         trusted: values that need no comparison.
@@ -105,7 +105,7 @@ class AgreementTrace:
 
     def __init__(
         self,
-        wiring: GraphIndex,
+        index: GraphIndex,
         scopes: ModuleScopes,
         values: Mapping[str, Array],
         records: Sequence[RecordedValue],
@@ -113,7 +113,7 @@ class AgreementTrace:
         trusted: Iterable[str],
         changing: Mapping[str, str] = ARITHMETIC,
     ) -> None:
-        self.wiring, self.scopes, self.values, self.comparison = wiring, scopes, values, comparison
+        self.index, self.scopes, self.values, self.comparison = index, scopes, values, comparison
         self.changing = changing
         self.ports = [record for record in records if record.is_port]
         self.by_place: dict[tuple[str, int], list[RecordedValue]] = defaultdict(list)
@@ -121,12 +121,12 @@ class AgreementTrace:
             if not record.is_port:
                 self.by_place[record.scope, record.exact.size].append(record)
                 self.by_place[ANYWHERE, record.exact.size].append(record)
-        self.matched = {name for name in values if name in wiring.maker and self._agrees(name)}
+        self.matched = {name for name in values if name in index.maker and self._agrees(name)}
         self.good = self._good(trusted)
 
     def places(self, value: str) -> list[RecordedValue]:
         """The records of the value's module that have as many elements."""
-        node = self.wiring.maker.get(value)
+        node = self.index.maker.get(value)
         if node is None or value not in self.values:
             return []
         size = self.values[value].size
@@ -135,7 +135,7 @@ class AgreementTrace:
         return self.by_place[self.scopes.of(node), size]
 
     def _agrees(self, value: str) -> bool:
-        array, node = self.values[value], self.wiring.maker[value]
+        array, node = self.values[value], self.index.maker[value]
         if array.dtype.kind != "f" and self.scopes.of(node) == ANYWHERE:
             return False  # small integers agree with something by chance
         records = self.places(value)
@@ -151,18 +151,18 @@ class AgreementTrace:
     def _good(self, trusted: Iterable[str]) -> set[str]:
         """Values that agree, and those that something was made of that agrees."""
         good = self.matched | set(trusted)
-        for node in reversed(self.wiring.nodes):
-            told = not self.wiring.is_shape(node) and node.op_type not in REDUCTIONS
-            if told and good.intersection(node.output):
-                good.update(name for name in inner_inputs(node) if name in self.wiring.maker)
-        shapes = (node for node in self.wiring.nodes if self.wiring.is_shape(node))
+        for node in reversed(self.index.nodes):
+            is_conclusive = not self.index.is_shape(node) and node.op_type not in REDUCTIONS
+            if is_conclusive and good.intersection(node.output):
+                good.update(name for name in inner_inputs(node) if name in self.index.maker)
+        shapes = (node for node in self.index.nodes if self.index.is_shape(node))
         return (good | {name for node in shapes for name in node.output}) - {""}
 
     def scope(self, node: onnx.NodeProto) -> str:
         """The module of a node; of one that is named after none, that of what reads it."""
-        for _ in range(len(self.wiring.nodes)):
+        for _ in range(len(self.index.nodes)):
             scope = self.scopes.of(node)
-            users = [user for name in node.output for user in self.wiring.users[name]]
+            users = [user for name in node.output for user in self.index.users[name]]
             if scope != ANYWHERE or not users:
                 break
             node = users[0]
@@ -170,4 +170,4 @@ class AgreementTrace:
 
     def back_from(self, value: str) -> list[onnx.NodeProto]:
         """The nodes between the last values that agree and this one, in order; none where it agrees itself."""
-        return [] if value in self.good else self.wiring.before(value, self.good)
+        return [] if value in self.good else self.index.before(value, self.good)

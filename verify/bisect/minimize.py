@@ -95,31 +95,31 @@ def require_new(folder: Path) -> None:
 
 
 def write_piece(
-    folder: Path, piece: FailingPiece, trail: AgreementTrace, replay: ReplayedCall, where: Where
+    folder: Path, piece: FailingPiece, trace: AgreementTrace, replay: ReplayedCall, where: Where
 ) -> WrittenPiece | None:
     """Writes the piece; None where it is not wrong by itself, so that there is nothing to show.
 
     Args:
         folder: new or empty; it appears when all is written.
         piece: what is wrong.
-        trail: the values of the graph.
+        trace: the values of the graph.
         replay: the call.
         where: what is said of it.
 
     Raises:
         OutputFailed: a file cannot be written.
     """
-    record, values = piece.expected, {**replay.feeds, **trail.values}
+    record, values = piece.expected, {**replay.feeds, **trace.values}
     if record is None:
         return None
-    found = replay.tapped.run_piece(piece.nodes, values, piece.output)
-    if found is None or trail.comparison.agrees(record, found):
+    found = replay.probe.run_piece(piece.nodes, values, piece.output)
+    if found is None or trace.comparison.agrees(record, found):
         return None
     made = {name for node in piece.nodes for name in node.output}
     read = {name for node in piece.nodes for name in inner_inputs(node)} - made
     inputs = {name: array for name, array in values.items() if name in read}
-    model = replay.tapped.piece(piece.nodes, inputs, piece.output)
-    arrays = _arrays(record, found, trail)
+    model = replay.probe.piece(piece.nodes, inputs, piece.output)
+    arrays = _arrays(record, found, trace)
     content, sigma = _content(piece, record, arrays, where, replay.dtype)
     files = {
         "inputs.npz": archive(inputs),
@@ -129,7 +129,7 @@ def write_piece(
         "README.md": _readme(piece, where).encode(),
     }
     try:
-        _write(folder, files, model, replay.tapped.folder)
+        _write(folder, files, model, replay.probe.folder)
     except OSError as error:
         raise OutputFailed(
             f"cannot write the piece to `{folder}`: {error.strerror}", hint="give another folder to `--minimize`"
@@ -139,9 +139,9 @@ def write_piece(
     return WrittenPiece(len(piece.nodes), f"sigma {sigma:.4g}" if is_float else f"{wrong} of {found.size} values wrong")
 
 
-def _arrays(record: RecordedValue, found: Array, trail: AgreementTrace) -> dict[str, Array]:
+def _arrays(record: RecordedValue, found: Array, trace: AgreementTrace) -> dict[str, Array]:
     """Expected, rounded, found, and which elements count, all in the layout of the piece's output."""
-    counts = trail.comparison.counted(record)
+    counts = trace.comparison.counted(record)
     parts = {"expected": record.exact, "rounded": record.rounded, "found": found, "counts": counts}
     return {name: np.ascontiguousarray(array.reshape(found.shape)) for name, array in parts.items()}
 

@@ -43,10 +43,10 @@ class ModuleScopes:
 
     def of(self, node: onnx.NodeProto) -> str:
         """The module's dotted name, or `ANYWHERE`."""
-        told = next((entry.value for entry in node.metadata_props if entry.key in METADATA), "")
-        key = f"{told}\n{node.name}"
+        recorded = next((entry.value for entry in node.metadata_props if entry.key in METADATA), "")
+        key = f"{recorded}\n{node.name}"
         if key not in self._found:
-            self._found[key] = self._resolve(recorded_scope(told) if told else dotted_scope(node.name))
+            self._found[key] = self._resolve(recorded_scope(recorded) if recorded else dotted_scope(node.name))
         return self._found[key]
 
     def _resolve(self, scope: str) -> str:

@@ -63,7 +63,7 @@ class VerifiedFolder:
         """See `Replayable`."""
         name, folder = where.scenario.partition(", optimisation ")[0], self
         if change := scaling_of(where.scenario):
-            eager, name, folder = eager.twin(change), name.removesuffix(f", {change.name}"), self._scaled(change)
+            eager, name, folder = eager.scaled(change), name.removesuffix(f", {change.name}"), self._scaled(change)
         yield _prepare(where, name, folder, eager, scaled=bool(change))
 
     def _scaled(self, change: WeightScaling) -> VerifiedFolder:
@@ -81,7 +81,7 @@ class ReplayedCall:
     """One call, ready to be run again.
 
     Attributes:
-        tapped: the graph.
+        probe: the graph.
         feeds: its inputs.
         call: the same as the scenario has it.
         virtual: tokens of a prefix, by which the cache is longer.
@@ -90,7 +90,7 @@ class ReplayedCall:
         eager: the reference.
     """
 
-    tapped: GraphProbe
+    probe: GraphProbe
     feeds: Mapping[str, Array]
     call: Call
     virtual: int
@@ -131,7 +131,7 @@ def _prepare(where: Where, scenario: str, folder: VerifiedFolder, eager: Eager, 
     prefix = entries[0].prefix
     if prefix:
         stored = stored_start(path, prefix, len(eager.cache_shapes()) // 2)
-        eager = eager.behind(prefix, stored if scaled else trained_start(path, prefix))
+        eager = eager.with_prefix(prefix, stored if scaled else trained_start(path, prefix))
     built = next((chains for row, chains in Selection("full").calls(eager.facts()) if row.name == scenario), [])
     places = [(chain, step) for chain in built for step in range(len(chain))]
     if where.step >= len(places):
@@ -144,9 +144,9 @@ def _prepare(where: Where, scenario: str, folder: VerifiedFolder, eager: Eager, 
     steps = run_chain(OrtRunner(graphs[0], graphs[-1]), chain[:step])
     past = edited(steps[-1].present if steps else None, chain[step])
     feeds = feeds_of(graph, chain[step], past)
-    tapped = GraphProbe(folder.models[graph.name], path, folder.settings)
+    probe = GraphProbe(folder.models[graph.name], path, folder.settings)
     virtual = prefix.length if prefix else 0
-    return ReplayedCall(tapped, feeds, chain[step], virtual, eager.dtype, chain[:step], eager)
+    return ReplayedCall(probe, feeds, chain[step], virtual, eager.dtype, chain[:step], eager)
 
 
 def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array]:

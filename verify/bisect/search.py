@@ -1,7 +1,7 @@
 """Bisect: the first node of a graph that differs from the eager model, after a check has failed.
 
 The cache says between which layers the fault lies; where it does not, the outputs of layers are searched by halves.
-There every value is compared with what the model computes in the same module (`trail`), the piece that is wrong is cut
+There every value is compared with what the model computes in the same module (`trace`), the piece that is wrong is cut
 down to what can be shown to be wrong (`proof`), and compared with what the module holds (`findings`).
 """
 
@@ -61,10 +61,10 @@ def name_node(report: Report, verified: Replayable, eager: Eager | None, minimiz
     if not report.where.node and not report.where.finding:
         report.notes.append("no node named: the values of no module could be compared")
     if minimize:
-        report.notes.append(_written_told(minimize, written))
+        report.notes.append(_written_text(minimize, written))
 
 
-def _written_told(folder: Path, written: WrittenPiece | None) -> str:
+def _written_text(folder: Path, written: WrittenPiece | None) -> str:
     if written is None:
         return f"nothing written to `{folder}`: no piece of the graph is wrong by itself"
     return f"{written.nodes} node{'s' * (written.nodes > 1)} with inputs in `{folder}`, {written.difference}"
@@ -95,38 +95,38 @@ class NodeSearch:
 
     def __init__(self, replay: ReplayedCall, where: Where, checks: Sequence[Check]) -> None:
         self.replay, self.where, self.checks = replay, where, checks
-        self.wiring = GraphIndex(replay.tapped.model)
+        self.index = GraphIndex(replay.probe.model)
         self.scopes = ModuleScopes(name for name, _ in replay.model.named_modules())
-        self.layers = {id(node): layer_of_scope(self.scopes.of(node)) for node in self.wiring.nodes}
+        self.layers = {id(node): layer_of_scope(self.scopes.of(node)) for node in self.index.nodes}
         self.comparison = ValueComparison(replay.dtype, replay.call, replay.virtual)
         self._found: tuple[AgreementTrace, FailingPiece | None] | None = None
 
     def run(self) -> Where:
         """The answer."""
-        if all(self.scopes.of(node) == ANYWHERE for node in self.wiring.nodes):
+        if all(self.scopes.of(node) == ANYWHERE for node in self.index.nodes):
             return replace(self.where, text=f"{self.where.text}; no node is named after a module of the model")
         window = self._window()
-        trail = self._trail(window)
+        trace = self._trace(window)
         piece = None
-        if trail.back_from(window.output):
-            target = TargetValue(window.output, self._expected(window, trail))
-            piece = smallest_piece(trail, self.replay.tapped, self.replay.feeds, target)
-        self._found = (trail, piece)
-        finding = find(Suspect(self.replay, self.where, self.checks, trail, piece))
+        if trace.back_from(window.output):
+            target = TargetValue(window.output, self._expected(window, trace))
+            piece = smallest_piece(trace, self.replay.probe, self.replay.feeds, target)
+        self._found = (trace, piece)
+        finding = find(Suspect(self.replay, self.where, self.checks, trace, piece))
         node = (finding.node if finding else None) or (piece.node if piece else None)
-        return self._told(finding.text if finding else "", node, trail.scope(node) if node is not None else "")
+        return self._text(finding.text if finding else "", node, trace.scope(node) if node is not None else "")
 
     def write(self, where: Where, folder: Path | None) -> WrittenPiece | None:
         """Writes the piece that `run` found; None where there is none, or no folder for it."""
-        trail, piece = self._found or (None, None)
-        if folder is None or trail is None or piece is None:
+        trace, piece = self._found or (None, None)
+        if folder is None or trace is None or piece is None:
             return None
-        return write_piece(folder, piece, trail, self.replay, where)
+        return write_piece(folder, piece, trace, self.replay, where)
 
     def _window(self) -> LayerRange:
         """The layers of the fault, from the outputs that were compared, or by halves."""
         last = max((layer for layer in self.layers.values() if layer is not None), default=0)
-        cached = {layer for name in self.wiring.outputs if (layer := layer_of(name)) is not None}
+        cached = {layer for name in self.index.outputs if (layer := layer_of(name)) is not None}
         reached = self.where.layer
         if reached is None:
             first, window_last = max(cached, default=last + 1), last
@@ -144,10 +144,10 @@ class NodeSearch:
         """Values that a layer hands to what comes after it."""
         return [
             name
-            for node in self.wiring.nodes
-            if self.layers[id(node)] == layer and not self.wiring.is_shape(node)
+            for node in self.index.nodes
+            if self.layers[id(node)] == layer and not self.index.is_shape(node)
             for name in node.output
-            if any(self._is_after(self.layers[id(user)], layer) for user in self.wiring.users[name])
+            if any(self._is_after(self.layers[id(user)], layer) for user in self.index.users[name])
         ]
 
     @staticmethod
@@ -164,49 +164,49 @@ class NodeSearch:
         handed = self._read_like(records, self._crossing(layer))
         if not handed or self._any_agrees(records, handed):
             return True
-        following = [node for node in self.wiring.nodes if self.layers[id(node)] in (layer + 1, None)]
+        following = [node for node in self.index.nodes if self.layers[id(node)] in (layer + 1, None)]
         fused = [name for node in following if "Norm" in node.op_type for name in node.output if name]
         return self._any_agrees(records, self._read_like(records, fused))
 
     def _read_like(self, records: Sequence[RecordedValue], names: Sequence[str]) -> dict[str, Array]:
         """The values called so that have as many elements as one of the records."""
-        values = self.replay.tapped.read(self.replay.feeds, names)
+        values = self.replay.probe.read(self.replay.feeds, names)
         sizes = {record.exact.size for record in records}
         return {name: value for name, value in values.items() if value.size in sizes}
 
     def _any_agrees(self, records: Sequence[RecordedValue], values: Mapping[str, Array]) -> bool:
         return any(self.comparison.agrees(record, value) for record in records for value in values.values())
 
-    def _trail(self, window: LayerRange) -> AgreementTrace:
+    def _trace(self, window: LayerRange) -> AgreementTrace:
         """Every value of the window beside the model's."""
 
         def is_before(layer: int | None, first: int) -> bool:
             return layer is not None and layer < first
 
-        before = [node for node in self.wiring.nodes if is_before(self.layers[id(node)], window.first)]
+        before = [node for node in self.index.nodes if is_before(self.layers[id(node)], window.first)]
         trusted = [name for node in before for name in node.output if name]
-        nodes = [node for node in self.wiring.before(window.output, trusted) if not self.wiring.is_shape(node)]
-        read = {name for node in nodes for name in node.input if name in self.wiring.maker}
+        nodes = [node for node in self.index.before(window.output, trusted) if not self.index.is_shape(node)]
+        read = {name for node in nodes for name in node.input if name in self.index.maker}
         names = list(dict.fromkeys([*(name for node in nodes for name in node.output if name), *sorted(read)]))
-        values = self.replay.tapped.read(self.replay.feeds, names)
+        values = self.replay.probe.read(self.replay.feeds, names)
         # Where a fused norm adds the last term, the first layer's nodes make the output of the layer before.
         records = self.replay.record(lambda scope: not is_before(layer_of_scope(scope), window.first - 1))
-        return AgreementTrace(self.wiring, self.scopes, values, records, self.comparison, trusted)
+        return AgreementTrace(self.index, self.scopes, values, records, self.comparison, trusted)
 
-    def _expected(self, window: LayerRange, trail: AgreementTrace) -> RecordedValue | None:
+    def _expected(self, window: LayerRange, trace: AgreementTrace) -> RecordedValue | None:
         """The model's value where the window ends: an output of the graph, or of a layer; None for other results."""
-        if window.output not in self.wiring.outputs:
-            return next((r for r in trail.ports if r.op == OUT and r.scope.endswith(f".{window.last}")), None)
+        if window.output not in self.index.outputs:
+            return next((r for r in trace.ports if r.op == OUT and r.scope.endswith(f".{window.last}")), None)
         return self.replay.outputs().get(window.output)
 
-    def _told(self, finding: str, node: onnx.NodeProto | None, scope: str) -> Where:
+    def _text(self, finding: str, node: onnx.NodeProto | None, scope: str) -> Where:
         """The answer in words."""
         place = f"{self.where.scenario}, {self.where.graph}, step {self.where.step}"
         if node is None:
             text = f"{finding} ({place})" if finding else self.where.text
             return replace(self.where, finding=finding, text=text)
-        told = finding or f"first node that differs: `{node.name}` ({node.op_type})"
-        text = f"{short(scope) or node.name}: {told} ({place})"
+        text = finding or f"first node that differs: `{node.name}` ({node.op_type})"
+        text = f"{short(scope) or node.name}: {text} ({place})"
         layer = layer_of_scope(scope)
         return replace(self.where, layer=layer, node=node.name, scope=scope, finding=finding, text=text)
 

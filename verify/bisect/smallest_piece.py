@@ -55,68 +55,68 @@ class TargetValue:
 
 
 def smallest_piece(
-    trail: AgreementTrace, tapped: GraphProbe, inputs: Mapping[str, Array], last: TargetValue
+    trace: AgreementTrace, probe: GraphProbe, inputs: Mapping[str, Array], last: TargetValue
 ) -> FailingPiece:
     """The smallest piece that is wrong.
 
     Args:
-        trail: what agrees.
-        tapped: the graph.
+        trace: what agrees.
+        probe: the graph.
         inputs: of the graph.
         last: the value that was found wrong, and the model's.
     """
-    values = {**inputs, **trail.values}
-    target = _first_target(trail, last)
-    suspects = trail.back_from(target.value)
+    values = {**inputs, **trace.values}
+    target = _first_target(trace, last)
+    suspects = trace.back_from(target.value)
     if target.record is None:
         return FailingPiece(suspects, target.value, None, proven=False)
-    for output, record in islice(_attempts(trail, suspects, target), ATTEMPTS):
-        if _repairs(trail, tapped, values, output, record, target):
-            end = _handed_on(trail, output)
-            return FailingPiece(trail.back_from(end), end, record, proven=True)
+    for output, record in islice(_attempts(trace, suspects, target), ATTEMPTS):
+        if _repairs(trace, probe, values, output, record, target):
+            end = _handed_on(trace, output)
+            return FailingPiece(trace.back_from(end), end, record, proven=True)
     return FailingPiece(suspects, target.value, target.record, proven=False)
 
 
 def _attempts(
-    trail: AgreementTrace, suspects: Sequence[onnx.NodeProto], target: TargetValue
+    trace: AgreementTrace, suspects: Sequence[onnx.NodeProto], target: TargetValue
 ) -> Iterator[tuple[str, RecordedValue]]:
     """Wrong values before the target, in order, each with what the model may have in its place."""
     for node in suspects:
         for output in node.output:
-            if output and output not in trail.good and output != target.value:
-                yield from ((output, record) for record in _candidates(trail, output))
+            if output and output not in trace.good and output != target.value:
+                yield from ((output, record) for record in _candidates(trace, output))
 
 
-def _handed_on(trail: AgreementTrace, value: str) -> str:
+def _handed_on(trace: AgreementTrace, value: str) -> str:
     """The value past the nodes that do nothing: the model's may belong behind the one that should do something."""
-    users = trail.wiring.users[value]
+    users = trace.index.users[value]
     while len(users) == 1 and users[0].op_type == "Identity":
         value = users[0].output[0]
-        users = trail.wiring.users[value]
+        users = trace.index.users[value]
     return value
 
 
-def _candidates(trail: AgreementTrace, output: str) -> Iterator[RecordedValue]:
+def _candidates(trace: AgreementTrace, output: str) -> Iterator[RecordedValue]:
     """What the model may have where the graph has a value that agrees with nothing."""
-    if output in trail.values:
-        array = trail.values[output]
-        for record in trail.places(output):
+    if output in trace.values:
+        array = trace.values[output]
+        for record in trace.places(output):
             if (record.exact.dtype.kind == "f") == (array.dtype.kind == "f") and record.exact.size > 1:
                 yield record
 
 
-def _first_target(trail: AgreementTrace, last: TargetValue) -> TargetValue:
+def _first_target(trace: AgreementTrace, last: TargetValue) -> TargetValue:
     """The first wrong value on the way to the last that a module takes or gives, and the model's."""
-    ports = {(record.scope, record.op, record.exact.size): record for record in trail.ports}
-    suspects = trail.back_from(last.value)
+    ports = {(record.scope, record.op, record.exact.size): record for record in trace.ports}
+    suspects = trace.back_from(last.value)
     ids = {id(node) for node in suspects}
     for node in suspects:
         for output in node.output:
-            if output in trail.good or output not in trail.values or trail.values[output].dtype.kind != "f":
+            if output in trace.good or output not in trace.values or trace.values[output].dtype.kind != "f":
                 continue
-            size, scope = trail.values[output].size, trail.scopes.of(node)
-            for user in trail.wiring.users[output]:
-                other = trail.scopes.of(user)
+            size, scope = trace.values[output].size, trace.scopes.of(node)
+            for user in trace.index.users[output]:
+                other = trace.scopes.of(user)
                 taken, given = ports.get((other, IN, size)), ports.get((scope, OUT, size))
                 if given and not inside(other, scope):
                     return TargetValue(output, given)
@@ -126,19 +126,19 @@ def _first_target(trail: AgreementTrace, last: TargetValue) -> TargetValue:
 
 
 def _repairs(
-    trail: AgreementTrace,
-    tapped: GraphProbe,
+    trace: AgreementTrace,
+    probe: GraphProbe,
     values: Mapping[str, Array],
     output: str,
     record: RecordedValue,
     target: TargetValue,
 ) -> bool:
     """Whether the target agrees once the model's value stands in place of the output."""
-    nodes = trail.wiring.before(target.value, {*trail.good, output})
+    nodes = trace.index.before(target.value, {*trace.good, output})
     if not any(output in inner_inputs(node) for node in nodes):
         return False
     wrong = values[output]
     right = np.broadcast_to(rounded_to(record, wrong.dtype).reshape(wrong.shape), wrong.shape).astype(wrong.dtype)
     feeds = {**values, output: right}
-    found = tapped.run_piece(nodes, feeds, target.value)
-    return found is not None and target.record is not None and trail.comparison.agrees(target.record, found)
+    found = probe.run_piece(nodes, feeds, target.value)
+    return found is not None and target.record is not None and trace.comparison.agrees(target.record, found)

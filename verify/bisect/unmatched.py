@@ -33,7 +33,7 @@ NOT_TAPPED = "nodes without a counterpart in the model are not listed where a gr
 
 
 def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) -> None:
-    """Fills `report.unmatched` by graph, with a note for each; a graph that cannot be tapped has a note alone.
+    """Fills `report.unmatched` by graph, with a note for each; a graph that cannot be probe has a note alone.
 
     Args:
         report: of a run.
@@ -45,16 +45,16 @@ def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) ->
     for name, where in _calls(report):
         try:
             with verified.replayed(where, eager) as replay, np.errstate(all="ignore"):  # masks overflow when squared
-                told = _listed(report, name, replay) if replay else NOT_TAPPED
+                text = _listed(report, name, replay) if replay else NOT_TAPPED
         except Exception as error:  # the verdict stands, whatever a graph of unknown making does to the search
-            told = f"nodes without a counterpart in the model are not listed: {first_line(error)}"
+            text = f"nodes without a counterpart in the model are not listed: {first_line(error)}"
         after = ", those after a fault among them" if report.where and name in report.where.graph else ""
-        report.notes.append(f"`{name}`: {told}{after}")
+        report.notes.append(f"`{name}`: {text}{after}")
 
 
 def _listed(report: Report, name: str, replay: ReplayedCall) -> str:
     report.unmatched[name] = unmatched_nodes(replay)
-    return _told(report.unmatched[name], len(replay.tapped.model.graph.node))
+    return _text(report.unmatched[name], len(replay.probe.model.graph.node))
 
 
 def _calls(report: Report) -> Iterator[tuple[str, Where]]:
@@ -72,21 +72,21 @@ def _calls(report: Report) -> Iterator[tuple[str, Where]]:
 
 def unmatched_nodes(replay: ReplayedCall) -> list[UnmatchedNode]:
     """The nodes of one graph, in its order; those that only lay values out are left out."""
-    wiring = GraphIndex(replay.tapped.model)
+    index = GraphIndex(replay.probe.model)
     scopes = ModuleScopes(name for name, _ in replay.model.named_modules())
-    values = replay.tapped.read(replay.feeds, [name for node in wiring.nodes for name in node.output])
+    values = replay.probe.read(replay.feeds, [name for node in index.nodes for name in node.output])
     comparison = ValueComparison(replay.dtype, replay.call, replay.virtual)
-    trail = AgreementTrace(
-        wiring, scopes, values, replay.record(lambda scope: True), comparison, (), ARITHMETIC | CHOICES
+    trace = AgreementTrace(
+        index, scopes, values, replay.record(lambda scope: True), comparison, (), ARITHMETIC | CHOICES
     )
     return [
-        UnmatchedNode(node.name, node.op_type, trail.scope(node))
-        for node in wiring.nodes
-        if not wiring.is_shape(node) and node.op_type not in MOVES and not trail.matched.intersection(node.output)
+        UnmatchedNode(node.name, node.op_type, trace.scope(node))
+        for node in index.nodes
+        if not index.is_shape(node) and node.op_type not in MOVES and not trace.matched.intersection(node.output)
     ]
 
 
-def _told(nodes: Sequence[UnmatchedNode], of: int) -> str:
+def _text(nodes: Sequence[UnmatchedNode], of: int) -> str:
     """`17 of 357 nodes compute what the model does not: 5 Sqrt in layers.#.input_layernorm, …`."""
     if not nodes:
         return f"each of {of} nodes computes what the model does"

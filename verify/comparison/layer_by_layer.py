@@ -37,8 +37,7 @@ from llmconv.runtime.onnxruntime.shared_buffers import FixedSizes
 from llmconv.runtime.runner import Runner
 from llmconv.verify.comparison.candidates import Candidate
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.reference.weight_scaling import SCENARIOS as TWIN_SCENARIOS
-from llmconv.verify.reference.weight_scaling import WeightScaling
+from llmconv.verify.reference.weight_scaling import SCALED_SCENARIOS, WeightScaling
 from llmconv.verify.results.measure import ExpectedOutput
 from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
@@ -88,7 +87,7 @@ class StreamedEager(Eager):
 
     def facts(self) -> ModelFacts:
         """As the model has them; a cache that nobody holds can be neither edited nor continued by its own tokens."""
-        return replace(super().facts(), no_edits=NOTHING_HELD, no_made_up=NOTHING_HELD, greedy=None)
+        return replace(super().facts(), no_edits=NOTHING_HELD, no_synthetic_past=NOTHING_HELD, greedy=None)
 
     def _with_others(self, truths: dict[str, ExpectedOutput], calls: Sequence[Call]) -> dict[str, ExpectedOutput]:
         """As they are: a call that was not foreseen would read all weights again."""
@@ -97,7 +96,7 @@ class StreamedEager(Eager):
     def _merged(self, chain: Chain) -> None:
         """Not at all: all calls of a scenario are made with each layer."""
 
-    def behind(self, entry: PrefixEntry, start: object) -> Eager:
+    def with_prefix(self, entry: PrefixEntry, start: object) -> Eager:
         """Not with a prefix.
 
         Raises:
@@ -105,10 +104,10 @@ class StreamedEager(Eager):
         """
         raise UnsupportedInput("a graph with a prefix cannot be verified layer by layer", hint=HINT)
 
-    def _twin(self, change: WeightScaling) -> Eager:
+    def _scaled(self, change: WeightScaling) -> Eager:
         """The same model with scaled weights, already run."""
-        selection = replace(self._selection, only=TWIN_SCENARIOS)
-        return StreamedEager(self.folder, self.dtype, code=self._code, selection=selection, factors=change.of)
+        selection = replace(self._selection, only=SCALED_SCENARIOS)
+        return StreamedEager(self.folder, self.dtype, code=self._code, selection=selection, factors=change.factor_of)
 
 
 def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> str:

@@ -20,8 +20,13 @@ from llmconv.verify.comparison.layer_by_layer import precompute
 from llmconv.verify.comparison.scaled_weights import scaled_settings, why_not_scaled
 from llmconv.verify.reference.eager import Eager, ExpectedOutputs
 from llmconv.verify.reference.prefix import stored_start, trained_start
-from llmconv.verify.reference.weight_scaling import SCALINGS, WeightScaling, scalings, unreached_checks
-from llmconv.verify.reference.weight_scaling import SCENARIOS as TWIN_SCENARIOS
+from llmconv.verify.reference.weight_scaling import (
+    SCALED_SCENARIOS,
+    SCALINGS,
+    WeightScaling,
+    scalings,
+    unreached_checks,
+)
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check, Checks, Report
@@ -74,7 +79,7 @@ class FolderComparison:
 
     def _of_distinct(self, graphs: list[OrtGraph]) -> Checks:
         yield from self._compare(graphs)
-        yield from self._compare_twins(graphs)
+        yield from self._compare_scaled(graphs)
         yield from self._compare_settings(graphs)
 
     def _compare(self, graphs: list[OrtGraph]) -> Checks:
@@ -82,14 +87,14 @@ class FolderComparison:
         gates = GATES[self.eager.dtype]
         pair, repeat = PrefillDecodeAgreement(gates), self.selection.repeat
         for prefix in dict.fromkeys(graph.entry.prefix for graph in graphs):
-            truth = self.eager.behind(prefix, trained_start(self.folder, prefix)) if prefix else self.eager
+            truth = self.eager.with_prefix(prefix, trained_start(self.folder, prefix)) if prefix else self.eager
             planned = self.selection.calls(truth.facts())
             of_prefix = [graph for graph in graphs if graph.entry.prefix == prefix]
             precompute(of_prefix, planned)
             yield skipped(self.selection, truth, [graph.name for graph in of_prefix])
             for scenario, chains in planned:
                 found = [candidate for candidate in candidates(graphs, chains) if candidate.prefix == prefix]
-                truths = truth.truths(scenario, chains) if found else []
+                truths = truth.expected_outputs(scenario, chains) if found else []
                 for candidate in found:
                     evidence = self.report.evidence.setdefault(candidate.name, Evidence())
                     yield check_scenario(scenario, chains, candidate, truths, gates, pair, evidence, repeat)
@@ -97,10 +102,10 @@ class FolderComparison:
         if self.eager.is_layered:
             self.report.unseen.append("caches that are changed between two calls")
 
-    def _compare_twins(self, originals: list[OrtGraph]) -> Checks:
+    def _compare_scaled(self, originals: list[OrtGraph]) -> Checks:
         """A few scenarios on scaled weights; what cannot be run is skipped, and counted."""
         entries = [graph.entry for graph in originals]
-        rows = [row for row in self.selection.scenarios() if row.name in TWIN_SCENARIOS]
+        rows = [row for row in self.selection.scenarios() if row.name in SCALED_SCENARIOS]
         if not entries or not rows:
             return
         reason = why_not_scaled(self.folder, self.eager.folder, [self.models[entry.name] for entry in entries])
@@ -110,20 +115,22 @@ class FolderComparison:
             self.report.unseen += [change.bug for change in SCALINGS]
             return
         for change in scalings(self.eager):
-            yield from self._compare_twin(change, entries, layers)
+            yield from self._compare_one_scaling(change, entries, layers)
         checks = unreached_checks(self.eager, [entry.name for entry in entries])
         self.report.unseen += ["limits that no run reaches"] if checks else []
         yield checks
 
-    def _compare_twin(self, change: WeightScaling, entries: list[GraphEntry], layers: int) -> Checks:
+    def _compare_one_scaling(self, change: WeightScaling, entries: list[GraphEntry], layers: int) -> Checks:
         """Graphs on weights of which some are scaled, and the eager model on the same; one graph at a time."""
-        twin = self.eager.twin(change)
+        scaled = self.eager.scaled(change)
         settings = scaled_settings(self.settings, self.folder, change)
         for prefix in dict.fromkeys(entry.prefix for entry in entries):
-            truth = twin.behind(prefix, stored_start(self.folder, prefix, layers)) if prefix else twin  # which stays
-            planned = [one for one in self.selection.calls(truth.facts()) if one[0].name in TWIN_SCENARIOS]
-            truths = [truth.truths(scenario, chains) for scenario, chains in planned]
-            twin.release()  # before the graphs are opened, which map the weights once more
+            truth = (
+                scaled.with_prefix(prefix, stored_start(self.folder, prefix, layers)) if prefix else scaled
+            )  # which stays
+            planned = [one for one in self.selection.calls(truth.facts()) if one[0].name in SCALED_SCENARIOS]
+            truths = [truth.expected_outputs(scenario, chains) for scenario, chains in planned]
+            scaled.release()  # before the graphs are opened, which map the weights once more
             for entry in (entry for entry in entries if entry.prefix == prefix):
                 graphs = yield from open_graphs(self.open_graph, self.folder, [entry], settings)
                 precompute(graphs, planned)
@@ -146,7 +153,7 @@ class FolderComparison:
                 named = replace(scenario, name=name, bug=OTHER_SETTINGS_BUG)
                 other = replace(self.settings, optimization=level, threads=threads)
                 graphs = yield from open_graphs(self.open_graph, self.folder, entries, other)
-                yield from self._alone(named, chains, graphs, self.eager.truths(scenario, chains))
+                yield from self._alone(named, chains, graphs, self.eager.expected_outputs(scenario, chains))
 
     def _alone(
         self, scenario: Scenario, chains: list[Chain], graphs: list[OrtGraph], truths: ExpectedOutputs

@@ -82,7 +82,7 @@ class FolderTensors:
     def factors(self, model: onnx.ModelProto, change: WeightScaling) -> dict[str, float]:
         """The factor of every initializer that is one of these tensors, or a part of one."""
         found = {tensor.name: self.source(tensor) for tensor in model.graph.initializer}
-        return {mine: change.of(name, self.named[name].shape) for mine, name in found.items() if name}
+        return {mine: change.factor_of(name, self.named[name].shape) for mine, name in found.items() if name}
 
     def source(self, tensor: onnx.TensorProto) -> str:
         """The name of the tensor whose bytes an initializer maps, or whose name it has; or empty."""

@@ -97,7 +97,7 @@ def check_foreign(
     if any(check.verdict == "fail" for check in checks) and counts_slots(candidate.foreign, chains):
         other = replace(scenario, name=f"{scenario.name}, positions count padding")
         slots = slot_chains(chains)
-        counted = _compare(scenario, slots, candidate, runs, eager.truths(other, slots), gates)
+        counted = _compare(scenario, slots, candidate, runs, eager.expected_outputs(other, slots), gates)
         checks = with_slots(checks, counted, chains)
     left_out = len(refusals) - len(able)
     why = f"{left_out} of {len(refusals)} sequences left out: {next(filter(None, refusals))}" if left_out else ""

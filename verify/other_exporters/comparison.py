@@ -13,8 +13,13 @@ from llmconv.verify.other_exporters.graph_file import GraphFile
 from llmconv.verify.other_exporters.scaled_weights import scaled_foreign, why_no_scaling
 from llmconv.verify.other_exporters.session import ForeignGraph, Model
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.reference.weight_scaling import SCALINGS, WeightScaling, scalings, unreached_checks
-from llmconv.verify.reference.weight_scaling import SCENARIOS as TWIN_SCENARIOS
+from llmconv.verify.reference.weight_scaling import (
+    SCALED_SCENARIOS,
+    SCALINGS,
+    WeightScaling,
+    scalings,
+    unreached_checks,
+)
 from llmconv.verify.results.evidence import Evidence
 from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check, Checks, Report
@@ -50,7 +55,7 @@ class ForeignComparison:
         eager.begin()
         if graphs := (yield from self.opened(files)):
             yield from self.compare(eager, graphs, named=named)
-            yield from self.compare_twins(eager, files, named)
+            yield from self.compare_scaled(eager, files, named)
 
     def opened(
         self, files: Sequence[GraphFile], change: WeightScaling | None = None
@@ -76,19 +81,19 @@ class ForeignComparison:
         if not (change or few or named):
             yield skipped(self.selection, eager, [candidate.name for candidate in found])
         for scenario, chains in self.selection.calls(eager.facts()):
-            if (change or few) and scenario.name not in TWIN_SCENARIOS:
+            if (change or few) and scenario.name not in SCALED_SCENARIOS:
                 continue
             row = change.scenario(scenario) if change else scenario
-            truths = eager.truths(row, chains)
+            truths = eager.expected_outputs(row, chains)
             row = replace(row, name=f"{row.name}{named}")
             for candidate in found:
                 if len(candidate.foreign) == 1 or any(len(chain) > 1 for chain in chains):
                     seen = Evidence() if change else evidence.setdefault(f"{candidate.name}{named}", Evidence())
                     yield check_foreign(row, chains, candidate, truths, eager, GATES[eager.dtype], seen, repeat)
 
-    def compare_twins(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> Checks:
+    def compare_scaled(self, eager: Eager, files: Sequence[GraphFile], named: str = "") -> Checks:
         """A few scenarios on scaled weights; what cannot be run is skipped, and counted."""
-        rows = [row for row in self.selection.scenarios() if row.name in TWIN_SCENARIOS]
+        rows = [row for row in self.selection.scenarios() if row.name in SCALED_SCENARIOS]
         reasons = [why_no_scaling(file.contents, file.found, self.tensors) for file in files]
         reason = next(filter(None, reasons), "")
         if reason:
@@ -98,9 +103,9 @@ class ForeignComparison:
         elif rows:
             for change in scalings(eager):
                 if graphs := (yield from self.opened(files, change)):
-                    twin = eager.twin(change)
-                    yield from self.compare(twin, graphs, change, named)
-                    twin.release()
+                    scaled = eager.scaled(change)
+                    yield from self.compare(scaled, graphs, change, named)
+                    scaled.release()
             checks = unreached_checks(eager, [file.name for file in files])
             self.report.unseen += ["limits that no run reaches"] if checks else []
             yield checks

@@ -57,7 +57,7 @@ class Graphs:
         name = where.scenario.removesuffix(self.named)
         settings = [self.settings for _ in self.files]
         if change := scaling_of(name):
-            eager, name = eager.twin(change), name.removesuffix(f", {change.name}")
+            eager, name = eager.scaled(change), name.removesuffix(f", {change.name}")
             settings = [
                 scaled_foreign(self.settings, file, self.tensors, change, at_weights=True) for file in self.files
             ]

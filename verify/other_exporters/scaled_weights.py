@@ -101,7 +101,7 @@ def _scaled_grid(values: Array, one: Found, reference: Mapping[str, LazyTensor],
     """The scales of a quantised matrix, of whichever tensors in it change."""
     grid = values.reshape(one.stored.scale.shape)
     for placement in one.placements:
-        factor = change.of(placement.name, reference[placement.name].shape)
+        factor = change.factor_of(placement.name, reference[placement.name].shape)
         grid[_window(one, placement)] *= values.dtype.type(factor)
     return grid.reshape(values.shape)
 
@@ -109,7 +109,7 @@ def _scaled_grid(values: Array, one: Found, reference: Mapping[str, LazyTensor],
 def _factor(content: Content, reference: Mapping[str, LazyTensor], change: WeightScaling) -> float | Array:
     """Of an initializer; of one that holds several tensors by rows, or by columns."""
     if content.whole:
-        return change.of(content.whole, reference[content.whole].shape)
+        return change.factor_of(content.whole, reference[content.whole].shape)
     if not content.parts:
         return 1.0
     side = not content.covered(False)
@@ -118,5 +118,5 @@ def _factor(content: Content, reference: Mapping[str, LazyTensor], change: Weigh
     for part in content.parts:
         rows = [row for row in part.rows if row not in done] if part.side is side else []
         done |= set(rows)
-        found[rows] = change.of(part.name, reference[part.name].shape)
+        found[rows] = change.factor_of(part.name, reference[part.name].shape)
     return found if side else found.reshape(-1, *[1] * (len(content.shape) - 1))

@@ -68,9 +68,9 @@ class Eager:
     ) -> None:
         self.folder, self.dtype, self._code, self._factors = folder, dtype, code, factors
         self._kept: dict[str, ExpectedOutputs] | None = {} if keep else None
-        self._twins: dict[str, Eager] = {}
+        self._variants: dict[str, Eager] = {}
         self._steps: dict[tuple[str, int, float], list[Step]] = {}
-        self._run_twins: list[Eager] = []
+        self._run_variants: list[Eager] = []
         self._reached: dict[str, dict[Place, float]] = {}
         self._run: set[str] = set()
         self._rounded_model, self._rounded = self._open(dtype)
@@ -88,19 +88,19 @@ class Eager:
 
     def in_dtype(self, dtype: str) -> Eager:
         """The same model with the noise of another dtype; it is opened once where `keep` was asked for."""
-        if dtype in {self.dtype, *self._twins}:
-            return self._twins.get(dtype, self)
+        if dtype in {self.dtype, *self._variants}:
+            return self._variants.get(dtype, self)
         other = copy(self)
-        other.dtype, other._twins, other._kept = dtype, {}, ({} if self._kept is not None else None)
+        other.dtype, other._variants, other._kept = dtype, {}, ({} if self._kept is not None else None)
         other._rounded_model, other._rounded = other._open(dtype)
         other._floor = NoiseFloor(dtype)
         others = GARBAGE_AFTER_FLOAT16 if self.dtype == "float16" else GARBAGE
         other._garbage = GARBAGE_IN_FLOAT16 if dtype == "float16" else others
         if self._kept is not None:
-            self._twins[dtype] = other
+            self._variants[dtype] = other
         return other
 
-    def behind(self, entry: PrefixEntry, start: Callable[[EagerRunner], PrefixStart]) -> Eager:
+    def with_prefix(self, entry: PrefixEntry, start: Callable[[EagerRunner], PrefixStart]) -> Eager:
         """The same model behind a prefix.
 
         Args:
@@ -142,7 +142,7 @@ class Eager:
             takes_positions=self._model.takes_positions,
             original=original,
             keeps_states=any(is_state(name) for name in shapes),
-            no_made_up="no past is made up behind a prefix" if self._virtual else "",
+            no_synthetic_past="no past is made up behind a prefix" if self._virtual else "",
             cache=shapes,
             parameters=self._model.model.num_parameters(),
             garbage=self._garbage,
@@ -193,31 +193,31 @@ class Eager:
         """Embeddings of tokens, exact and as the graph's dtype has them."""
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
-    def twin(self, change: WeightScaling) -> Eager:
+    def scaled(self, change: WeightScaling) -> Eager:
         """The same model with scaled weights; meanwhile a large one leaves memory, until it is used again."""
-        twin = self._twins.get(change.name)
-        if twin is None:
+        scaled = self._variants.get(change.name)
+        if scaled is None:
             self.release()
-            twin = self._twin(change)
-        self._run_twins.append(twin)
+            scaled = self._scaled(change)
+        self._run_variants.append(scaled)
         if self._kept is not None:
-            self._twins = {**self._twins, change.name: twin}
-        return twin
+            self._variants = {**self._variants, change.name: scaled}
+        return scaled
 
     def begin(self) -> None:
         """Limits that were reached for other graphs count for nothing: the next graph has to be run on the same."""
-        self._run_twins.clear()
+        self._run_variants.clear()
         self._run.clear()
-        for twin in self._twins.values():
-            twin.begin()
+        for scaled in self._variants.values():
+            scaled.begin()
 
     def release(self) -> None:
         """A large model leaves memory until it is used again."""
         self._model.release()
         self._rounded_model.release()
 
-    def _twin(self, change: WeightScaling) -> Eager:
-        return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.of)
+    def _scaled(self, change: WeightScaling) -> Eager:
+        return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.factor_of)
 
     def own_shares(self) -> dict[Place, float]:
         """By limit, the largest share of it that the model reached in the scenarios since `begin`; see `Reach`."""
@@ -227,9 +227,9 @@ class Eager:
 
     def shares(self) -> dict[Place, float]:
         """The same of the model and its twins."""
-        return _largest([self.own_shares(), *(twin.own_shares() for twin in self._run_twins)])
+        return _largest([self.own_shares(), *(scaled.own_shares() for scaled in self._run_variants)])
 
-    def truths(self, scenario: Scenario, chains: list[Chain]) -> ExpectedOutputs:
+    def expected_outputs(self, scenario: Scenario, chains: list[Chain]) -> ExpectedOutputs:
         """Every output of every call."""
         if self._kept is None:
             return [self._truths(chain, {}, "") for chain in chains]

@@ -30,7 +30,7 @@ class WeightScaling:
     factor: float
     bug: str
 
-    def of(self, name: str, shape: Sequence[int]) -> float:
+    def factor_of(self, name: str, shape: Sequence[int]) -> float:
         """The factor of a tensor, by its name in a safetensors file; 1 where it stays what it is."""
         return self.factor if len(shape) > 1 and re.search(self.pattern, name) else 1.0
 
@@ -52,7 +52,7 @@ REACHED = 1.5
 """The share of a limit that a twin aims at."""
 
 
-SCENARIOS = ("prefill, 7 tokens", "batch of 3")
+SCALED_SCENARIOS = ("prefill, 7 tokens", "batch of 3")
 """What is run on twins."""
 
 
@@ -102,8 +102,8 @@ def unreached_checks(eager: LimitShares, graphs: Iterable[str]) -> list[Check]:
     if not places:
         return []
     first = places[0]
-    told = f"{len(places)} limits of the model are reached by no run, first {first.kind} {first.limit:g}"
-    detail = f"{told} in {first.scope or 'the model'}"
+    reached = f"{len(places)} limits of the model are reached by no run, first {first.kind} {first.limit:g}"
+    detail = f"{reached} in {first.scope or 'the model'}"
     return [Check("limits of the model", graph, "", verdict="skip", detail=detail) for graph in graphs]
 
 

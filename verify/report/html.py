@@ -66,9 +66,7 @@ def render_html(report: Report, date: str) -> str:
 
 def _banner(report: Report, date: str) -> str:
     where = f'<p class="where">{_text(report.where.text, LINE_LIMIT)}</p>' if report.where else ""
-    notes = "".join(
-        f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in [*report.copies_told(), *report.notes]
-    )
+    notes = "".join(f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in [*report.copy_lines(), *report.notes])
     day, _, clock = date.removesuffix("Z").partition("T")
     return (
         f'<div class="banner {report.verdict}"><h1>{report.verdict.upper()}</h1>'
@@ -121,11 +119,11 @@ def _graph(graph: str, checks: Sequence[Check]) -> list[str]:
 
 def _spread(evidence: Evidence) -> list[str]:
     """How errors are spread over logits and positions, and the likeliest tokens that differ."""
-    drawn = [
+    figures = [
         ("Errors of logits, by size", error_histogram(evidence)),
         ("Logits of the graph over the eager model's", logit_scatter(evidence)),
     ]
-    pairs = "".join(f'<div><p class="small">{title}:</p>{svg}</div>' for title, svg in drawn if svg)
+    pairs = "".join(f'<div><p class="small">{title}:</p>{svg}</div>' for title, svg in figures if svg)
     along = position_map(evidence)
     return [
         f'<p class="small">{ALONG}</p>{_wide(along)}' if along else "",

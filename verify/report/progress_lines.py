@@ -49,8 +49,8 @@ def _line(checks: Sequence[Check], failed: int, *, some: bool) -> str:
     """`PASSED | left padding | 18 outputs | sigma 1.02 | worst row 1.38 | max abs 7.6e-07`."""
     outputs = [check for check in checks if check.output]
     if not outputs:
-        said = dict.fromkeys(check.detail or check.graph for check in checks if check.verdict == "pass")
-        parts = [f"{failed} of {len(checks)} differ"] if failed else ["; ".join(said)]
+        details = dict.fromkeys(check.detail or check.graph for check in checks if check.verdict == "pass")
+        parts = [f"{failed} of {len(checks)} differ"] if failed else ["; ".join(details)]
         return _joined("fail" if failed else "pass", checks[0].name, parts)
     parts = [
         f"{failed} of {len(outputs)} outputs differ" if failed else f"{len(outputs)} output{'s' * (len(outputs) > 1)}"

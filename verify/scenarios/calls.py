@@ -35,7 +35,7 @@ class ModelFacts:
         original: tokens of the context before rotary scaling, where other frequencies begin; None without one.
         keeps_states: some layer keeps a state, of which no tokens can be taken back.
         no_edits: why caches cannot be changed between two calls; empty where they can.
-        no_made_up: why no past can be made up; empty where it can.
+        no_synthetic_past: why no past can be made up; empty where it can.
         cache: shapes of a cache of one sequence and one token, by the names of the graphs' outputs.
         parameters: of the model; a cache of many fewer numbers is no burden beside it.
         thorough: the suite is `full`, which has more room for made-up pasts.
@@ -51,7 +51,7 @@ class ModelFacts:
     original: int | None = None
     keeps_states: bool = False
     no_edits: str = ""
-    no_made_up: str = ""
+    no_synthetic_past: str = ""
     cache: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     parameters: int = 0
     thorough: bool = False

@@ -94,7 +94,7 @@ def _lengths(lengths: Sequence[int], facts: ModelFacts) -> list[int]:
 
 def fits(length: int, facts: ModelFacts) -> bool:
     """Whether the cache of two sequences of so many tokens is no burden beside the model itself."""
-    if facts.no_made_up or not elements_per_token(facts.cache):
+    if facts.no_synthetic_past or not elements_per_token(facts.cache):
         return False
     return 2 * length * elements_per_token(facts.cache) <= _room(facts)
 
@@ -108,8 +108,8 @@ def too_large(wanted: RowCounts) -> Callable[[ModelFacts], str]:
     """Why some of the wanted lengths are not run; empty where all are."""
 
     def reason(facts: ModelFacts) -> str:
-        if facts.no_made_up:
-            return facts.no_made_up if wanted(facts) else ""
+        if facts.no_synthetic_past:
+            return facts.no_synthetic_past if wanted(facts) else ""
         if not elements_per_token(facts.cache):
             return ""  # states alone, which have no length
         left = [length for length in wanted(facts) if not fits(length, facts)]

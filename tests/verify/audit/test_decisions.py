@@ -238,7 +238,7 @@ def test_a_number_that_the_config_leaves_to_transformers_is_the_model_s(exported
     folder = decode_only(exported("gpt2"), tmp_path / "bare")
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    assert read_config(folder)["meant"]["n_positions"] == 1024 != fields["n_positions"]
+    assert read_config(folder)["default"]["n_positions"] == 1024 != fields["n_positions"]
 
 
 def test_a_graph_that_cannot_be_followed_fails(exported: Tiny) -> None:
@@ -311,7 +311,7 @@ def test_a_field_that_the_config_s_class_does_not_have_makes_no_number_the_model
 
 def test_the_config_of_a_folder_s_own_code_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "its_own", "its_window": 77}))
-    assert read_config(tmp_path) == {"said": {"model_type": "its_own", "its_window": 77}, "meant": {}}
+    assert read_config(tmp_path) == {"stated": {"model_type": "its_own", "its_window": 77}, "default": {}}
 
 
 def test_a_prefix_that_the_manifest_lacks_is_not_the_model_s(optioned: Callable[..., Path]) -> None:

@@ -44,7 +44,7 @@ def checks(exported: Path, eager: Eager, repeat: int) -> list[Check]:
     graph = OrtGraph(exported / "decode.onnx")
     candidate = Candidate(graph.name, Unsteady(OrtRunner(graph, graph), count()), (graph,))
     ((scenario, chains),) = Selection("quick", ["prefill, 33 tokens"]).calls(eager.facts())
-    truths = eager.truths(scenario, chains)
+    truths = eager.expected_outputs(scenario, chains)
     return check_scenario(scenario, chains, candidate, truths, GATE, PrefillDecodeAgreement(GATE), Evidence(), repeat)
 
 

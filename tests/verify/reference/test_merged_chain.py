@@ -78,7 +78,7 @@ def test_a_chain_costs_one_call_of_the_float64_model(tmp_path: Path, monkeypatch
     rows = planned(model, (*FIRST, "second turn"))
     seen = calls_counted(model, monkeypatch)
     for scenario, chains in rows:
-        model.truths(scenario, chains)
+        model.expected_outputs(scenario, chains)
     assert seen == [7, 19]
 
 
@@ -88,13 +88,13 @@ def test_the_first_chain_is_run_call_by_call_as_no_noise_is_known(
     model = Eager(save_tiny("llama", tmp_path / "llama", num_hidden_layers=2), "float32")
     ((scenario, chains),) = planned(model, ("second turn",))
     seen = calls_counted(model, monkeypatch)
-    model.truths(scenario, chains)
+    model.expected_outputs(scenario, chains)
     assert seen == [5, 1, 7, 1, 3, 2]
 
 
 def truths_of(model: Eager) -> ExpectedOutputs:
     """Of the second turn, after a prompt."""
-    return [model.truths(scenario, chains) for scenario, chains in planned(model, (*FIRST, "second turn"))][1]
+    return [model.expected_outputs(scenario, chains) for scenario, chains in planned(model, (*FIRST, "second turn"))][1]
 
 
 def test_a_model_that_computes_something_else_in_one_call_is_run_call_by_call(
@@ -124,7 +124,7 @@ def test_frequencies_that_depend_on_the_length_are_run_call_by_call(
     rows = planned(model, (*FIRST, "second turn"))
     seen = calls_counted(model, monkeypatch)
     for scenario, chains in rows:
-        model.truths(scenario, chains)
+        model.expected_outputs(scenario, chains)
     assert seen == [7, 5, 1, 7, 1, 3, 2]
 
 

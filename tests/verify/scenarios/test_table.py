@@ -88,7 +88,7 @@ def test_the_full_suite_has_more_room_than_the_quick_one() -> None:
 
 
 def test_what_cannot_be_held_is_left_out_with_the_reason() -> None:
-    facts = ModelFacts(50, 300, no_edits="nothing is held", no_made_up="nothing is held")
+    facts = ModelFacts(50, 300, no_edits="nothing is held", no_synthetic_past="nothing is held")
     names = {scenario.name for scenario, reason in Selection("quick").left_out(facts) if reason == "nothing is held"}
     assert {"rows exchanged", "tokens taken back", "garbage under the mask", "pasts of 30 to 1,022 tokens"} <= names
 

@@ -34,13 +34,13 @@ NAME_LENGTH = 500
 class ValueKind(IntEnum):
     """What the numbers of an atom can be; that of several is the largest."""
 
-    TRUTH = 0
+    BINARY = 0
     """0, 1, or what masks add."""
     COUNT = 1
     """Lengths, indices, positions and ids, with no number that is not in the form."""
-    CURVE = 2
+    PERIODIC = 2
     """Cosines and sines."""
-    OPAQUE = 3
+    UNKNOWN = 3
     """Anything: a number of which nothing is known may be in it."""
 
 
@@ -79,8 +79,8 @@ class AffineForm:
     @property
     def nature(self) -> ValueKind:
         """What its numbers can be; one truth and its opposite are no more than that, sums of several are counts."""
-        found = max((atom.nature for atom in self.terms), default=ValueKind.TRUTH)
-        return ValueKind.COUNT if found is ValueKind.TRUTH and len(self.terms) > 1 else found
+        found = max((atom.nature for atom in self.terms), default=ValueKind.BINARY)
+        return ValueKind.COUNT if found is ValueKind.BINARY and len(self.terms) > 1 else found
 
     @property
     def factors(self) -> list[float]:

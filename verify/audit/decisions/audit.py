@@ -25,7 +25,7 @@ NAME = "decisions"
 """What the check is called in reports."""
 
 FIRST = 5
-"""Findings that are told."""
+"""Findings that are texts."""
 
 STORED_PREFIX = re.compile(r"prefix\.\d+\.(key|value)")
 """Keys and values of a tuned prefix, see `export --prefix`."""
@@ -47,15 +47,15 @@ def audit_decisions(graph: str, model: onnx.ModelProto, config: Mapping[str, Any
         found = decisions_of(model, config, INPUTS, prefix=prefix)
     except Exception as error:  # a graph that is no graph; the check of its structure says more
         return Check(NAME, graph, "", verdict="fail", detail=f"cannot be followed: {first_line(error)}")
-    told = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
+    texts = list(dict.fromkeys(f"`{one.node}` {one.text}" for one in found.findings))
     window = window_of(config)
     if window and window.layers & _layers(model) and not {window.size + step for step in (-1, 0, 1)} & found.numbers:
-        told.append(f"no node decides by the sliding window of {window.size}")
+        texts.append(f"no node decides by the sliding window of {window.size}")
     numbers = ", ".join(f"{number:g}" for number in sorted(found.numbers) if number < MANY)
     detail = (
-        _first(told) or f"{found.decisions} comparisons, limits and choices, all by numbers of the model: {numbers}"
+        _first(texts) or f"{found.decisions} comparisons, limits and choices, all by numbers of the model: {numbers}"
     )
-    return Check(NAME, graph, "", verdict="fail" if told else "pass", detail=detail)
+    return Check(NAME, graph, "", verdict="fail" if texts else "pass", detail=detail)
 
 
 def audit_foreign_decisions(
@@ -74,16 +74,16 @@ def audit_foreign_decisions(
         found = decisions_of(model, config, inputs, tables=False)
     except Exception as error:  # a graph of unknown making
         return [], [f"{graph}: what it decides by cannot be followed: {first_line(error)}"]
-    told = {point: [f"`{one.node}` {one.text}" for one in found.findings if one.point is point and one.certain]
+    texts = {point: [f"`{one.node}` {one.text}" for one in found.findings if one.point is point and one.certain]
             for point in (True, False)}  # fmt: skip
-    checks = [Check(NAME, graph, "", verdict="fail", detail=_first(told[True]))] if told[True] else []
-    others = list(dict.fromkeys(told[False]))
+    checks = [Check(NAME, graph, "", verdict="fail", detail=_first(texts[True]))] if texts[True] else []
+    others = list(dict.fromkeys(texts[False]))
     return checks, [f"{graph}: {_first(others)}, which is not in the config"] if others else []
 
 
-def _first(told: Sequence[str]) -> str:
+def _first(texts: Sequence[str]) -> str:
     """The first of them, and how many more there are."""
-    return "; ".join(told[:FIRST]) + (f"; and {len(told) - FIRST} more" if len(told) > FIRST else "")
+    return "; ".join(texts[:FIRST]) + (f"; and {len(texts) - FIRST} more" if len(texts) > FIRST else "")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -93,9 +93,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     fields = read_json(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return {"said": read_fields(fields, config), "meant": read_fields(config.to_dict(), config)}
+        return {"stated": read_fields(fields, config), "default": read_fields(config.to_dict(), config)}
     except Exception:  # a config of the folder's own code: what it says is all there is
-        return {"said": fields, "meant": {}}
+        return {"stated": fields, "default": {}}
 
 
 def decisions_of(

@@ -13,17 +13,17 @@ ROTARY_FIELDS = frozenset({"rope_type", "type", "factor", "original_max_position
 """Those whose numbers lengths are compared with (transformers modeling_rope_utils.py)."""
 
 
-def read_fields(said: Mapping[str, Any], config: Any) -> dict[str, Any]:
+def read_fields(fields: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """What a config says in fields that its class has, those of the configs inside it too.
 
     Args:
-        said: content of `config.json`, or of a part of it.
+        fields: content of `config.json`, or of a part of it.
         config: transformers' config made of it.
     """
     kind = type(config)
     known = {*_defaults(kind), *inspect.signature(kind.__init__).parameters, *kind.attribute_map}
     found: dict[str, Any] = {}
-    for name, value in said.items():
+    for name, value in fields.items():
         inner = getattr(config, name, None)
         if name in ROTARY and isinstance(value, Mapping):
             found[name] = _rotary(value)

@@ -23,7 +23,7 @@ from llmconv.verify.audit.decisions.affine_forms import (
     made_of,
 )
 from llmconv.verify.audit.decisions.constant_folding import fold
-from llmconv.verify.audit.decisions.judge import DecisionJudge, said
+from llmconv.verify.audit.decisions.judge import DecisionJudge, sources_text
 from llmconv.verify.audit.decisions.lookup_tables import LARGEST, TABLE_ROWS, nature_of, odd_row
 from llmconv.verify.audit.decisions.operators import (
     BENDS,
@@ -72,7 +72,7 @@ class DerivedValues:
         """Of Shape and Size."""
         forms = self.state.lengths(node.input[0])
         if forms is None:
-            return InputValue(atom(f"shape of {node.input[0]}", LENGTH, nature=ValueKind.OPAQUE))
+            return InputValue(atom(f"shape of {node.input[0]}", LENGTH, nature=ValueKind.UNKNOWN))
         if node.op_type == "Size":
             return self._size(forms)
         parts = tuple(forms[attribute(node, "start", 0) : attribute(node, "end", len(forms))])
@@ -85,7 +85,7 @@ class DerivedValues:
         number = float(prod(int(form.number) for form in forms if not form.terms))
         call = [form for form in forms if form.terms]
         if len(call) > 1:
-            return InputValue(made_of("Size", forms, None if number == 1 else ValueKind.OPAQUE))
+            return InputValue(made_of("Size", forms, None if number == 1 else ValueKind.UNKNOWN))
         return InputValue(call[0].times(number)) if call else ConstantValue(np.array(int(number), np.int64))
 
     def counted(self, node: onnx.NodeProto, inputs: list[Value | None]) -> Value:
@@ -97,7 +97,7 @@ class DerivedValues:
         if not (start.terms or stop.terms or step.terms):
             whole = np.float32 if self.state.types.get(node.output[0]) not in INTEGERS else np.int64
             return self.folded(node, [ConstantValue(np.array(form.number, whole)) for form in (start, stop, step)])
-        nature = ValueKind.OPAQUE if step.terms else ValueKind.COUNT
+        nature = ValueKind.UNKNOWN if step.terms else ValueKind.COUNT
         source = WITHIN if is_of(BLOCK, stop) else PLACE
         index = atom(f"index to {stop.key()} by {step.key()}", source, nature=nature)
         return InputValue(start + (index if step.terms else index.times(step.number)))
@@ -137,7 +137,7 @@ class DerivedValues:
         """Of Where: one of two, by a condition."""
         if all(is_frequency(value) for value in given[1:]):
             self.judge.choices(node, forms_of(given[:1]))
-            return InputValue(made_of(FREQUENCIES, forms_of(given), ValueKind.OPAQUE))
+            return InputValue(made_of(FREQUENCIES, forms_of(given), ValueKind.UNKNOWN))
         numbers = _numbers(given)
         self.judge.choices(node, forms_of(given), numbers)
         self._tables(node, given)
@@ -158,11 +158,13 @@ class DerivedValues:
         if form is None or not form.terms:
             return first
         if to in EXACT_BITS and self.state.types.get(node.input[0]) != onnx.TensorProto.BOOL:
-            self.judge.flag(node, f"casts {said(form)} to a type that is exact up to {2 ** EXACT_BITS[to]} only")
+            self.judge.flag(
+                node, f"casts {sources_text(form)} to a type exact up to {2 ** EXACT_BITS[to]} only"
+            )
         is_whole = all(float(factor).is_integer() for factor in (*form.terms.values(), form.number))
         if to == onnx.TensorProto.BOOL or (to in INTEGERS and not is_whole):
             self.judge.decision(node, form, rounded=to != onnx.TensorProto.BOOL)
-            return InputValue(made_of("Cast", [form], ValueKind.TRUTH if to == onnx.TensorProto.BOOL else None))
+            return InputValue(made_of("Cast", [form], ValueKind.BINARY if to == onnx.TensorProto.BOOL else None))
         return first
 
     def _sum(self, node: onnx.NodeProto, given: list[Value]) -> Value | None:
@@ -188,7 +190,7 @@ class DerivedValues:
         """A product with a table, or a quotient: a number in it would be lost, and has to be the model's."""
         for form in forms:
             self.judge.offset(node, form)
-        return InputValue(made_of(f"{node.op_type} {node.input[0]} {node.input[1]}", forms, ValueKind.OPAQUE))
+        return InputValue(made_of(f"{node.op_type} {node.input[0]} {node.input[1]}", forms, ValueKind.UNKNOWN))
 
     def _concat(self, node: onnx.NodeProto, given: list[Value]) -> Value:
         parts = [self.state.parts(name, value) for name, value in zip(node.input, given, strict=True)]
@@ -206,10 +208,10 @@ class DerivedValues:
         """Elements of a list by their number; of anything else, elements of the same form."""
         first, parts = given[0], as_parts(given[0])
         if isinstance(first, ConstantValue):  # a table
-            nature = nature_of(first.array) if first.array.dtype.kind in "fiub" else ValueKind.OPAQUE
+            nature = nature_of(first.array) if first.array.dtype.kind in "fiub" else ValueKind.UNKNOWN
             return InputValue(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), nature))
         if not isinstance(first, InputValue):
-            return InputValue(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), ValueKind.OPAQUE))
+            return InputValue(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), ValueKind.UNKNOWN))
         if parts is None or not all(isinstance(value, ConstantValue) for value in given[1:]):
             return InputValue(first.form)
         chosen = fold(node, [np.arange(len(parts)), *(v.array for v in given[1:] if isinstance(v, ConstantValue))])
@@ -224,7 +226,7 @@ class DerivedValues:
             return InputValue(made_of(BLOCK, forms))
         if op == "Pow" and is_flat_power(given):
             self.judge.offset(node, forms[0])
-            return InputValue(made_of(op, forms, ValueKind.OPAQUE))
+            return InputValue(made_of(op, forms, ValueKind.UNKNOWN))
         if (
             op.startswith("Scatter")
             and isinstance(given[1], ConstantValue)
@@ -234,9 +236,11 @@ class DerivedValues:
         if op in LOGIC:
             self._tables(node, given)
         elif any(as_form(value) is None for value in given):
-            self.judge.flag(node, f"{op} of {said(made_of('', forms))} with a table of numbers", certain=False)
+            self.judge.flag(node, f"{op} of {sources_text(made_of('', forms))} with a table of numbers", certain=False)
         if op not in PLAIN:
-            self.judge.flag(node, f"{op} of {said(made_of('', forms))}, of which nothing can be said", certain=False)
+            self.judge.flag(
+                node, f"{op} of {sources_text(made_of('', forms))}, unsupported here", certain=False
+            )
         elif op == "Mul":
             self._product(node, forms)
         elif op == "Exp":
@@ -262,19 +266,19 @@ class DerivedValues:
         for form in forms:
             self.judge.offset(node, form)
         if sum(bool(form.sources & {PLACE, POSITION, TOKEN}) and not is_of(FREQUENCIES, form) for form in forms) > 1:
-            self.judge.flag(node, f"multiplies {said(forms[0])} by {said(forms[1])}")
+            self.judge.flag(node, f"multiplies {sources_text(forms[0])} by {sources_text(forms[1])}")
 
     def _nature(self, node: onnx.NodeProto, forms: list[AffineForm]) -> ValueKind:
         """What the numbers of the result can be."""
         op = node.op_type
         if op in COMPARISONS or op in LOGIC:
-            return ValueKind.TRUTH
+            return ValueKind.BINARY
         if op in CURVES:
-            return ValueKind.CURVE
+            return ValueKind.PERIODIC
         if op in BENDS or op not in PLAIN or not any(form.terms for form in forms):
-            return ValueKind.OPAQUE
+            return ValueKind.UNKNOWN
         if op in SUMMED:
-            return ValueKind.COUNT if self._sums_the_call(node) else ValueKind.OPAQUE
+            return ValueKind.COUNT if self._sums_the_call(node) else ValueKind.UNKNOWN
         return _together(forms, [])
 
     def _sums_the_call(self, node: onnx.NodeProto) -> bool:
@@ -290,7 +294,7 @@ class DerivedValues:
     def _power(self, node: onnx.NodeProto, form: AffineForm) -> None:
         """A power of a logarithm is one of the position; any other grows from nothing to everything."""
         if not is_of("Log", form):
-            self.judge.flag(node, f"raises a number to the power of {said(form)}")
+            self.judge.flag(node, f"raises a number to the power of {sources_text(form)}")
 
 
 def _cut(op: str, given: list[Value], forms: list[AffineForm]) -> list[AffineForm]:
@@ -311,12 +315,12 @@ def _is_positive(form: AffineForm) -> bool:
 def _together(forms: list[AffineForm], numbers: list[float]) -> ValueKind:
     """What several can be that are put together: no truth where another number is among them."""
     numbers = [*numbers, *(form.number for form in forms if not form.terms)]
-    nature = max((form.nature for form in forms if form.terms), default=ValueKind.TRUTH)
+    nature = max((form.nature for form in forms if form.terms), default=ValueKind.BINARY)
     odd = any(number not in (0, 1) and abs(number) < LARGEST for number in numbers)
     odd |= any(
         form.terms and (form.number not in (0, 1) or set(map(abs, form.terms.values())) != {1}) for form in forms
     )
-    return ValueKind.COUNT if odd and nature is ValueKind.TRUTH else nature
+    return ValueKind.COUNT if odd and nature is ValueKind.BINARY else nature
 
 
 def _numbers(values: list[Value]) -> list[float]:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 
 from llmconv.verify.audit.decisions.affine_forms import AffineForm, ValueKind, is_of
-from llmconv.verify.audit.decisions.judge import DecisionJudge, said
+from llmconv.verify.audit.decisions.judge import DecisionJudge, sources_text
 from llmconv.verify.audit.decisions.lookup_tables import LARGEST
 from llmconv.verify.audit.decisions.operators import (
     BOUNDS,
@@ -89,9 +89,9 @@ class EntryPoints:
             self.judge.decision(node, form)
             return
         for number in (form.number, *form.terms.values()):
-            if nature < ValueKind.OPAQUE:
+            if nature < ValueKind.UNKNOWN:
                 self._sounds(node, number)
-        if nature is ValueKind.TRUTH or (nature is ValueKind.CURVE and op in TURNS):
+        if nature is ValueKind.BINARY or (nature is ValueKind.PERIODIC and op in TURNS):
             return
         if at == MASKED.get(op):
             return
@@ -99,7 +99,7 @@ class EntryPoints:
             return
         if op == "Mul" and _is_bent(form) and self._ends_in(node, {"Softmax", "MatMul", "Attention"}):
             return
-        self.judge.flag(node, f"puts {said(form)} into what the model computes", certain=False)
+        self.judge.flag(node, f"puts {sources_text(form)} into what the model computes", certain=False)
 
     def _sounds(self, node: onnx.NodeProto, number: float) -> None:
         """A number that goes into a sum."""

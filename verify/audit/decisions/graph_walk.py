@@ -37,7 +37,7 @@ class GraphWalk:
 
     def __init__(self, numbers: ConfigNumbers, state: WalkState) -> None:
         self.state, self.judge = state, DecisionJudge(numbers)
-        self._looks, self._results = Lookups(self.state, self.judge), DerivedValues(self.state, self.judge)
+        self._lookups, self._results = Lookups(self.state, self.judge), DerivedValues(self.state, self.judge)
 
     def run(self, graph: onnx.GraphProto, given: Mapping[str, Value] | None = None) -> None:
         """All nodes of a graph; `given` are values of its inputs."""
@@ -80,15 +80,15 @@ class GraphWalk:
             self.judge.flag(node, f"{node.op_type} gives something else in every run")
             return ModelValue()
         given = [value for value in inputs if value is not None]
-        self._looks.at_bounds(node, inputs)
-        self._looks.at_index(node, inputs)
-        self._looks.at_window(node)
+        self._lookups.at_bounds(node, inputs)
+        self._lookups.at_index(node, inputs)
+        self._lookups.at_window(node)
         if any(one.HasField("g") for one in node.attribute):
             return self._inner(node, given)
         if node.op_type == "Range":
             return self._results.counted(node, inputs)
         if any(isinstance(value, ModelValue) for value in given):
-            self._looks.at_data(node, inputs)
+            self._lookups.at_data(node, inputs)
             return ModelValue()
         if all(isinstance(value, ConstantValue) for value in given):
             return self._results.folded(node, given)
@@ -127,7 +127,7 @@ def _is_widened(node: onnx.NodeProto) -> bool:
 
 def _given(name: str, source: str) -> AffineForm:
     """An input of the call; a mask is 0 or 1."""
-    return atom(name, source, nature=ValueKind.TRUTH if source == MASK else ValueKind.COUNT)
+    return atom(name, source, nature=ValueKind.BINARY if source == MASK else ValueKind.COUNT)
 
 
 def _constant(node: onnx.NodeProto) -> Value:

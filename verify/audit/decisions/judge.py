@@ -34,18 +34,18 @@ class DecisionJudge:
         if form.nature > ValueKind.COUNT:
             if node.op_type == "Div":
                 return  # sizes of heads, of which nothing can be decided later either
-            self.flag(node, f"decides on {said(form)} by what is not followed", certain=False)
+            self.flag(node, f"decides on {sources_text(form)} by what is not followed", certain=False)
             return
         self.found.decisions += 1
         self.found.numbers |= {form.offset}
         if not (self.numbers.explain_rounding(form) if rounded else self.numbers.explain(form)):
             point = node.op_type == "Equal" and form.offset > FEW and not self.numbers.bounds_data(form.offset)
-            self.flag(node, f"decides on {said(form)} by {_numbers_told(form, rounded)}", point=point)
+            self.flag(node, f"decides on {sources_text(form)} by {_numbers_text(form, rounded)}", point=point)
 
     def offset(self, node: onnx.NodeProto, form: AffineForm) -> None:
         """A node in whose result the number of a form would be lost."""
         if form.terms and not self.numbers.knows(form.offset, form):
-            self.flag(node, f"decides on {said(form)} by {form.offset:g}")
+            self.flag(node, f"decides on {sources_text(form)} by {form.offset:g}")
 
     def is_of_the_call(self, size: AffineForm) -> bool:
         """Whether an axis is one of the call's as it is, or has a size that the model or the graph is made for."""
@@ -70,12 +70,12 @@ class DecisionJudge:
         """What is chosen from or put side by side: the numbers that would be lost with it have to be the model's."""
         call = [form for form in forms if form.terms]
         for form in call:
-            if form.nature is not ValueKind.CURVE or node.op_type != "Concat":
+            if form.nature is not ValueKind.PERIODIC or node.op_type != "Concat":
                 self.decision(node, form)
         whole = made_of("", call) if call else OF_LENGTH
         for number in (*numbers, *(form.number for form in forms if not form.terms)):
             if call and not self.numbers.knows(abs(number), whole):
-                self.flag(node, f"puts {number:g} beside {said(whole)}", certain=False)
+                self.flag(node, f"puts {number:g} beside {sources_text(whole)}", certain=False)
 
     def knows_lengths(self, numbers: Array) -> bool:
         """Whether lengths may be compared with all of the numbers."""
@@ -86,13 +86,13 @@ class DecisionJudge:
         self.found.findings.append(ForeignDecision(node.name or node.output[0], node.op_type, text, certain, point))
 
 
-def said(form: AffineForm) -> str:
+def sources_text(form: AffineForm) -> str:
     """`position`, `length and mask`."""
     return " and ".join(sorted(form.sources)) or "a number"
 
 
-def _numbers_told(form: AffineForm, rounded: bool) -> str:
+def _numbers_text(form: AffineForm, rounded: bool) -> str:
     """`3817 and multiples of 256`."""
     factors = [abs(factor) for factor in form.terms.values()] if rounded else form.factors
-    told = [f"multiples of {factor:g}" for factor in factors if factor != 1]
-    return " and ".join([f"{form.offset:g}", *told[:2]])
+    multiples = [f"multiples of {factor:g}" for factor in factors if factor != 1]
+    return " and ".join([f"{form.offset:g}", *multiples[:2]])

@@ -42,11 +42,11 @@ def nature_of(table: Array) -> ValueKind:
     """What the numbers can be that a regular table gives: whom a query sees, a sinusoid, or a line (anything)."""
     rows = table.astype(np.float64)
     if ((rows == 0) | (rows == 1) | ~(np.abs(rows) < LARGEST)).all() and not np.isnan(rows).any():
-        return ValueKind.TRUTH
+        return ValueKind.BINARY
     return (
-        ValueKind.CURVE
+        ValueKind.PERIODIC
         if np.abs(rows).max(initial=0.0) <= 1 + TOLERANCE and rows.min(initial=0.0) < 0
-        else ValueKind.OPAQUE
+        else ValueKind.UNKNOWN
     )
 
 

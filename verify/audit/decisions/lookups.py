@@ -10,7 +10,7 @@ import onnx
 from llmconv.tensors import Array
 from llmconv.verify.audit.decisions.affine_forms import POSITION, TOKEN, AffineForm, ValueKind
 from llmconv.verify.audit.decisions.entry_points import EntryPoints
-from llmconv.verify.audit.decisions.judge import OF_LENGTH, DecisionJudge, said
+from llmconv.verify.audit.decisions.judge import OF_LENGTH, DecisionJudge, sources_text
 from llmconv.verify.audit.decisions.lookup_tables import TABLE_ROWS, odd_row
 from llmconv.verify.audit.decisions.operators import BOUNDS, COMPARISONS, INDEXED, LIMITS, TABLES, THRESHOLDS, attribute
 from llmconv.verify.audit.decisions.state import WalkState
@@ -29,7 +29,7 @@ class Lookups:
     """
 
     def __init__(self, state: WalkState, judge: DecisionJudge) -> None:
-        self.state, self.judge, self._meetings = state, judge, EntryPoints(state, judge)
+        self.state, self.judge, self._entry_points = state, judge, EntryPoints(state, judge)
 
     def at_bounds(self, node: onnx.NodeProto, inputs: list[Value | None]) -> None:
         """From where to where a node cuts, counts or fills."""
@@ -40,7 +40,7 @@ class Lookups:
                     if node.op_type != "TopK" or not self._is_all(node, form):
                         self.judge.decision(node, form)
                 if node.op_type == "Slice":
-                    self._at_table(node, inputs[0], said(value.form), _cut_axes(inputs))
+                    self._at_table(node, inputs[0], sources_text(value.form), _cut_axes(inputs))
             elif isinstance(value, ModelValue):
                 text = "cuts, counts or fills by what is not followed"
                 self.judge.flag(node, text, certain=False)
@@ -84,7 +84,7 @@ class Lookups:
         if node.op_type.startswith("Scatter"):
             self._at_places(node, index)
         elif isinstance(index, InputValue | ModelValue):
-            text = said(index.form) if isinstance(index, InputValue) else "what the model computes"
+            text = sources_text(index.form) if isinstance(index, InputValue) else "what the model computes"
             for table in (inputs[at] for at in TABLES.get(node.op_type, (0,)) if at < len(inputs)):
                 self._at_table(node, table, text, self._looked_up(node))
             if isinstance(index, InputValue):
@@ -102,14 +102,14 @@ class Lookups:
         """Places of what is no table: the model's weights may be looked up, what nodes make of them may not."""
         name, form = node.input[0], index.form
         if form.nature > ValueKind.COUNT:
-            self.judge.flag(node, f"looks up {said(form)} by what is not followed", certain=False)
+            self.judge.flag(node, f"looks up {sources_text(form)} by what is not followed", certain=False)
         elif node.op_type in TABLES:
             return
         elif form.sources & {TOKEN, POSITION} and isinstance(self.state.values.get(name, ModelValue()), ModelValue):
             if name in self.state.changed:
-                self.judge.flag(node, f"looks up {said(form)} in weights that nodes have changed")
+                self.judge.flag(node, f"looks up {sources_text(form)} in weights that nodes have changed")
             elif name not in self.state.weights:
-                self.judge.flag(node, f"looks up {said(form)} in what the model computes", certain=False)
+                self.judge.flag(node, f"looks up {sources_text(form)} in what the model computes", certain=False)
 
     def _at_places(self, node: onnx.NodeProto, index: Value | None) -> None:
         """Where something is written: at places of the call, or all along an axis, not at some."""
@@ -138,14 +138,16 @@ class Lookups:
         """What the model computes, compared with numbers or with the call."""
         op = node.op_type
         if op in THRESHOLDS:
-            self.judge.flag(node, f"{op} of what the model computes, of which nothing can be said", certain=False)
-        self._meetings.at(node, inputs)
+            self.judge.flag(node, f"{op} of what the model computes, unsupported here", certain=False)
+        self._entry_points.at(node, inputs)
         if op not in COMPARISONS and op not in LIMITS:
             return
         places = LIMITS.get(op) or range(len(inputs))
         for value in (inputs[at] for at in places if at < len(inputs)):
             if isinstance(value, InputValue):
-                self.judge.flag(node, f"compares {said(value.form)} with what the model computes", certain=False)
+                self.judge.flag(
+                    node, f"compares {sources_text(value.form)} with what the model computes", certain=False
+                )
             elif isinstance(value, ConstantValue) and value.array.size and value.array.dtype.kind in "fiu":
                 self._at_limit(node, value.array)
 

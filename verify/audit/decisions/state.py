@@ -71,7 +71,7 @@ class WalkState:
 
     def _length(self, name: str) -> AffineForm:
         """Of an axis that is no number; of one that is neither an input's nor followed, nothing is known."""
-        nature = ValueKind.COUNT if name in self.symbols else ValueKind.OPAQUE
+        nature = ValueKind.COUNT if name in self.symbols else ValueKind.UNKNOWN
         return self.named.get(name) or atom(name, BATCH if name == "batch_size" else LENGTH, nature=nature)
 
     def is_of_weights(self, node: onnx.NodeProto) -> bool:

@@ -31,7 +31,7 @@ def activation(suspect: Suspect) -> Finding | None:
     """The module gives the function of another name, or of none."""
     for node in suspect.nodes:
         scope = suspect.scope(node)
-        ports = {record.op: record.exact for record in suspect.trail.ports if record.scope == scope}
+        ports = {record.op: record.exact for record in suspect.trace.ports if record.scope == scope}
         if IN not in ports or OUT not in ports or ports[IN].shape != ports[OUT].shape:
             continue
         if next(suspect.replay.model.get_submodule(scope).parameters(), None) is not None:
@@ -51,17 +51,17 @@ def _form(suspect: Suspect) -> str:
 
 def _graph_function(suspect: Suspect, scope: str, size: int) -> str:
     """What the graph makes of the module's input."""
-    trail = suspect.trail
-    nodes = [node for node in trail.wiring.nodes if trail.scopes.of(node) == scope]
+    trace = suspect.trace
+    nodes = [node for node in trace.index.nodes if trace.scopes.of(node) == scope]
     made = {name for node in nodes for name in node.output}
     given = [n for node in nodes for n in node.input if n not in made and _size(suspect, n) == size]
-    handed = [n for n in made if any(trail.scopes.of(u) != scope for u in trail.wiring.users[n])]
-    pairs = ((trail.values[a], trail.values[b]) for a in given for b in handed if _size(suspect, b) == size)
+    handed = [n for n in made if any(trace.scopes.of(u) != scope for u in trace.index.users[n])]
+    pairs = ((trace.values[a], trace.values[b]) for a in given for b in handed if _size(suspect, b) == size)
     return next((name for a, b in pairs if (name := _named(a.astype(np.float64), b))), "")
 
 
 def _size(suspect: Suspect, name: str) -> int:
-    value = suspect.trail.values.get(name)
+    value = suspect.trace.values.get(name)
     return -1 if value is None else value.size
 
 

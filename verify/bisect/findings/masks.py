@@ -22,26 +22,26 @@ def mask(suspect: Suspect) -> Finding | None:
         real = call.valid[:, None, :, None]
         more, less = graph & ~model & real, model & ~graph & real
         if more.any() or less.any():
-            text = _more_told(suspect, more) if more.any() else _less_told(less)
+            text = _more_text(suspect, more) if more.any() else _less_text(less)
             return Finding(text, _first(suspect, name))
     return None
 
 
 def _pairs(suspect: Suspect) -> Iterator[tuple[str, Array, Array]]:
     """Masks by their names, what they show, and what the model's masks of the same layers show, layers in order."""
-    trail = suspect.trail
+    trace = suspect.trace
     given = {
         layer_of_scope(record.scope): record.exact
-        for record in trail.ports
+        for record in trace.ports
         if record.op == MASK and record.exact.ndim == 4 and layer_of_scope(record.scope) is not None
     }
-    for node in trail.wiring.nodes:
-        layer = layer_of_scope(trail.scope(node))
+    for node in trace.index.nodes:
+        layer = layer_of_scope(trace.scope(node))
         for name in node.input if layer in given else ():
-            maker = trail.wiring.maker.get(name)
-            if maker is None or layer_of_scope(trail.scope(maker)) is not None:
+            maker = trace.index.maker.get(name)
+            if maker is None or layer_of_scope(trace.scope(maker)) is not None:
                 continue  # a mask is made before the layers
-            found, wanted = _visible(trail.values.get(name)), _visible(given[layer])
+            found, wanted = _visible(trace.values.get(name)), _visible(given[layer])
             if found is not None and wanted is not None and found.shape[-2:] == wanted.shape[-2:]:
                 yield name, found, wanted
 
@@ -61,11 +61,11 @@ def _first(suspect: Suspect, name: str) -> onnx.NodeProto | None:
     node = suspect.piece.node if suspect.piece else None
     if node is not None and layer_of_scope(suspect.scope(node)) is None:
         return node
-    maker: onnx.NodeProto = suspect.trail.wiring.maker[name]
+    maker: onnx.NodeProto = suspect.trace.index.maker[name]
     return maker
 
 
-def _more_told(suspect: Suspect, more: Array) -> str:
+def _more_text(suspect: Suspect, more: Array) -> str:
     call, total = suspect.replay.call, more.shape[-1]
     rows, _, queries, keys = np.nonzero(more)
     behind = queries + total - more.shape[-2] - keys
@@ -80,7 +80,7 @@ def _more_told(suspect: Suspect, more: Array) -> str:
     return f"token {queries[0]} of sequence {rows[0]} sees token {keys[0]}, in the model it does not"
 
 
-def _less_told(less: Array) -> str:
+def _less_text(less: Array) -> str:
     rows, _, queries, keys = np.nonzero(less)
     if (keys == queries + less.shape[-1] - less.shape[-2]).all():
         return "a token does not see itself"

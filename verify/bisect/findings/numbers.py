@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx
 
-from llmconv.verify.bisect.findings.suspect import Finding, Suspect, differ, told
+from llmconv.verify.bisect.findings.suspect import Finding, Suspect, differ, difference
 
 EPSILONS = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
 """What norms call it."""
@@ -25,7 +25,7 @@ def epsilon(suspect: Suspect) -> Finding | None:
     for node, found in (*suspect.attributes("epsilon"), *added):
         wanted = _held(suspect.module(node), EPSILONS)
         if wanted is not None and differ(found, wanted):
-            return Finding(told("epsilon", found, wanted), node)
+            return Finding(difference("epsilon", found, wanted), node)
     return None
 
 
@@ -33,7 +33,7 @@ def product_factor(suspect: Suspect) -> Finding | None:
     """A product or a bias that is scaled on the way."""
     for node, found in suspect.attributes("alpha", "beta"):
         if node.op_type in {"Gemm", "FusedMatMul", "FusedGemm"} and differ(found, 1.0):
-            return Finding(told("factor of the product or of its bias", found, 1.0), node)
+            return Finding(difference("factor of the product or of its bias", found, 1.0), node)
     return None
 
 
@@ -42,14 +42,14 @@ def attention_scale(suspect: Suspect) -> Finding | None:
     for node, found in (*suspect.attributes("scale"), *_score_factors(suspect)):
         wanted = _wanted_scale(suspect, node)
         if wanted is not None and found and differ(found, wanted):
-            return Finding(told("attention scale", found, wanted), node)
+            return Finding(difference("attention scale", found, wanted), node)
     return None
 
 
 def _score_factors(suspect: Suspect) -> Iterator[tuple[onnx.NodeProto, float]]:
     """Numbers that products are multiplied by, or divided."""
     for node, value in suspect.scalars("Mul", "Div"):
-        makers = [suspect.trail.wiring.maker.get(name) for name in node.input]
+        makers = [suspect.trace.index.maker.get(name) for name in node.input]
         if any(maker is not None and maker.op_type == "MatMul" for maker in makers) and value:
             yield node, value if node.op_type == "Mul" else 1 / value
 
@@ -71,7 +71,7 @@ def attention_softcap(suspect: Suspect) -> Finding | None:
         if node.op_type in {"Attention", "GroupQueryAttention"}:
             value = found.get(id(node), 0.0)
             if differ(value, wanted):
-                return Finding(told("attention softcap", value, wanted), node)
+                return Finding(difference("attention softcap", value, wanted), node)
     return None
 
 
@@ -82,14 +82,14 @@ def final_softcap(suspect: Suspect) -> Finding | None:
         return None
     for node, found in suspect.scalars("Div", "Mul"):
         if _is_beside_tanh(suspect, node) and differ(found, wanted) and differ(1 / found, wanted):
-            return Finding(told("final softcap", found, wanted), node)
+            return Finding(difference("final softcap", found, wanted), node)
     return None
 
 
 def _is_beside_tanh(suspect: Suspect, node: onnx.NodeProto) -> bool:
-    wiring = suspect.trail.wiring
-    makers = [wiring.maker.get(name) for name in node.input]
-    users = [user for name in node.output for user in wiring.users[name]]
+    index = suspect.trace.index
+    makers = [index.maker.get(name) for name in node.input]
+    users = [user for name in node.output for user in index.users[name]]
     return any(other is not None and other.op_type == "Tanh" for other in (*makers, *users))
 
 
@@ -101,12 +101,12 @@ def sliding_window(suspect: Suspect) -> Finding | None:
     counted = [(node, abs(value)) for node, value in suspect.scalars("Sub", "Add") if _is_integer(suspect, node)]
     for node, found in (*suspect.attributes("local_window_size"), *counted):
         if found > 1 and found not in (wanted, wanted - 1):
-            return Finding(told("sliding window", found, wanted), node)
+            return Finding(difference("sliding window", found, wanted), node)
     return None
 
 
 def _is_integer(suspect: Suspect, node: onnx.NodeProto) -> bool:
-    value = suspect.trail.values.get(node.output[0])
+    value = suspect.trace.values.get(node.output[0])
     return value is not None and value.dtype.kind == "i"
 
 

@@ -26,14 +26,14 @@ class Suspect:
         replay: the call that failed.
         where: the output that failed.
         checks: of the whole run.
-        trail: which values agree.
+        trace: which values agree.
         piece: the nodes that are wrong; None where every node is right.
     """
 
     replay: ReplayedCall
     where: Where
     checks: Sequence[Check]
-    trail: AgreementTrace
+    trace: AgreementTrace
     piece: FailingPiece | None
 
     @property
@@ -43,7 +43,7 @@ class Suspect:
 
     def scope(self, node: onnx.NodeProto) -> str:
         """The module of a node."""
-        return self.trail.scope(node)
+        return self.trace.scope(node)
 
     def module(self, node: onnx.NodeProto) -> torch.nn.Module:
         """The eager model's module for a node."""
@@ -57,20 +57,20 @@ class Suspect:
 
     @cached_property
     def _constants(self) -> dict[str, onnx.TensorProto]:
-        return {t.name: t for t in self.replay.tapped.model.graph.initializer if not t.external_data}
+        return {t.name: t for t in self.replay.probe.model.graph.initializer if not t.external_data}
 
     @cached_property
     def weights(self) -> set[str]:
         """Initializers that are no small constants of the exporter's: mapped, or named as a parameter of the model."""
         named = {name for name, _ in self.replay.model.named_parameters()}
-        graph = self.replay.tapped.model.graph
+        graph = self.replay.probe.model.graph
         return {t.name for t in graph.initializer if t.external_data or t.name in named}
 
     def constant(self, name: str) -> Array | None:
         """The value of an inline constant."""
         if name in self._constants:
             return onnx.numpy_helper.to_array(self._constants[name])
-        node = self.trail.wiring.maker.get(name)
+        node = self.trace.index.maker.get(name)
         if node is not None and node.op_type == "Constant" and node.attribute[0].HasField("t"):
             return onnx.numpy_helper.to_array(node.attribute[0].t)
         return None
@@ -109,6 +109,6 @@ def differ(found: float, wanted: float) -> bool:
     return not np.isclose(found, wanted, rtol=1e-6, atol=0)
 
 
-def told(what: str, found: float, wanted: float) -> str:
+def difference(what: str, found: float, wanted: float) -> str:
     """`epsilon 1e-05 in the graph, 1e-06 in the model`."""
     return f"{what} {found:.6g} in the graph, {wanted:.6g} in the model"

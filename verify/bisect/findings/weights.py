@@ -63,7 +63,7 @@ def missing_bias(suspect: Suspect) -> Finding | None:
         if not scope or not isinstance(bias, torch.Tensor):
             continue
         name = f"{scope}.bias"
-        if not any(_adds(other, name, suspect) for other in suspect.trail.wiring.nodes):
+        if not any(_adds(other, name, suspect) for other in suspect.trace.index.nodes):
             return Finding(f"no bias in the graph, the model adds `{name}`", node)
     return None
 
@@ -72,6 +72,6 @@ def _adds(node: onnx.NodeProto, name: str, suspect: Suspect) -> bool:
     """Whether a node reads the bias, under its name or in its module under another."""
     if name in node.input:
         return True
-    return suspect.trail.scopes.of(node) == name.rpartition(".")[0] and any(
-        item not in suspect.trail.wiring.maker and "bias" in item for item in node.input
+    return suspect.trace.scopes.of(node) == name.rpartition(".")[0] and any(
+        item not in suspect.trace.index.maker and "bias" in item for item in node.input
     )

@@ -37,8 +37,8 @@ def missing_term(suspect: Suspect) -> Finding | None:
 
 def _adds(suspect: Suspect, node: onnx.NodeProto) -> bool:
     """Whether the model adds something in the node's module that is as large, or has the value in it many times."""
-    value = suspect.trail.values.get(node.output[0])
-    places = suspect.trail.by_place.items() if value is not None and value.size else ()
+    value = suspect.trace.values.get(node.output[0])
+    places = suspect.trace.by_place.items() if value is not None and value.size else ()
     return any(
         scope == suspect.scope(node) and value is not None and size % value.size == 0 and "add" in record.op
         for (scope, size), records in places
@@ -58,7 +58,7 @@ def swapped_inputs(suspect: Suspect) -> Finding | None:
 
 def other_input(suspect: Suspect) -> Finding | None:
     """One node that gives the model's value once it reads another value of the same shape, made nearby."""
-    node, values = _alone(suspect), suspect.trail.values
+    node, values = _alone(suspect), suspect.trace.values
     if node is None:
         return None
     near = _values_near(suspect, node)
@@ -76,12 +76,12 @@ def other_input(suspect: Suspect) -> Finding | None:
 
 def _values_near(suspect: Suspect, node: onnx.NodeProto) -> dict[str, Array]:
     """Values that are made before the node in its layer, or outside the layers; the nearest first."""
-    wiring, layer = suspect.trail.wiring, layer_of_scope(suspect.scope(node))
-    before = wiring.nodes[: wiring.order[id(node)]]
-    made = [n for n in reversed(before) if not wiring.is_shape(n) and layer_of_scope(suspect.scope(n)) in (layer, None)]
+    index, layer = suspect.trace.index, layer_of_scope(suspect.scope(node))
+    before = index.nodes[: index.order[id(node)]]
+    made = [n for n in reversed(before) if not index.is_shape(n) and layer_of_scope(suspect.scope(n)) in (layer, None)]
     made.sort(key=lambda n: layer_of_scope(suspect.scope(n)) is None)
     names = [name for n in made for name in n.output if name][: 2 * ATTEMPTS]
-    return suspect.replay.tapped.read(suspect.replay.feeds, names)
+    return suspect.replay.probe.read(suspect.replay.feeds, names)
 
 
 def _alone(suspect: Suspect) -> onnx.NodeProto | None:
@@ -98,19 +98,19 @@ def _is_right(
         return False
     changed = onnx.NodeProto.FromString(node.SerializeToString())
     changed.input[:] = [inputs.get(place, name) for place, name in enumerate(node.input)]
-    values = {**(more or {}), **suspect.replay.feeds, **suspect.trail.values}
-    found = suspect.replay.tapped.run_piece([changed], values, piece.output)
-    return found is not None and suspect.trail.comparison.agrees(piece.expected, found)
+    values = {**(more or {}), **suspect.replay.feeds, **suspect.trace.values}
+    found = suspect.replay.probe.run_piece([changed], values, piece.output)
+    return found is not None and suspect.trace.comparison.agrees(piece.expected, found)
 
 
 def other_output(suspect: Suspect) -> Finding | None:
     """Outputs under each other's names: every node is right, but not what its value is called."""
     name = suspect.where.output
-    found = suspect.trail.values.get(name)
+    found = suspect.trace.values.get(name)
     if suspect.piece or found is None:
         return None
     for other, record in suspect.replay.outputs().items():
-        if other != name and suspect.trail.comparison.agrees(record, found):
+        if other != name and suspect.trace.comparison.agrees(record, found):
             return Finding(f"`{name}` holds what the model has as `{other}`")
     return None
 
@@ -118,8 +118,8 @@ def other_output(suspect: Suspect) -> Finding | None:
 def optimised(suspect: Suspect) -> Finding | None:
     """The graph is right, what onnxruntime makes of it is not."""
     name = suspect.where.output
-    record, found = suspect.replay.outputs().get(name), suspect.trail.values.get(name)
-    if suspect.piece or record is None or found is None or not suspect.trail.comparison.agrees(record, found):
+    record, found = suspect.replay.outputs().get(name), suspect.trace.values.get(name)
+    if suspect.piece or record is None or found is None or not suspect.trace.comparison.agrees(record, found):
         return None
     return Finding("the graph agrees while onnxruntime's graph optimisation is off: one of its rewrites is wrong here")
 
@@ -128,10 +128,10 @@ def constant(suspect: Suspect) -> Finding | None:
     """The numbers that the first node works with, unless other nodes of its kind work with the same."""
     for node in suspect.nodes[:1]:
         numbers = _numbers(suspect, node)
-        others = (one for one in suspect.trail.wiring.nodes if one.op_type == node.op_type and one is not node)
+        others = (one for one in suspect.trace.index.nodes if one.op_type == node.op_type and one is not node)
         if numbers and not any(_numbers(suspect, other) == numbers for other in others):
-            said = " and ".join(f"{number:.8g}" for number in numbers)
-            return Finding(f"`{node.name}` has the constant{'s' * (len(numbers) > 1)} {said}", node)
+            listed = " and ".join(f"{number:.8g}" for number in numbers)
+            return Finding(f"`{node.name}` has the constant{'s' * (len(numbers) > 1)} {listed}", node)
     return None
 
 
