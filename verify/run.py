@@ -1,4 +1,4 @@
-"""verify: runs the scenarios on the eager model and on every graph of a folder, and compares all outputs."""
+"""`verify`: runs the scenarios on the eager model and on every graph of a folder, and compares all outputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.session import Checking, OnChecks, Session
 
 PATH_LIMIT = 4096
-"""Characters of a path (`PATH_MAX`)."""
+"""Maximum length of a path in characters (`PATH_MAX`)."""
 
 
 @fetches
@@ -56,28 +56,29 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     low_memory: bool | None = None,
     allow_changed: bool = False,
 ) -> Report:
-    """Compares every graph of a folder with the eager model: every output, every scenario.
+    """Compares every output of every graph in a folder with the eager model.
 
     Args:
-        folder: what `llmconv export` left.
-        reference: the Hugging Face folder of the model; as the manifest says, or `folder` itself, when left out.
-        suite, only: `quick` or `full`; or names of scenarios, which alone are run.
-        repeat: how often every call is run; all runs have to give the same bits.
+        folder: a folder that `llmconv export` wrote.
+        reference: the Hugging Face model folder (default: as recorded in the manifest, else `folder`).
+        suite: which set of scenarios to run, `quick` or `full`.
+        only: names of scenarios; if given, only these are run.
+        repeat: number of runs of each call; all must give the same bits.
         settings: of onnxruntime.
-        on_checks: called with the checks as they come.
-        eager: the reference, opened before, of this model; what it computed is used again.
-        trust_remote_code: run the reference's own code, which `auto_map` of its `config.json` names.
-        bisect: after a failure, look for the first node that differs.
-        minimize: a new folder for the smallest piece that fails; looks for the node, too.
-        low_memory: hold neither the model nor a graph whole (`verify.comparison.layer_by_layer`); None where
-            the whole model does not fit into memory.
-        allow_changed: a graph that is not the one that was exported is a note and no failure.
+        on_checks: called with each list of checks when it is made.
+        eager: an open reference of this model, whose results are reused.
+        trust_remote_code: run the code that `auto_map` in the reference's `config.json` names.
+        bisect: after a failure, search for the first node that differs.
+        minimize: a new folder for the smallest failing piece; implies the search.
+        low_memory: hold one layer at a time (`verify.comparison.layer_by_layer`); None to decide by the available
+            memory.
+        allow_changed: a graph that was changed after its export is a note instead of a failure.
 
     Raises:
-        InputRefused: the folder or the reference cannot be used, a graph refers to what it must not, or memory does
-            not suffice.
-        OutOfMemory: memory ran out on the way.
-        UsageProblem: an unknown suite, or a folder for the smallest failing piece that holds something.
+        InputRefused: the folder or the reference cannot be used, a graph refers to a file outside the folder, or memory
+            does not suffice.
+        OutOfMemory: memory ran out during the run.
+        UsageProblem: an unknown suite or scenario, or the folder for the smallest failing piece is not empty.
     """
     session = Session.of(Selection(suite, only, repeat), settings, on_checks, bisect=bisect, minimize=minimize)
     folder = require_folder(folder)
@@ -141,7 +142,7 @@ def _is_layered(
 
 
 def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.ModelProto]:
-    """The graphs without their weights, by name; the embedding table too, where they take embeddings."""
+    """The graphs without their weights, by name, with the embedding table if they take embeddings."""
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     _require_floats(folder, models)
     if takes_embeddings(models.values()):
@@ -150,20 +151,20 @@ def _models(folder: Path, entries: Sequence[GraphEntry]) -> dict[str, onnx.Model
 
 
 def _require_floats(folder: Path, models: dict[str, onnx.ModelProto]) -> None:
-    """Refuses graphs that somebody quantised in place: they are asked other questions."""
+    """Refuses graphs that were quantized in place: `--graph` verifies those."""
     for name, model in models.items():
         if operators := quantized_operators(model):
             raise InputRefused(
-                f"`{name}` has quantised weights ({operators[0]})",
-                hint=f"give it as `--graph {folder / name} --reference HF_FOLDER`, for each graph of the folder",
+                f"`{name}` has quantized weights ({operators[0]})",
+                hint=f"pass it as `--graph {folder / name} --reference HF_FOLDER`, for each graph of the folder",
             )
 
 
 def recorded_reference(folder: Path) -> Path:
-    """The model folder that the manifest names, or `folder` itself.
+    """The model folder that the manifest names, else `folder`.
 
     Raises:
-        InputRefused: the manifest names a folder that is not there.
+        InputRefused: the folder that the manifest names does not exist.
     """
     name = read_json(folder / MANIFEST).get("reference") if (folder / MANIFEST).is_file() else None
     if name is not None and (not isinstance(name, str) or "\0" in name or len(name) > PATH_LIMIT):
@@ -175,7 +176,7 @@ def recorded_reference(folder: Path) -> Path:
 
 
 def _prefix(verified: VerifiedFolder, graph: str) -> int:
-    """Virtual tokens that a graph begins with, as the manifest has it."""
+    """Number of virtual tokens before a graph's input, as recorded in the manifest."""
     entries = [entry for entry in verified.entries if graph in entry.files and entry.prefix]
     return entries[0].prefix.length if entries and entries[0].prefix else 0
 

@@ -1,4 +1,4 @@
-"""Session: the options that every verification takes, and the frame: checks are collected, then failures searched."""
+"""The frame of every verification: common options, the report that collects the checks, the search after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference's side: every output of every call, in float64, with the noise of the graph's dtype."""
+"""The reference: every output of the eager model in float64, with the rounding noise of the graph's dtype."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from llmconv.verify.scenarios.windows import windows_of
 ORIGINAL = "original_max_position_embeddings"
 
 ExpectedOutputs = list[list[dict[str, ExpectedOutput]]]
-"""By chain, by call, by output."""
+"""By chain, by call, by output name."""
 
 
 class Eager:
-    """The model in float64 and in the graph's dtype, and the noise between the two.
+    """The model in float64 and in the graph's dtype, and the rounding noise between the two.
 
     Args:
-        folder: of the model.
-        dtype: of the graphs.
-        keep: remembers what it computed, for several folders with graphs of one model.
-        code: a folder that is trusted: the model's own code there builds the model, if it has any.
-        factors: scale the weights.
+        folder: the model's folder.
+        dtype: numpy name of the graphs' dtype.
+        keep: keep all results, to verify several folders with graphs of one model.
+        code: a trusted folder whose own code builds the model; None to run no code of the folder.
+        factors: the factor of each weight, by name and shape; None for the weights as stored.
 
     Attributes:
         is_layered: the model is never held whole; all calls of a scenario are made layer by layer.
@@ -80,14 +80,16 @@ class Eager:
         self._virtual = self._first_position = 0
 
     def _open(self, dtype: str) -> tuple[EagerRunner, Runner]:
-        """The model, and what runs it."""
-        scaled = dtype == "float64" and self.dtype == "float32" and self._factors  # which takes longer than to copy
+        """The model, and the runner that the scenarios use."""
+        scaled = (
+            dtype == "float64" and self.dtype == "float32" and self._factors
+        )  # scaling again takes longer than copying
         like = self._rounded_model if scaled else None
         model = EagerRunner(self.folder, dtype, code=self._code, factors=self._factors, like=like)
         return model, model
 
     def in_dtype(self, dtype: str) -> Eager:
-        """The same model with the noise of another dtype; it is opened once where `keep` was asked for."""
+        """The same model with the noise of another dtype; with `keep` it is opened once."""
         if dtype in {self.dtype, *self._variants}:
             return self._variants.get(dtype, self)
         other = copy(self)
@@ -101,11 +103,11 @@ class Eager:
         return other
 
     def with_prefix(self, entry: PrefixEntry, start: Callable[[EagerRunner], PrefixStart]) -> Eager:
-        """The same model behind a prefix.
+        """The same model after a prefix.
 
         Args:
-            entry: of the graph that has it.
-            start: makes the keys and values of the prefix for a runner.
+            entry: the prefix in the manifest.
+            start: returns the keys and values of the prefix for a runner.
         """
         other = copy(self)
         other._kept, other._floor = ({} if self._kept is not None else None), NoiseFloor(self.dtype)
@@ -128,7 +130,7 @@ class Eager:
         return self._model.model, self._rounded_model.model
 
     def facts(self) -> ModelFacts:
-        """What the scenarios must know of the model."""
+        """The properties of the model that the scenarios depend on."""
         config = self._model.config
         limit = getattr(config, "max_position_embeddings", None)
         original = original_context(config)
@@ -142,7 +144,7 @@ class Eager:
             takes_positions=self._model.takes_positions,
             original=original,
             keeps_states=any(is_state(name) for name in shapes),
-            no_synthetic_past="no past is made up behind a prefix" if self._virtual else "",
+            no_synthetic_past="no synthetic past after a prefix" if self._virtual else "",
             cache=shapes,
             parameters=self._model.model.num_parameters(),
             garbage=self._garbage,
@@ -151,7 +153,7 @@ class Eager:
         )
 
     def _continued(self, prompt: Array, steps: int) -> Array:
-        """A prompt [1, tokens] and its likeliest tokens, [1, tokens + steps]."""
+        """A prompt [1, tokens] and its greedy continuation, [1, tokens + steps]."""
         ids, past, new = prompt, None, prompt
         for _ in range(steps):
             mask = np.ones_like(ids)
@@ -161,7 +163,7 @@ class Eager:
         return ids
 
     def rotary_frequencies(self) -> list[tuple[Array, float]]:
-        """Frequencies of the rotary embeddings, float32 [head_dim / 2], with the factor of their cosines and sines."""
+        """Rotary frequencies, float32 [head_dim / 2], each with the factor of its cosines and sines."""
         found = []
         for module in self._rounded_model.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -173,28 +175,28 @@ class Eager:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers."""
         return int(self._model.config.num_hidden_layers)
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What the cache consists of, by the name of the output: shapes for a batch of one and one token."""
+        """Shapes of the cache for one sequence and one token, by output name."""
         one = np.zeros((1, 1), dtype=np.int64)
         present = self._exact.prefill(one, one + 1, one).present
         return {name: array.shape for name, array in present.arrays().items()}
 
     def heeds_positions(self) -> bool:
-        """Whether logits change when two tokens exchange their positions."""
+        """Whether the logits depend on `position_ids`."""
         ids, mask = np.zeros((1, 3), dtype=np.int64), full_mask(1, 3)
         ids[0, 1] = 1
         near, far = (self._exact.prefill(ids, mask, np.array([at])).logits for at in ((0, 1, 2), (0, 2, 1)))
         return not np.array_equal(near, far, equal_nan=True)
 
     def embed(self, input_ids: Array) -> tuple[Array, Array]:
-        """Embeddings of tokens, exact and as the graph's dtype has them."""
+        """Embeddings of tokens, exact and in the graph's dtype."""
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
     def scaled(self, change: WeightScaling) -> Eager:
-        """The same model with scaled weights; meanwhile a large one leaves memory, until it is used again."""
+        """The same model with scaled weights; this one releases its memory until it is used again."""
         scaled = self._variants.get(change.name)
         if scaled is None:
             self.release()
@@ -205,14 +207,14 @@ class Eager:
         return scaled
 
     def begin(self) -> None:
-        """Limits that were reached for other graphs count for nothing: the next graph has to be run on the same."""
+        """Forgets the limits that were reached for other graphs."""
         self._run_variants.clear()
         self._run.clear()
         for scaled in self._variants.values():
             scaled.begin()
 
     def release(self) -> None:
-        """A large model leaves memory until it is used again."""
+        """Releases the memory of a large model until it is used again."""
         self._model.release()
         self._rounded_model.release()
 
@@ -220,33 +222,38 @@ class Eager:
         return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.factor_of)
 
     def own_shares(self) -> dict[Place, float]:
-        """By limit, the largest share of it that the model reached in the scenarios since `begin`; see `Reach`."""
+        """The largest share of each limit that the model reached in the scenarios since `begin`; see `Reach`."""
         if self._kept is None:
             return dict(self._model.reach.shares)
         return _largest(self._reached[name] for name in self._run)
 
     def shares(self) -> dict[Place, float]:
-        """The same of the model and its twins."""
+        """The same, with own and scaled weights."""
         return _largest([self.own_shares(), *(scaled.own_shares() for scaled in self._run_variants)])
 
     def expected_outputs(self, scenario: Scenario, chains: list[Chain]) -> ExpectedOutputs:
-        """Every output of every call."""
+        """Every output of every call.
+
+        Args:
+            scenario: results are kept by its name.
+            chains: its calls.
+        """
         if self._kept is None:
             return [self._truths(chain, {}, "") for chain in chains]
         self._run.add(scenario.name)
         if scenario.name not in self._kept:
             self._model.reach.shares = {}
-            # In float64 the steps are the same for all dtypes but for the garbage in a cache.
+            # float64 steps are equal for all dtypes, except for the garbage in a cache
             self._kept[scenario.name] = [
                 self._truths(chain, self._steps, (scenario.name, at, max(call.edit.garbage for call in chain)))
                 for at, chain in enumerate(chains)
             ]
-            known = self._reached.get(scenario.name, {})  # in float64, for graphs of another dtype or prefix
+            known = self._reached.get(scenario.name, {})  # reached in float64, for graphs of another dtype or prefix
             self._reached[scenario.name] = _largest([known, self._model.reach.shares])
         return self._kept[scenario.name]
 
     def _truths(self, chain: Chain, known: dict[Any, list[Step]], key: Any) -> list[dict[str, ExpectedOutput]]:
-        """Every output of a chain; its float64 steps are taken from `known`, or put there under `key`."""
+        """Every output of a chain; its float64 steps are taken from `known[key]` or stored there."""
         rounded, floor = run_chain(self._rounded, chain), self._floor.copy()
         if key not in known:
             known[key] = self._merged(chain) or run_chain(self._exact, chain)
@@ -257,7 +264,7 @@ class Eager:
         return found
 
     def _merged(self, chain: Chain) -> list[Step] | None:
-        """The float64 steps of one call for all; None where that may be another computation, or could not be told."""
+        """The float64 steps from one merged call; None where that may differ, or a difference could not be detected."""
         if len(chain) < LEAST or self._virtual or not self._floor.knows_noise or original_context(self._model.config):
             return None
         return merged_steps(self._exact, chain)
@@ -272,7 +279,7 @@ class Eager:
         return found
 
     def _with_others(self, truths: dict[str, ExpectedOutput], calls: Sequence[Call]) -> dict[str, ExpectedOutput]:
-        """The truths of the last of the calls, each able to doubt its noise."""
+        """Adds to the outputs of the last call a run in another order of operations."""
         chain = another_order(calls)
         if chain is None:
             return truths
@@ -286,13 +293,13 @@ class Eager:
         return {name: replace(truth, other=partial(other, name)) for name, truth in truths.items()}
 
     def _valid(self, call: Call, output: str) -> Array:
-        """The rows that are not padding; those of the prefix come first in the cache."""
+        """The rows that are not padding; in the cache, the prefix comes first."""
         valid = valid_rows(call, output)
         return valid if output == "logits" else np.pad(valid, ((0, 0), (self._virtual, 0)), constant_values=True)
 
 
 def _largest(several: Iterable[Mapping[Place, float]]) -> dict[Place, float]:
-    """By limit, the largest share of several runs."""
+    """The largest share of each limit in several runs."""
     found: dict[Place, float] = {}
     for shares in several:
         for place, share in shares.items():
@@ -301,7 +308,7 @@ def _largest(several: Iterable[Mapping[Place, float]]) -> dict[Place, float]:
 
 
 def original_context(config: Any) -> int | None:
-    """Tokens of the context before rotary frequencies were scaled; None where they are not."""
+    """Context length in tokens before rotary scaling; None without rotary scaling."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     if any(kind.get("rope_type") == "dynamic" for kind in kinds):
@@ -310,7 +317,7 @@ def original_context(config: Any) -> int | None:
 
 
 def run_chain(runner: Runner, chain: Chain) -> list[Step]:
-    """Runs the calls one after another, each on the cache of the one before; the first one as prefill."""
+    """Runs the calls one after another, each on the cache of the previous; the first one as prefill."""
     steps: list[Step] = []
     past: Cache | None = None
     for index, call in enumerate(chain):
@@ -322,19 +329,19 @@ def run_chain(runner: Runner, chain: Chain) -> list[Step]:
 
 
 def edited(past: Cache | None, call: Call) -> Cache | None:
-    """What a call continues: the cache of the one before, as its client has changed it, or one that is made up."""
+    """The cache that a call continues: the edited cache of the previous call, or a synthetic past."""
     return call.start or (call.edit.apply(past, call.past_mask) if past else None)
 
 
 def rows_of(step: Step, known: int = 0) -> dict[str, Array]:
-    """Every output as rows [batch, tokens, features], by name; without the `known` first tokens of keys and values."""
+    """Every output as rows [batch, tokens, features], by name; keys and values without the first `known` tokens."""
     arrays = step.present.arrays().items()
     cached = {name: state_rows(a) if is_state(name) else cache_rows(a[:, :, known:]) for name, a in arrays}
     return {"logits": step.logits, **cached}
 
 
 def valid_rows(call: Call, output: str) -> Array:
-    """The rows of an output that are not padding; a state is one row for all tokens."""
+    """Which rows of an output are not padding, bool [batch, tokens]; a state has one row."""
     if is_state(output):
         return np.ones((len(call.input_ids), 1), dtype=bool)
     valid: Array = call.attention_mask[:, call.known :] == 1

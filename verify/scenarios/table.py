@@ -1,8 +1,8 @@
-"""What is run: each scenario is one row, with the public bug that it would have caught.
+"""The table of scenarios: one row each, with a public bug that it would have caught.
 
-A scenario is a few chains; a chain is a few calls, each continuing the cache that the call before it made. The same
-calls run on the eager model and on every graph. Tokens are random but seeded by the scenario's name, padding included:
-what lies under a zero of the mask is garbage on purpose.
+A scenario consists of chains; a chain consists of calls, each of which continues the cache of the call before. The same
+calls run on the eager model and on every graph. All tokens, also those of padding, are random and seeded by the
+scenario's name.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ LONG_LENGTHS = (16, 17, 64, 65, 127)
 STEPS = 16
 GREEDY_STEPS = 32
 WINDOW_LIMITS = {False: (64, 512), True: (64, 1024)}
-"""Windows whose edge prompts cross in every way, and in one, in quick and in full; a made-up past crosses all."""
+"""By whether the suite is full: largest window crossed in every way, and in one way; synthetic pasts cross all."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One row of the matrix.
+    """One row of the table.
 
     Attributes:
         name: unique, as printed.
-        bug: a public bug of this kind, and what it broke.
-        chains: makes the calls for a model; an empty list where the scenario does not apply.
+        bug: a public bug of this kind, and its effect.
+        chains: returns the calls for a model; empty where the scenario does not apply.
         suite: `quick` scenarios also run in `full`.
-        left_out: why a model does not get all of the chains that apply to it; empty when it does.
+        left_out: why some chains that apply to the model are not run; empty if all are.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Scenario:
 
     @property
     def seed(self) -> int:
-        """Of its tokens."""
+        """Seed of the tokens."""
         return zlib.crc32(self.name.encode())
 
     def build(self, facts: ModelFacts) -> list[Chain]:
-        """The calls, the same ones for every run; chains too long for the model are left out."""
+        """The calls, equal in every run; chains longer than the model's context are left out."""
         chains = self.chains(facts, np.random.default_rng(self.seed))
         limit = facts.max_positions or 1 << 40
         return [chain for chain in chains if max(int(call.position_ids.max()) for call in chain) < limit]
@@ -81,7 +81,7 @@ def _every_split(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _window(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
-    """Prompts and steps across the edges of short windows; of longer ones a prompt, beside a short one."""
+    """Prompts and steps across the edges of short windows; for longer windows one prompt next to a short one."""
     every, once = WINDOW_LIMITS[facts.thorough]
     chains = []
     for width in facts.windows:
@@ -98,7 +98,7 @@ def _crossed(width: int, facts: ModelFacts, rng: np.random.Generator) -> list[Ch
 
 
 def _edge_tokens(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
-    """Alone, and the beginning of five rows of which each begins elsewhere; then those beside them, and padding's."""
+    """First and last token alone and in a batch, then their neighbors and those of the padding token."""
     last = facts.vocab_size - 1
     wanted = [1, last - 1, *([facts.padding + by for by in (-1, 0, 1)] if isinstance(facts.padding, int) else [])]
     others = np.array([[token for token in wanted if 0 <= token <= last]], dtype=np.int64)
@@ -127,7 +127,7 @@ def _context_middle(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _original_context(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
-    """Prompts on both sides of the border, steps across it, and two rows of which one alone is beyond it."""
+    """Prompts on both sides of the original context's end, steps across it, and a batch with one row beyond it."""
     if not facts.takes_positions or not facts.original:
         return []
     border = facts.original
@@ -144,7 +144,7 @@ def _no_token(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _exchanged(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
-    """Two steps after each of which the rows continue other ones, padding included."""
+    """Two exchanges of rows, with padding, as in a beam search."""
     if facts.no_edits:
         return []
     mask = ragged_mask((7, 4, 2), 3, "left")
@@ -161,7 +161,7 @@ def _exchanged(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _taken_back(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
-    """A draft of four tokens, of which three are taken back."""
+    """A draft of four tokens, three of which are removed."""
     if facts.keeps_states or facts.no_edits:
         return []
     first = chain(full_mask(2, 10), [6, 4], facts, rng)
@@ -171,7 +171,7 @@ def _taken_back(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
 
 def _holes(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
     mask = holes_mask(4, 40, rng)
-    if facts.keeps_states:  # transformers takes a single new token for no padding, whatever its mask says
+    if facts.keeps_states:  # transformers ignores the mask of a single new token
         mask[:, 33] = 1
     return [chain(mask, [33, 1, 6], facts, rng)]
 
@@ -193,7 +193,7 @@ def _greedy(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
 
 
 def _repeated(facts: ModelFacts, rng: np.random.Generator) -> list[Chain]:
-    """Two equal rows of a few tokens, each several times in a row, then one token again and again."""
+    """Two equal rows of repeated tokens, then steps with the same token."""
     runs, steps = (3, 1, 2, 4), 3
     row = np.repeat(rng.integers(0, facts.vocab_size, len(runs)), runs)
     ids = np.tile([*row, *[row[-1]] * steps], (2, 1))

@@ -104,8 +104,8 @@ def test_a_graph_that_maps_no_weights_is_skipped_and_said(clipped: Callable[[flo
 
 def test_a_change_is_known_by_the_name_of_its_scenario() -> None:
     assert scaling_of("batch of 3, weights x 16") == loudest(16.0)
-    assert loudest(16.0).of("model.layers.0.self_attn.v_proj.weight", (4, 4)) == 16.0
-    assert loudest(16.0).of("model.norm.weight", (4,)) == 1.0
+    assert loudest(16.0).factor_of("model.layers.0.self_attn.v_proj.weight", (4, 4)) == 16.0
+    assert loudest(16.0).factor_of("model.norm.weight", (4,)) == 1.0
     assert "v_proj" in LOUDEST
 
 

@@ -61,7 +61,7 @@ def test_rows_under_padding_must_be_finite(value: float) -> None:
 
 def test_another_shape_is_told() -> None:
     truth, output = truth_and_noise()
-    assert "shape [1, 7, 32] instead of [1, 8, 32]" in measure(truth, output[:, 1:]).problem
+    assert "shape mismatch: expected [1, 8, 32], got [1, 7, 32]" in measure(truth, output[:, 1:]).problem
 
 
 def test_an_exact_eager_run_leaves_a_floor_of_half_a_unit_in_the_last_place() -> None:

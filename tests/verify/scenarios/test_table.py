@@ -78,7 +78,7 @@ def test_a_past_that_is_too_large_beside_the_model_is_left_out_with_the_reason()
     facts = ModelFacts(50, 1 << 17, (32768,), cache=large)
     reasons = {scenario.name: reason for scenario, reason in Selection("quick").left_out(facts)}
     assert "window crossed behind a made-up past" not in names_of("quick", facts)
-    assert "past of 32768 tokens left out: its cache takes 8,192 MiB" in reasons["window crossed behind a made-up past"]
+    assert "past of 32768 tokens left out: the cache takes 8,192 MiB" in reasons["window crossed behind a made-up past"]
 
 
 def test_the_full_suite_has_more_room_than_the_quick_one() -> None:

@@ -158,9 +158,7 @@ class DerivedValues:
         if form is None or not form.terms:
             return first
         if to in EXACT_BITS and self.state.types.get(node.input[0]) != onnx.TensorProto.BOOL:
-            self.judge.flag(
-                node, f"casts {sources_text(form)} to a type exact up to {2 ** EXACT_BITS[to]} only"
-            )
+            self.judge.flag(node, f"casts {sources_text(form)} to a type exact up to {2 ** EXACT_BITS[to]} only")
         is_whole = all(float(factor).is_integer() for factor in (*form.terms.values(), form.number))
         if to == onnx.TensorProto.BOOL or (to in INTEGERS and not is_whole):
             self.judge.decision(node, form, rounded=to != onnx.TensorProto.BOOL)
@@ -238,9 +236,7 @@ class DerivedValues:
         elif any(as_form(value) is None for value in given):
             self.judge.flag(node, f"{op} of {sources_text(made_of('', forms))} with a table of numbers", certain=False)
         if op not in PLAIN:
-            self.judge.flag(
-                node, f"{op} of {sources_text(made_of('', forms))}, unsupported here", certain=False
-            )
+            self.judge.flag(node, f"{op} of {sources_text(made_of('', forms))}, unsupported here", certain=False)
         elif op == "Mul":
             self._product(node, forms)
         elif op == "Exp":
