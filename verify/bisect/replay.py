@@ -62,13 +62,13 @@ class VerifiedFolder:
     def replayed(self, where: Where, eager: Eager) -> Iterator[ReplayedCall | None]:
         """See `Replayable`."""
         name, folder = where.scenario.partition(", optimisation ")[0], self
-        if change := scaling_of(where.scenario):
-            eager, name, folder = eager.scaled(change), name.removesuffix(f", {change.name}"), self._scaled(change)
-        yield _prepare(where, name, folder, eager, scaled=bool(change))
+        if scaling := scaling_of(where.scenario):
+            eager, name, folder = eager.scaled(scaling), name.removesuffix(f", {scaling.name}"), self._scaled(scaling)
+        yield _prepare(where, name, folder, eager, scaled=bool(scaling))
 
-    def _scaled(self, change: WeightScaling) -> VerifiedFolder:
+    def _scaled(self, scaling: WeightScaling) -> VerifiedFolder:
         """The same on scaled weights, so that every value is that of the scaled model."""
-        settings, models = scaled_settings(self.settings, self.path, change, at_weights=True), {}
+        settings, models = scaled_settings(self.settings, self.path, scaling, at_weights=True), {}
         for name, model in self.models.items():
             models[name] = onnx.ModelProto()
             models[name].CopyFrom(model)

@@ -1,4 +1,4 @@
-"""Graphs of a folder that are the same file under two names: one is run, and its checks hold for both."""
+"""Identical graph files in a folder: one is run, and its checks are repeated for the others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from llmconv.verify.results.report import Check, Checks
 
 
 def distinct(folder: Path, graphs: Sequence[OrtGraph]) -> tuple[list[OrtGraph], dict[str, list[str]]]:
-    """The first graph of each content, and the names of its copies by its own.
+    """The first graph of each content, and the names of its copies by its own name.
 
-    Copies have the same bytes, and the manifest says the same of them but for the role.
+    Copies have the same bytes, and the same manifest entry except for the role.
     """
     firsts: dict[object, OrtGraph] = {}
     copies: dict[str, list[str]] = {}

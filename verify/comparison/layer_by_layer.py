@@ -1,18 +1,17 @@
-"""Verification of what does not fit in memory: model and graphs run layer by layer, and every weight is read few times.
+"""Layer-by-layer verification of models that do not fit into memory: every weight is read only a few times.
 
-The calls of all scenarios are known beforehand: tokens are given, none is chosen. So each layer is fetched once and
-makes its part of every call, and the next layer follows: the eager model (`runtime.streamed`) in float64 and again in
-the graph's dtype, and each graph in pieces (`runtime.pieces`). What was computed waits in a temporary file until its
-scenario is compared.
+The calls of all scenarios are known in advance. So each layer is loaded once and computes its part of every call, then
+the next layer follows: for the eager model in float64 and in the graph's dtype (`runtime.low_memory.runner`), and for
+each graph in pieces (`runtime.low_memory.pieced_graph`). Results are kept in a temporary file until their scenario is
+compared.
 
-Why pieces: onnxruntime folds the Cast behind each half-precision weight when it opens a session, so that a whole graph
-holds all weights in float32. Without that (`ORT_DISABLE_ALL`) every Cast is made again in every call, and all mapped
-weights stay resident. A piece is opened as usual, its weights are folded, and it is dropped after all calls. The
-verdict is on the same nodes with the same weights; but what onnxruntime would fuse across the borders of pieces is
-not seen. A graph that is smaller than one piece runs whole.
+Why pieces: onnxruntime folds the Cast after each half-precision weight when it opens a session, so that a whole graph
+holds all weights in float32. Without folding (`ORT_DISABLE_ALL`) every Cast is repeated in every call, and all mapped
+weights stay resident. A piece is opened as usual, its weights are folded, and it is closed after all calls. The
+verdict is about the same nodes with the same weights, but fusions of onnxruntime across the borders of pieces are not
+tested. A graph smaller than one piece runs whole.
 
-Scenarios that change a cache between two calls, or continue by the model's own tokens, are skipped; weights are
-audited as ever.
+Scenarios that edit a cache between two calls, or continue by greedy tokens, are skipped; the weight audit is complete.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from llmconv.verify.scenarios.calls import Call, Chain, ModelFacts
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.scenarios.table import Scenario
 
-NOTHING_HELD = "with `--low-memory` no cache is held that could be changed or made up"
+NOTHING_HELD = "with `--low-memory` no cache is held that could be edited or replaced"
 
 PlannedCalls = Sequence[tuple[Scenario, Sequence[Chain]]]
 
 
 class StreamedEager(Eager):
-    """`Eager` that never holds the model.
+    """`Eager` that never holds the whole model.
 
     Args:
         folder: the model's folder.
@@ -76,7 +75,7 @@ class StreamedEager(Eager):
         self._selection = selection
         chains = [chain for _, chains in selection.calls(self.facts()) for chain in chains]
         one = np.zeros((1, 1), dtype=np.int64)
-        chains.append([Call(one, one + 1, one)])  # of which the cache's shapes are read
+        chains.append([Call(one, one + 1, one)])  # for `cache_shapes`
         for foreseen in self._foreseen:
             foreseen.foresee([(None, chain) for chain in chains])
 
@@ -86,52 +85,58 @@ class StreamedEager(Eager):
         return model, self._foreseen[-1]
 
     def facts(self) -> ModelFacts:
-        """As the model has them; a cache that nobody holds can be neither edited nor continued by its own tokens."""
+        """As `Eager.facts`; without a held cache there are no edits, synthetic pasts or greedy continuations."""
         return replace(super().facts(), no_edits=NOTHING_HELD, no_synthetic_past=NOTHING_HELD, greedy=None)
 
     def _with_others(self, truths: dict[str, ExpectedOutput], calls: Sequence[Call]) -> dict[str, ExpectedOutput]:
-        """As they are: a call that was not foreseen would read all weights again."""
+        """Unchanged: an additional call would read all weights again."""
         return truths
 
     def _merged(self, chain: Chain) -> None:
-        """Not at all: all calls of a scenario are made with each layer."""
+        """None: all calls of a scenario run in each layer anyway."""
 
     def with_prefix(self, entry: PrefixEntry, start: object) -> Eager:
-        """Not with a prefix.
+        """Not supported with a prefix.
 
         Raises:
             UnsupportedInput: always.
         """
         raise UnsupportedInput("a graph with a prefix cannot be verified layer by layer", hint=HINT)
 
-    def _scaled(self, change: WeightScaling) -> Eager:
-        """The same model with scaled weights, already run."""
+    def _scaled(self, scaling: WeightScaling) -> Eager:
+        """The same model with scaled weights, with all its calls made."""
         selection = replace(self._selection, only=SCALED_SCENARIOS)
-        return StreamedEager(self.folder, self.dtype, code=self._code, selection=selection, factors=change.factor_of)
+        return StreamedEager(self.folder, self.dtype, code=self._code, selection=selection, factors=scaling.factor_of)
 
 
 def why_not_layered(entries: Sequence[GraphEntry], models: Mapping[str, onnx.ModelProto]) -> str:
-    """Why graphs cannot run in pieces; empty when they can."""
+    """Why the graphs cannot run in pieces; empty if they can."""
     if any(entry.prefix for entry in entries):
-        return "a graph begins with a prefix"
+        return "a graph has a prefix"
     for name, model in models.items():
         sides = ([Port.of(port) for port in side] for side in (model.graph.input, model.graph.output))
         inputs, outputs = ({port.name: port.shape for port in side} for side in sides)
         if FixedSizes.of(inputs, outputs):
-            return f"`{name}` fills buffers in place"
+            return f"`{name}` updates a fixed cache buffer in place"
     return ""
 
 
 def open_in_pieces(folder: Path, entry: GraphEntry, settings: SessionSettings) -> OrtGraph:
-    """As `open_graph`: a graph of a folder, to be run in pieces."""
+    """A graph of a folder that runs in pieces.
+
+    Args:
+        folder: the folder of the graph.
+        entry: the graph in the manifest.
+        settings: of onnxruntime.
+    """
     return PiecedGraph(folder / entry.files[0], settings, entry=entry, drawer=Drawer())
 
 
 def precompute(graphs: Sequence[OrtGraph], planned: PlannedCalls) -> None:
-    """Makes the calls of all scenarios on graphs that run in pieces, alone and handing over to each other.
+    """Runs the calls of all scenarios on graphs in pieces, each alone and prefill followed by decode.
 
     Raises:
-        UnsupportedInput: a graph cannot be cut as the calls need it.
+        UnsupportedInput: a graph cannot be cut into pieces.
     """
     pieced = [graph for graph in graphs if isinstance(graph, PiecedGraph)]
     for graph in pieced:
@@ -145,17 +150,17 @@ def precompute(graphs: Sequence[OrtGraph], planned: PlannedCalls) -> None:
 
 
 def _taken(graphs: tuple[PiecedGraph, ...], planned: PlannedCalls) -> list[Chain]:
-    """The chains that these graphs do not refuse by design."""
+    """The chains that these graphs can run by design."""
     candidate = Candidate("", OrtRunner(graphs[0], graphs[-1]), graphs)
     chains = [chains for _, chains in planned if not any(candidate.refuses(call) for chain in chains for call in chain)]
     return [chain for several in chains for chain in several]
 
 
 def _handed_over(first: PiecedGraph, chain: Chain) -> Line | None:
-    """What comes after the first call, and the cache that it left; None where it failed."""
+    """The cache after the first call, and the calls that follow; None if the first call failed."""
     call = chain[0]
     try:
         past = first.run(call.input_ids, call.attention_mask, call.position_ids).present
-    except LlmconvError:  # told when its own checks are made
+    except LlmconvError:  # reported by its own checks
         return None
     return (past, chain[1:]) if isinstance(past, KnownCache) else None

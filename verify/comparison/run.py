@@ -1,4 +1,4 @@
-"""FolderComparison: the graphs of a folder beside one eager model: all scenarios, scaled weights, other settings."""
+"""Compares the graphs of a folder with the eager model: all scenarios, scaled weights, other onnxruntime settings."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class FolderComparison:
             self.report.unseen.append("caches that are changed between two calls")
 
     def _compare_scaled(self, originals: list[OrtGraph]) -> Checks:
-        """A few scenarios on scaled weights; what cannot be run is skipped, and counted."""
+        """A few scenarios on scaled weights; skipped checks where the weights cannot be scaled."""
         entries = [graph.entry for graph in originals]
         rows = [row for row in self.selection.scenarios() if row.name in SCALED_SCENARIOS]
         if not entries or not rows:
@@ -111,35 +111,35 @@ class FolderComparison:
         reason = why_not_scaled(self.folder, self.eager.folder, [self.models[entry.name] for entry in entries])
         layers = len(self.eager.cache_shapes()) // 2
         if reason:
-            yield _skip([change.scenario(row).name for change in SCALINGS for row in rows], entries, reason)
-            self.report.unseen += [change.bug for change in SCALINGS]
+            yield _skip([scaling.scenario(row).name for scaling in SCALINGS for row in rows], entries, reason)
+            self.report.unseen += [scaling.bug for scaling in SCALINGS]
             return
-        for change in scalings(self.eager):
-            yield from self._compare_one_scaling(change, entries, layers)
+        for scaling in scalings(self.eager):
+            yield from self._compare_one_scaling(scaling, entries, layers)
         checks = unreached_checks(self.eager, [entry.name for entry in entries])
         self.report.unseen += ["limits that no run reaches"] if checks else []
         yield checks
 
-    def _compare_one_scaling(self, change: WeightScaling, entries: list[GraphEntry], layers: int) -> Checks:
-        """Graphs on weights of which some are scaled, and the eager model on the same; one graph at a time."""
-        scaled = self.eager.scaled(change)
-        settings = scaled_settings(self.settings, self.folder, change)
+    def _compare_one_scaling(self, scaling: WeightScaling, entries: list[GraphEntry], layers: int) -> Checks:
+        """Graphs and eager model with one scaling of the weights; one graph is open at a time."""
+        scaled = self.eager.scaled(scaling)
+        settings = scaled_settings(self.settings, self.folder, scaling)
         for prefix in dict.fromkeys(entry.prefix for entry in entries):
             truth = (
                 scaled.with_prefix(prefix, stored_start(self.folder, prefix, layers)) if prefix else scaled
-            )  # which stays
+            )  # which keeps its results
             planned = [one for one in self.selection.calls(truth.facts()) if one[0].name in SCALED_SCENARIOS]
             truths = [truth.expected_outputs(scenario, chains) for scenario, chains in planned]
-            scaled.release()  # before the graphs are opened, which map the weights once more
+            scaled.release()  # before the graphs are opened, which map the weights again
             for entry in (entry for entry in entries if entry.prefix == prefix):
                 graphs = yield from open_graphs(self.open_graph, self.folder, [entry], settings)
                 precompute(graphs, planned)
                 for (scenario, chains), known in zip(planned, truths, strict=True):
-                    yield from self._alone(change.scenario(scenario), chains, graphs, known)
+                    yield from self._alone(scaling.scenario(scenario), chains, graphs, known)
 
     def _compare_settings(self, originals: list[OrtGraph]) -> Checks:
-        """One scenario as onnxruntime computes it when it optimises otherwise, with one thread and with two."""
-        if self.selection.suite != "full":  # asked first: to plan is to load a model that was released
+        """One scenario with other graph optimization levels and thread counts of onnxruntime."""
+        if self.selection.suite != "full":  # checked first: planning would load a released model again
             return
         planned = [one for one in self.selection.calls(self.eager.facts()) if one[0].name == OTHER_SETTINGS_SCENARIO]
         entries = [graph.entry for graph in originals if not graph.entry.prefix]
@@ -158,7 +158,7 @@ class FolderComparison:
     def _alone(
         self, scenario: Scenario, chains: list[Chain], graphs: list[OrtGraph], truths: ExpectedOutputs
     ) -> Checks:
-        """One scenario on every graph alone."""
+        """One scenario on each graph alone."""
         gates = GATES[self.eager.dtype]
         for graph in graphs:
             candidate = Candidate(graph.name, OrtRunner(graph, graph), (graph,))

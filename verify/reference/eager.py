@@ -195,15 +195,15 @@ class Eager:
         """Embeddings of tokens, exact and in the graph's dtype."""
         return self._model.embed(input_ids).astype(np.float64), self._rounded_model.embed(input_ids)
 
-    def scaled(self, change: WeightScaling) -> Eager:
+    def scaled(self, scaling: WeightScaling) -> Eager:
         """The same model with scaled weights; this one releases its memory until it is used again."""
-        scaled = self._variants.get(change.name)
+        scaled = self._variants.get(scaling.name)
         if scaled is None:
             self.release()
-            scaled = self._scaled(change)
+            scaled = self._scaled(scaling)
         self._run_variants.append(scaled)
         if self._kept is not None:
-            self._variants = {**self._variants, change.name: scaled}
+            self._variants = {**self._variants, scaling.name: scaled}
         return scaled
 
     def begin(self) -> None:
@@ -218,8 +218,8 @@ class Eager:
         self._model.release()
         self._rounded_model.release()
 
-    def _scaled(self, change: WeightScaling) -> Eager:
-        return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=change.factor_of)
+    def _scaled(self, scaling: WeightScaling) -> Eager:
+        return Eager(self.folder, self.dtype, keep=self._kept is not None, code=self._code, factors=scaling.factor_of)
 
     def own_shares(self) -> dict[Place, float]:
         """The largest share of each limit that the model reached in the scenarios since `begin`; see `Reach`."""

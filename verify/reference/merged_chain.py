@@ -29,8 +29,7 @@ class MergedPrefix(EditedCache):
 def one_call(calls: Sequence[Call]) -> Call | None:
     """All tokens of consecutive calls in one call.
 
-    None for a single call, after an edit of the cache, and after a past with states, which transformers does not continue
-    by several tokens.
+    None for a single call, an edited cache, or a past with states, which transformers continues only token by token.
     """
     start = calls[0].start
     if (

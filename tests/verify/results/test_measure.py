@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmconv.tensors import Array
-from llmconv.verify.comparison.candidates import fairly
+from llmconv.verify.comparison.candidates import with_checked_noise
 from llmconv.verify.results.measure import GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure
 
 GATE = GATES["float32"]
@@ -121,21 +121,21 @@ def unlucky(rows: int, other: float) -> tuple[ExpectedOutput, Array]:
 def test_few_rows_are_judged_by_the_larger_of_two_noises(rows: int) -> None:
     truth, output = unlucky(rows, 6)
     assert not measure(truth, output).passes(GATE)
-    assert fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+    assert with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
 
 def test_the_noise_of_many_rows_is_not_doubted() -> None:
     truth, output = unlucky(9, 6)
-    assert not fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+    assert not with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
 
 def test_another_order_that_computes_something_else_is_no_noise() -> None:
     truth, output = unlucky(1, 1000)
-    assert not fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+    assert not with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
 
 def test_a_fault_stays_one_beside_another_order() -> None:
     truth, output = truth_and_noise(1)
     doubted = replace(truth, other=lambda: output)
     wrong = truth.exact + 10 * (output - truth.exact)
-    assert not fairly(doubted, lambda truth: measure(truth, wrong), GATE).passes(GATE)
+    assert not with_checked_noise(doubted, lambda truth: measure(truth, wrong), GATE).passes(GATE)

@@ -1,6 +1,6 @@
-"""AxisSizes that shape inference does not follow: of other layouts, cuts, and what is computed element by element.
+"""Derives axes that ONNX shape inference loses: after layout changes, slices and elementwise operators.
 
-What the graph says itself of the shapes of its values is not asked: nobody checks it before onnxruntime does.
+Shapes that the graph declares for its inner values are not used, because no check has validated them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from llmconv.verify.audit.decisions.value_kinds import ConstantValue
 
 ELEMENT_BY_ELEMENT = {"Mul", "Add", "Sub", "Div", "Cast", "Sigmoid", "Identity", "Where"}
 COPIED = {"ScatterND", "ScatterElements", "CumSum", "Softmax"}
-"""Results of the shape of the first input."""
+"""Operators whose result has the shape of the first input."""
 
 
 def follow_axes(state: WalkState, node: onnx.NodeProto) -> None:
-    """Completes the axes of a node's results, where those of its inputs are known."""
+    """Completes the axes of a node's outputs, if those of its inputs are known."""
     if node.op_type == "Reshape":
         return _reshaped(state, node)
     known = state.axes.get(node.input[0]) if node.input else None
@@ -43,7 +43,7 @@ def follow_axes(state: WalkState, node: onnx.NodeProto) -> None:
 
 
 def _cut(state: WalkState, node: onnx.NodeProto, known: AxisSizes) -> None:
-    """AxisSizes that a Slice leaves as they are; the others as shape inference has them."""
+    """Keeps the axes that a Slice does not cut; the others are those of shape inference."""
     made = state.axes.get(node.output[0]) or [None] * len(known)
     which = state.values.get(node.input[3]) if len(node.input) > 3 else None
     if isinstance(which, ConstantValue) and len(made) == len(known):
@@ -60,7 +60,7 @@ def _split(state: WalkState, node: onnx.NodeProto, known: AxisSizes) -> None:
 
 
 def _broadcast(state: WalkState, node: onnx.NodeProto) -> None:
-    """Of an axis that all inputs have, or that is 1 in the others; a number is no length's either."""
+    """The broadcast axes of all inputs; a number wins over a name."""
     given = [state.axes.get(name) for name in node.input]
     if any(axes is None for axes in given):
         return
@@ -74,7 +74,7 @@ def _broadcast(state: WalkState, node: onnx.NodeProto) -> None:
 
 
 def _reshaped(state: WalkState, node: onnx.NodeProto) -> None:
-    """Names the axes of a Reshape whose shape is a list of lengths; -1 is what the others leave of its input."""
+    """The axes of a Reshape whose shape is a list of lengths; -1 is the quotient of the input and the others."""
     shape = state.values.get(node.input[1])
     parts = state.parts(node.input[1], shape) if shape is not None else None
     before = state.lengths(node.input[0])
@@ -97,7 +97,7 @@ def _reshaped(state: WalkState, node: onnx.NodeProto) -> None:
 
 
 def _left(whole: list[AffineForm], taken: list[AffineForm]) -> AffineForm | None:
-    """A product of axes divided by others; None where the axes of the call do not cancel out to one at most."""
+    """A product of axes divided by others; None if more than one axis of the call is left."""
     left = [form for form in whole if form.terms]
     for form in (form for form in taken if form.terms):
         if form.key() not in [one.key() for one in left]:

@@ -12,7 +12,7 @@ from llmconv.verify.audit.decisions.affine_forms import (
     BLOCK,
     BLOCKS,
     LENGTH,
-    PLACE,
+    INDEX,
     POSITION,
     TOKEN,
     WITHIN,
@@ -24,7 +24,7 @@ from llmconv.verify.audit.decisions.affine_forms import (
 )
 from llmconv.verify.audit.decisions.constant_folding import fold
 from llmconv.verify.audit.decisions.judge import DecisionJudge, sources_text
-from llmconv.verify.audit.decisions.lookup_tables import LARGEST, TABLE_ROWS, nature_of, odd_row
+from llmconv.verify.audit.decisions.lookup_tables import LARGEST, TABLE_ROWS, kind_of, odd_row
 from llmconv.verify.audit.decisions.operators import (
     BENDS,
     COMPARISONS,
@@ -72,7 +72,7 @@ class DerivedValues:
         """Of Shape and Size."""
         forms = self.state.lengths(node.input[0])
         if forms is None:
-            return InputValue(atom(f"shape of {node.input[0]}", LENGTH, nature=ValueKind.UNKNOWN))
+            return InputValue(atom(f"shape of {node.input[0]}", LENGTH, kind=ValueKind.UNKNOWN))
         if node.op_type == "Size":
             return self._size(forms)
         parts = tuple(forms[attribute(node, "start", 0) : attribute(node, "end", len(forms))])
@@ -97,9 +97,9 @@ class DerivedValues:
         if not (start.terms or stop.terms or step.terms):
             whole = np.float32 if self.state.types.get(node.output[0]) not in INTEGERS else np.int64
             return self.folded(node, [ConstantValue(np.array(form.number, whole)) for form in (start, stop, step)])
-        nature = ValueKind.UNKNOWN if step.terms else ValueKind.COUNT
-        source = WITHIN if is_of(BLOCK, stop) else PLACE
-        index = atom(f"index to {stop.key()} by {step.key()}", source, nature=nature)
+        kind = ValueKind.UNKNOWN if step.terms else ValueKind.COUNT
+        source = WITHIN if is_of(BLOCK, stop) else INDEX
+        index = atom(f"index to {stop.key()} by {step.key()}", source, kind=kind)
         return InputValue(start + (index if step.terms else index.times(step.number)))
 
     def folded(self, node: onnx.NodeProto, given: list[Value]) -> Value:
@@ -206,8 +206,8 @@ class DerivedValues:
         """Elements of a list by their number; of anything else, elements of the same form."""
         first, parts = given[0], as_parts(given[0])
         if isinstance(first, ConstantValue):  # a table
-            nature = nature_of(first.array) if first.array.dtype.kind in "fiub" else ValueKind.UNKNOWN
-            return InputValue(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), nature))
+            kind = kind_of(first.array) if first.array.dtype.kind in "fiub" else ValueKind.UNKNOWN
+            return InputValue(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), kind))
         if not isinstance(first, InputValue):
             return InputValue(made_of(f"{node.op_type} {node.input[0]}", forms_of(given[1:]), ValueKind.UNKNOWN))
         if parts is None or not all(isinstance(value, ConstantValue) for value in given[1:]):
@@ -261,7 +261,7 @@ class DerivedValues:
         """Masks and sizes are multiplied; powers of a position are a step when they are high enough."""
         for form in forms:
             self.judge.offset(node, form)
-        if sum(bool(form.sources & {PLACE, POSITION, TOKEN}) and not is_of(FREQUENCIES, form) for form in forms) > 1:
+        if sum(bool(form.sources & {INDEX, POSITION, TOKEN}) and not is_of(FREQUENCIES, form) for form in forms) > 1:
             self.judge.flag(node, f"multiplies {sources_text(forms[0])} by {sources_text(forms[1])}")
 
     def _nature(self, node: onnx.NodeProto, forms: list[AffineForm]) -> ValueKind:
@@ -305,18 +305,18 @@ def _cut(op: str, given: list[Value], forms: list[AffineForm]) -> list[AffineFor
 
 def _is_positive(form: AffineForm) -> bool:
     """Whether a sum of what is never below zero has no zero itself: there is no place where it bends."""
-    return form.number > 0 and all(factor > 0 for factor in form.terms.values()) and form.nature <= ValueKind.COUNT
+    return form.number > 0 and all(factor > 0 for factor in form.terms.values()) and form.kind <= ValueKind.COUNT
 
 
 def _together(forms: list[AffineForm], numbers: list[float]) -> ValueKind:
     """What several can be that are put together: no truth where another number is among them."""
     numbers = [*numbers, *(form.number for form in forms if not form.terms)]
-    nature = max((form.nature for form in forms if form.terms), default=ValueKind.BINARY)
+    kind = max((form.kind for form in forms if form.terms), default=ValueKind.BINARY)
     odd = any(number not in (0, 1) and abs(number) < LARGEST for number in numbers)
     odd |= any(
         form.terms and (form.number not in (0, 1) or set(map(abs, form.terms.values())) != {1}) for form in forms
     )
-    return ValueKind.COUNT if odd and nature is ValueKind.BINARY else nature
+    return ValueKind.COUNT if odd and kind is ValueKind.BINARY else kind
 
 
 def _numbers(values: list[Value]) -> list[float]:

@@ -80,18 +80,18 @@ class EntryPoints:
     def _becomes_whole(self, node: onnx.NodeProto) -> bool:
         to = next((one.i for one in node.attribute if one.name == "to"), 0)
         return (
-            to in WHOLE and node.input[0] not in self.state.truths and self.state.types.get(node.input[0]) not in WHOLE
+            to in WHOLE and node.input[0] not in self.state.binary and self.state.types.get(node.input[0]) not in WHOLE
         )
 
     def _meets(self, node: onnx.NodeProto, at: int, form: AffineForm) -> None:
-        op, nature = node.op_type, form.nature
+        op, kind = node.op_type, form.kind
         if at in LENGTHS_OF_CACHE.get(op, ()):
             self.judge.decision(node, form)
             return
         for number in (form.number, *form.terms.values()):
-            if nature < ValueKind.UNKNOWN:
+            if kind < ValueKind.UNKNOWN:
                 self._sounds(node, number)
-        if nature is ValueKind.BINARY or (nature is ValueKind.PERIODIC and op in TURNS):
+        if kind is ValueKind.BINARY or (kind is ValueKind.PERIODIC and op in TURNS):
             return
         if at == MASKED.get(op):
             return

@@ -1,8 +1,8 @@
-"""The walk: what follows from the call alone, node by node, and which nodes decide by it.
+"""GraphWalk: derives node by node the values that depend on the call only, and finds the nodes that decide by them.
 
-A graph's masks, positions and shapes follow from lengths, token ids and the mask alone, in a few dozen nodes without
-weights. Sums of them and other layouts decide nothing. What compares, rounds, clips, looks up or cuts does, and has to
-do so by numbers of the model.
+A graph computes its masks, positions and shapes from lengths, token ids and the mask, in a few dozen nodes without
+weights. Sums and layout changes decide nothing. Nodes that compare, round, clip, look up or cut do decide, and must do
+so by numbers of the model.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from llmconv.verify.audit.decisions.state import WalkState
 from llmconv.verify.audit.decisions.value_kinds import ConstantValue, InputValue, ModelValue, Value, forms_of
 
 SMALL = 1 << 12
-"""Elements of a constant that decides something, where weights may lie beside it."""
+"""Maximum number of elements of a constant in a graph that may contain its weights."""
 
 
 class GraphWalk:
-    """Walks over a graph's nodes in order.
+    """Visits the nodes of a graph in order.
 
     Args:
-        numbers: of the model.
-        state: what is known before.
+        numbers: the numbers of the model.
+        state: the initial state.
     """
 
     def __init__(self, numbers: ConfigNumbers, state: WalkState) -> None:
@@ -40,7 +40,7 @@ class GraphWalk:
         self._lookups, self._results = Lookups(self.state, self.judge), DerivedValues(self.state, self.judge)
 
     def run(self, graph: onnx.GraphProto, given: Mapping[str, Value] | None = None) -> None:
-        """All nodes of a graph; `given` are values of its inputs."""
+        """Visits all nodes of a graph; `given` are known values of its inputs."""
         values = self.state.values
         for port in graph.input:
             source = self.state.ports.get(port.name)
@@ -56,7 +56,7 @@ class GraphWalk:
             self._see(node)
 
     def _held(self, tensor: onnx.TensorProto) -> Value:
-        """A constant, or a weight; where both lie in the graph, by the size."""
+        """A constant or a weight; if both are inline, by size."""
         if tensor.external_data or (not self.state.tables and np.prod(tensor.dims, dtype=np.int64) > SMALL):
             return ModelValue()
         return ConstantValue(numpy_helper.to_array(tensor))
@@ -65,7 +65,7 @@ class GraphWalk:
         value = self._value(node, self.state.inputs(node))
         self.state.values |= dict.fromkeys(node.output, value)
         follow_axes(self.state, node)
-        self.state.note_truth(node)
+        self.state.note_binary(node)
         if isinstance(value, ModelValue) and self.state.is_of_weights(node):
             self.state.weights |= set(node.output)
             if not _is_widened(node) or node.input[0] in self.state.changed:
@@ -77,7 +77,7 @@ class GraphWalk:
         if node.op_type == "Constant":
             return _constant(node)
         if node.op_type in RANDOM or (node.op_type == "Dropout" and len(inputs) > 2 and inputs[2] is not None):
-            self.judge.flag(node, f"{node.op_type} gives something else in every run")
+            self.judge.flag(node, f"{node.op_type} gives different results in each run")
             return ModelValue()
         given = [value for value in inputs if value is not None]
         self._lookups.at_bounds(node, inputs)
@@ -95,12 +95,12 @@ class GraphWalk:
         return self._results.of_call(node, given)
 
     def _inner(self, node: onnx.NodeProto, given: list[Value]) -> Value:
-        """If, Loop, Scan: their graphs see the values around them.
+        """If, Loop and Scan, whose subgraphs can read the values around them.
 
-        A model's scans go over what it computes alone. What a branch or a loop makes of the call is not followed.
+        A model's scans go over model values only. Values that a branch or a loop derives from the call are not analyzed.
         """
         graphs = [one.g for one in node.attribute if one.HasField("g")]
-        text = f"{node.op_type} of what is not followed"
+        text = f"{node.op_type} of a value that is not analyzed"
         if node.op_type != "Scan" or not all(isinstance(value, ModelValue) for value in given) or _counts(graphs):
             self.judge.flag(node, text, certain=False)
         if node.op_type == "If" and not any(isinstance(value, ModelValue) for value in given):
@@ -115,19 +115,19 @@ class GraphWalk:
 
 
 def _counts(graphs: list[onnx.GraphProto]) -> bool:
-    """Whether something else than floating-point numbers goes from one step of a scan to the next."""
+    """Whether a scan passes values other than floating-point numbers from step to step."""
     floats = {*HALVES, onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE}
     return any(port.type.tensor_type.elem_type not in floats for graph in graphs for port in graph.input)
 
 
 def _is_widened(node: onnx.NodeProto) -> bool:
-    """Whether a node only makes float32 of its input, as graphs do of weights in half precision."""
+    """Whether a node only casts to float32, as graphs do with weights in half precision."""
     return node.op_type == "Cast" and attribute(node, "to", 0) == onnx.TensorProto.FLOAT
 
 
 def _given(name: str, source: str) -> AffineForm:
-    """An input of the call; a mask is 0 or 1."""
-    return atom(name, source, nature=ValueKind.BINARY if source == MASK else ValueKind.COUNT)
+    """The form of an input of the graph; a mask is 0 or 1."""
+    return atom(name, source, kind=ValueKind.BINARY if source == MASK else ValueKind.COUNT)
 
 
 def _constant(node: onnx.NodeProto) -> Value:

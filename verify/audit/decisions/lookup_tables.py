@@ -38,7 +38,7 @@ def odd_row(table: Array) -> int | None:
     return min((row for row in odd if row is not None), default=None)
 
 
-def nature_of(table: Array) -> ValueKind:
+def kind_of(table: Array) -> ValueKind:
     """What the numbers can be that a regular table gives: whom a query sees, a sinusoid, or a line (anything)."""
     rows = table.astype(np.float64)
     if ((rows == 0) | (rows == 1) | ~(np.abs(rows) < LARGEST)).all() and not np.isnan(rows).any():

@@ -101,7 +101,7 @@ class Lookups:
     def _at_changed(self, node: onnx.NodeProto, index: InputValue) -> None:
         """Places of what is no table: the model's weights may be looked up, what nodes make of them may not."""
         name, form = node.input[0], index.form
-        if form.nature > ValueKind.COUNT:
+        if form.kind > ValueKind.COUNT:
             self.judge.flag(node, f"looks up {sources_text(form)} by what is not followed", certain=False)
         elif node.op_type in TABLES:
             return

@@ -1,4 +1,4 @@
-"""The state of a walk: what is known of the values so far, of their axes and types."""
+"""WalkState: the values, axes and types known so far in the walk over a graph."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from llmconv.verify.audit.decisions.operators import SAME
 from llmconv.verify.audit.decisions.value_kinds import ConstantValue, InputValue, ModelValue, Value, as_form, as_parts
 
 AxisSizes = list[int | str | None]
-"""Sizes, names, or None for what is unknown."""
+"""Sizes or names of axes; None for unknown ones."""
 
 
 @dataclass
 class WalkState:
-    """What is known.
+    """The state of a walk.
 
     Attributes:
-        axes, types: of values, as shape inference has them.
-        ports: what of a call the graph's inputs are.
-        symbols: names of axes that the graph's inputs have.
-        tables: whether constants are looked into.
-        values: by name.
-        weights: names of weights, and of what nodes make of weights and constants alone.
-        changed: those of them that nodes make.
-        named: the forms of axes by the names that they have in `axes`.
+        axes: axes of values by name, from shape inference.
+        types: element types of values by name, from shape inference.
+        ports: the property of a call that each input of the graph contains.
+        symbols: names of axes of the graph's inputs.
+        tables: whether the contents of constants are analyzed.
+        values: known values by name.
+        weights: names of weights, and of values computed from weights and constants only.
+        changed: the computed ones of these.
+        named: forms of axes by their names in `axes`.
         readers: the nodes that read a value.
-        truths: values of the model that are 0 or 1: which expert is chosen.
+        binary: model values that are 0 or 1, such as the selection of experts.
     """
 
     axes: dict[str, AxisSizes]
@@ -42,25 +43,25 @@ class WalkState:
     changed: set[str] = field(default_factory=set)
     named: dict[str, AffineForm] = field(default_factory=dict)
     readers: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
-    truths: set[str] = field(default_factory=set)
+    binary: set[str] = field(default_factory=set)
 
     def inputs(self, node: onnx.NodeProto) -> list[Value | None]:
-        """What a node reads; None for what is left out."""
+        """The values that a node reads; None for an omitted input."""
         return [self.values.get(name, ModelValue()) if name else None for name in node.input]
 
     def parts(self, name: str, value: Value) -> tuple[AffineForm, ...] | None:
-        """The forms of a list's elements; a scalar is a list of one."""
+        """The form of each element of a list; a scalar counts as a list of one."""
         if isinstance(value, InputValue) and value.parts is None and self.axes.get(name) in ([], [1]):
             return (value.form,)
         return as_parts(value)
 
     def name_axes(self, name: str, forms: tuple[AffineForm, ...]) -> None:
-        """Notes the axes of a value."""
+        """Records the axes of a value."""
         self.named |= {form.key(): form for form in forms if form.terms}
         self.axes[name] = [form.key() if form.terms else int(form.number) for form in forms]
 
     def lengths(self, name: str) -> list[AffineForm] | None:
-        """The forms of a value's axes; None where not even their number is known."""
+        """The forms of a value's axes; None if their number is unknown."""
         axes = self.axes.get(name)
         if axes is None:
             return None
@@ -70,19 +71,19 @@ class WalkState:
         ]
 
     def _length(self, name: str) -> AffineForm:
-        """Of an axis that is no number; of one that is neither an input's nor followed, nothing is known."""
-        nature = ValueKind.COUNT if name in self.symbols else ValueKind.UNKNOWN
-        return self.named.get(name) or atom(name, BATCH if name == "batch_size" else LENGTH, nature=nature)
+        """The form of a named axis; its values are unknown if it is neither an input's nor derived."""
+        kind = ValueKind.COUNT if name in self.symbols else ValueKind.UNKNOWN
+        return self.named.get(name) or atom(name, BATCH if name == "batch_size" else LENGTH, kind=kind)
 
     def is_of_weights(self, node: onnx.NodeProto) -> bool:
-        """Whether a node reads weights and constants alone."""
+        """Whether a node reads weights and constants only."""
         read = [name for name in node.input if name]
         return bool(read) and all(
             name in self.weights or isinstance(self.values.get(name), ConstantValue) for name in read
         )
 
     def writes_along_a_head(self, node: onnx.NodeProto, index: ConstantValue) -> bool:
-        """Whether a Scatter writes into what nodes made, at places of axes of a fixed size: no length, no position."""
+        """Whether a Scatter writes into a computed value along axes of fixed size, so at no length or position."""
         axes = self.axes.get(node.input[0])
         if axes is None or node.input[0] in self.weights:
             return False
@@ -90,15 +91,15 @@ class WalkState:
         which = axes[: index.array.shape[-1]] if node.op_type == "ScatterND" else axes[at:][:1]
         return bool(which) and all(isinstance(size, int) for size in which)
 
-    def note_truth(self, node: onnx.NodeProto) -> None:
-        """Notes what is 0 or 1: ones that are scattered over zeros, in whatever layout."""
+    def note_binary(self, node: onnx.NodeProto) -> None:
+        """Records values that are 0 or 1: ones scattered over zeros, in any layout."""
         given = [as_form(self.values.get(name, ModelValue())) for name in node.input]
         if node.op_type in ("ScatterElements", "ScatterND") and given[0] and given[2]:
             if all(not form.terms and form.number in (0, 1) for form in (given[0], given[2])):
-                self.truths.add(node.output[0])
-        elif node.op_type in SAME and node.input[0] in self.truths:
-            self.truths.add(node.output[0])
+                self.binary.add(node.output[0])
+        elif node.op_type in SAME and node.input[0] in self.binary:
+            self.binary.add(node.output[0])
 
     def is_followed(self, axis: int | str | None) -> bool:
-        """Whether an axis is a number, an input's, or made of these."""
+        """Whether an axis is a number, an axis of an input, or derived from these."""
         return isinstance(axis, int) or axis in self.symbols or axis in self.named
