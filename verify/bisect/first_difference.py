@@ -1,7 +1,7 @@
-"""Where a graph begins to differ, from outputs that were compared anyway.
+"""Locates a failure from the checks: the first layer whose cache differs.
 
-Keys and values of layer k depend on the layers before k and on the first part of layer k alone, so the first layer
-whose keys or values leave the floor brackets the fault.
+Keys and values of layer k depend only on the layers before k and on the first part of layer k, so the first layer whose
+keys or values differ delimits the fault.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llmconv.verify.results.report import Check, Where
 
 
 def localize(checks: Sequence[Check]) -> Where | None:
-    """The first failing scenario, its first failing step, there the first layer that differs; None when all passed."""
+    """The first failing scenario, its first failing step, and its first differing layer; None if all passed."""
     failed = [check for check in checks if check.verdict == "fail"]
     if not failed:
         return None
@@ -39,7 +39,7 @@ def localize(checks: Sequence[Check]) -> Where | None:
 
 
 def _text(checks: Sequence[Check]) -> str:
-    """What the checks say that run nothing, once for all graphs of which it is true."""
+    """The details of checks that run no graph; equal details of several graphs once."""
     graphs: dict[tuple[str, str], list[str]] = {}
     for check in checks:
         graphs.setdefault((check.name, check.detail), []).append(check.graph)
@@ -47,7 +47,7 @@ def _text(checks: Sequence[Check]) -> str:
 
 
 def _of_weights(check: Check, unrun: str) -> Where:
-    """Where only the weight audit fails: the layer and the module of the first tensor that it names."""
+    """The layer and module of the first tensor in a failed weight audit."""
     tensor = next(iter(re.findall(r"`([^`]+)`", check.detail)), "")
     scope = tensor.rpartition(".")[0]
     found = re.search(r"(?:^|\.)(\d+)\.", tensor)

@@ -1,9 +1,9 @@
-"""Minimize: the smallest piece of a graph that is wrong, as a folder that onnxruntime can run by itself.
+"""Writes the smallest failing piece of a graph to a folder that onnxruntime can run by itself.
 
-DIR/piece.onnx      the nodes, with the weights that they read
-DIR/inputs.npz      what the nodes before gave, by the names of the piece's inputs
-DIR/expected.npz    what the eager model has, in float64
-DIR/found.npz       what the piece gives
+DIR/piece.onnx      the nodes with their weights
+DIR/inputs.npz      inputs of the piece, by name
+DIR/expected.npz    the eager model's value, in float64
+DIR/found.npz       output of the piece
 DIR/piece.json      names, noise, gates, finding
 DIR/README.md       how to run it
 """
@@ -39,7 +39,7 @@ from llmconv.verify.results.measure import GATES, ULP_SHARE, ULPS, rms
 from llmconv.verify.results.report import Where
 
 INLINE_LIMIT = 512 << 20
-"""Bytes of weights up to which they are put into the graph's own file; protobuf ends at 2 GiB."""
+"""Maximum bytes of weights inside piece.onnx; protobuf is limited to 2 GiB."""
 
 README = """# {title}
 
@@ -73,11 +73,11 @@ print("sigma", np.sqrt(np.mean(error**2)) / json.loads(Path("piece.json").read_t
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """What was written.
+    """The written piece.
 
     Attributes:
-        nodes: in the piece.
-        difference: how far it is from the model, in words.
+        nodes: number of nodes.
+        difference: the error of its output, in words.
     """
 
     nodes: int
@@ -85,10 +85,10 @@ class WrittenPiece:
 
 
 def require_new(folder: Path) -> None:
-    """Refuses a folder that holds something.
+    """Refuses a folder that is not empty.
 
     Raises:
-        UsageProblem: it does.
+        UsageProblem: the path is a file or a folder with files.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageProblem(f"`{folder}` is not empty", hint="give a new folder to `--minimize`")
@@ -97,14 +97,14 @@ def require_new(folder: Path) -> None:
 def write_piece(
     folder: Path, piece: FailingPiece, trace: AgreementTrace, replay: ReplayedCall, where: Where
 ) -> WrittenPiece | None:
-    """Writes the piece; None where it is not wrong by itself, so that there is nothing to show.
+    """Writes the piece; None if it agrees with the model when it runs by itself.
 
     Args:
-        folder: new or empty; it appears when all is written.
-        piece: what is wrong.
+        folder: new or empty; renamed into place when it is complete.
+        piece: the failing nodes.
         trace: the values of the graph.
-        replay: the call.
-        where: what is said of it.
+        replay: the replayed call.
+        where: the location of the failure, for the texts.
 
     Raises:
         OutputFailed: a file cannot be written.
@@ -140,7 +140,7 @@ def write_piece(
 
 
 def _arrays(record: RecordedValue, found: Array, trace: AgreementTrace) -> dict[str, Array]:
-    """Expected, rounded, found, and which elements count, all in the layout of the piece's output."""
+    """Expected, rounded and found values and the compared elements, all in the shape of the piece's output."""
     counts = trace.comparison.counted(record)
     parts = {"expected": record.exact, "rounded": record.rounded, "found": found, "counts": counts}
     return {name: np.ascontiguousarray(array.reshape(found.shape)) for name, array in parts.items()}
@@ -149,10 +149,10 @@ def _arrays(record: RecordedValue, found: Array, trace: AgreementTrace) -> dict[
 def _content(
     piece: FailingPiece, record: RecordedValue, arrays: Mapping[str, Array], where: Where, dtype: str
 ) -> tuple[dict[str, object], float]:
-    """What `piece.json` says, and sigma."""
+    """The content of `piece.json`, and sigma."""
     counts = arrays["counts"]
     exact, rounded, found = (arrays[name][counts].astype(np.float64) for name in ("expected", "rounded", "found"))
-    noise = 1.0  # of values that are right or wrong
+    noise = 1.0  # for integers and booleans
     if record.exact.dtype.kind == "f":
         noise = max(rms(rounded - exact), ULP_SHARE * ULPS[dtype] * rms(exact), 1e-300)
     sigma = rms(found - exact) / noise
@@ -186,7 +186,7 @@ def _readme(piece: FailingPiece, where: Where) -> str:
 
 
 def archive(arrays: Mapping[str, Array]) -> bytes:
-    """The bytes of an .npz file; unlike `numpy.savez` it takes any name and has no time in it."""
+    """The bytes of an .npz file; unlike `numpy.savez`, any name is allowed and no time is stored."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         for name, array in arrays.items():
@@ -196,14 +196,14 @@ def archive(arrays: Mapping[str, Array]) -> bytes:
 
 
 def _write(folder: Path, files: Mapping[str, bytes], model: onnx.ModelProto, weights: Path) -> None:
-    """Everything beside the folder first, then one rename."""
+    """Writes into a sibling folder, then renames it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         with Folder.open_own(staged) as home:
             home.write_together({**files, **_graph_files(model, weights)})
         staged.chmod(0o777 & ~_umask())
-        os.rename(staged, folder)  # onto an empty folder too
+        os.rename(staged, folder)  # also replaces an empty folder
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
@@ -216,7 +216,7 @@ def _umask() -> int:
 
 
 def _graph_files(model: onnx.ModelProto, weights: Path) -> dict[str, Content]:
-    """The piece with the values of its weights, in its own file or, where they are many, in one beside it."""
+    """The files of the piece: its weights are inline, or in `weights.bin` if they are large."""
     for tensor in model.graph.initializer:
         if tensor.external_data:
             values = initializer_values(tensor, weights)

@@ -1,4 +1,4 @@
-"""ReplayedCall: the call that failed once more, on the graph with taps and on the eager model with a recorder."""
+"""ReplayedCall: runs a failed call again, on a graph probe and on the eager model with a recorder."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from llmconv.verify.scenarios.selection import Selection
 
 
 class Replayable(Protocol):
-    """Graphs that were verified."""
+    """Verified graphs whose calls can be replayed."""
 
     def replayed(self, where: Where, eager: Eager) -> AbstractContextManager[ReplayedCall | None]:
-        """The call that `where` names; None where no single run of a graph is that call."""
+        """The call that `where` names; None if it is not a single run of one graph."""
 
 
 @dataclass(frozen=True)
 class VerifiedFolder:
-    """What is verified.
+    """A folder of graphs that is verified.
 
     Attributes:
-        path: of the graphs.
-        entries: the graphs.
-        models: the same without weights, by name.
+        path: the folder.
+        entries: the graphs in the manifest.
+        models: the graphs without weights, by name.
         settings: of onnxruntime.
     """
 
@@ -67,7 +67,7 @@ class VerifiedFolder:
         yield _prepare(where, name, folder, eager, scaled=bool(scaling))
 
     def _scaled(self, scaling: WeightScaling) -> VerifiedFolder:
-        """The same on scaled weights, so that every value is that of the scaled model."""
+        """The folder on scaled weights, whose inner values are those of the scaled model."""
         settings, models = scaled_settings(self.settings, self.path, scaling, at_weights=True), {}
         for name, model in self.models.items():
             models[name] = onnx.ModelProto()
@@ -78,14 +78,14 @@ class VerifiedFolder:
 
 @dataclass(frozen=True)
 class ReplayedCall:
-    """One call, ready to be run again.
+    """One call, ready to run again.
 
     Attributes:
         probe: the graph.
-        feeds: its inputs.
-        call: the same as the scenario has it.
-        virtual: tokens of a prefix, by which the cache is longer.
-        dtype: of the graph.
+        feeds: its inputs, by name.
+        call: the call of the scenario.
+        virtual: number of prefix tokens in the cache.
+        dtype: numpy name of the graph's dtype.
         chain: the calls before it.
         eager: the reference.
     """
@@ -104,13 +104,13 @@ class ReplayedCall:
         return self.eager.models[1]
 
     def record(self, wanted: ScopeFilter) -> list[RecordedValue]:
-        """What the eager model computes in the call, in the wanted scopes."""
+        """The values that the eager model computes in the call, in the wanted scopes."""
         sides = zip(self.eager.runners, self.eager.models, strict=True)
         exact, rounded = (self._recorded(runner, model, wanted).values for runner, model in sides)
         return paired(exact, rounded)
 
     def outputs(self) -> dict[str, RecordedValue]:
-        """What the eager model gives in the call: logits and cache, in the graphs' layout."""
+        """The eager model's logits and cache after the call, by output name."""
         steps = [run_chain(runner, [*self.chain, self.call])[-1] for runner in self.eager.runners]
         exact, rounded = ({"logits": step.logits, **step.present.arrays()} for step in steps)
         return {name: RecordedValue("", name, array, rounded[name], 0) for name, array in exact.items()}
@@ -150,7 +150,13 @@ def _prepare(where: Where, scenario: str, folder: VerifiedFolder, eager: Eager, 
 
 
 def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array]:
-    """Every input of a graph whose cache grows, for one call."""
+    """All inputs of a graph with a growing cache, for one call.
+
+    Args:
+        graph: the graph.
+        call: the call.
+        past: the cache; None for an empty one.
+    """
     mask, positions = call.attention_mask, call.position_ids
     if graph.entry.prefix and past:
         mask, positions = behind_prefix(mask, positions, graph.entry.prefix)
@@ -163,7 +169,7 @@ def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array
 
 
 def _empty(graph: OrtGraph, name: str, batch: int) -> Array:
-    """No keys and values, or a state of zeros."""
+    """Empty keys and values, or a state of zeros."""
     shape = [
         axis if isinstance(axis, int) else int(at != 2 or is_state(name)) for at, axis in enumerate(graph.inputs[name])
     ]

@@ -1,8 +1,7 @@
-"""Proof: the smallest piece of a graph that is wrong, shown by putting it right.
+"""Finds the smallest failing piece of a graph, by replacing values with those of the model.
 
-A candidate for the fault is taken out and the model's own value put in its place; where what follows then agrees with
-the model, the fault lies before that value. So the first value that repairs what follows bounds the fault from behind,
-as the last values that agree bound it from in front.
+If all later values agree once a value is replaced by the model's, the fault is before that value. So the first value that
+repairs the result is the end of the failing piece, and the last values that agree are its start.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from llmconv.verify.bisect.recording import IN, OUT, RecordedValue, rounded_to
 from llmconv.verify.comparison.graph_probe import GraphProbe, inner_inputs
 
 ATTEMPTS = 80
-"""Values that are put right at most, one at a time."""
+"""Maximum number of values that are replaced, one at a time."""
 
 
 @dataclass(frozen=True)
 class FailingPiece:
-    """Nodes that turn values that agree into one that does not.
+    """Nodes that compute a wrong value from correct ones.
 
     Attributes:
-        nodes: in order; the fault is one of them.
-        output: the value that is wrong.
-        expected: what the model has instead; None where the model has no such value.
-        proven: with the expected value in place of the output, what follows agrees.
+        nodes: in order; one of them is the fault.
+        output: name of the wrong value.
+        expected: the model's value; None if the model has no such value.
+        proven: later values agree with the expected value in place of the output.
     """
 
     nodes: Sequence[onnx.NodeProto]
@@ -42,13 +41,18 @@ class FailingPiece:
 
     @property
     def node(self) -> onnx.NodeProto:
-        """The first that differs."""
+        """The first node that differs."""
         return next((node for node in self.nodes if node.op_type not in LAYOUT_OPS), self.nodes[-1])
 
 
 @dataclass(frozen=True)
 class TargetValue:
-    """A value further on of which the model's is known."""
+    """A later value, with the model's value for it.
+
+    Attributes:
+        value: its name.
+        record: the model's value; None if unknown.
+    """
 
     value: str
     record: RecordedValue | None
@@ -57,13 +61,13 @@ class TargetValue:
 def smallest_piece(
     trace: AgreementTrace, probe: GraphProbe, inputs: Mapping[str, Array], last: TargetValue
 ) -> FailingPiece:
-    """The smallest piece that is wrong.
+    """The smallest failing piece.
 
     Args:
-        trace: what agrees.
+        trace: the values that agree.
         probe: the graph.
-        inputs: of the graph.
-        last: the value that was found wrong, and the model's.
+        inputs: of the graph, by name.
+        last: the wrong value, and the model's.
     """
     values = {**inputs, **trace.values}
     target = _first_target(trace, last)
@@ -72,7 +76,7 @@ def smallest_piece(
         return FailingPiece(suspects, target.value, None, proven=False)
     for output, record in islice(_attempts(trace, suspects, target), ATTEMPTS):
         if _repairs(trace, probe, values, output, record, target):
-            end = _handed_on(trace, output)
+            end = _after_identities(trace, output)
             return FailingPiece(trace.back_from(end), end, record, proven=True)
     return FailingPiece(suspects, target.value, target.record, proven=False)
 
@@ -80,15 +84,15 @@ def smallest_piece(
 def _attempts(
     trace: AgreementTrace, suspects: Sequence[onnx.NodeProto], target: TargetValue
 ) -> Iterator[tuple[str, RecordedValue]]:
-    """Wrong values before the target, in order, each with what the model may have in its place."""
+    """Wrong values before the target, in order, each with a value that the model may have in its place."""
     for node in suspects:
         for output in node.output:
             if output and output not in trace.good and output != target.value:
                 yield from ((output, record) for record in _candidates(trace, output))
 
 
-def _handed_on(trace: AgreementTrace, value: str) -> str:
-    """The value past the nodes that do nothing: the model's may belong behind the one that should do something."""
+def _after_identities(trace: AgreementTrace, value: str) -> str:
+    """The value after nodes without effect, one of which may be the fault."""
     users = trace.index.users[value]
     while len(users) == 1 and users[0].op_type == "Identity":
         value = users[0].output[0]
@@ -97,7 +101,7 @@ def _handed_on(trace: AgreementTrace, value: str) -> str:
 
 
 def _candidates(trace: AgreementTrace, output: str) -> Iterator[RecordedValue]:
-    """What the model may have where the graph has a value that agrees with nothing."""
+    """Values that the model may have in place of a value that does not agree."""
     if output in trace.values:
         array = trace.values[output]
         for record in trace.places(output):
@@ -106,7 +110,7 @@ def _candidates(trace: AgreementTrace, output: str) -> Iterator[RecordedValue]:
 
 
 def _first_target(trace: AgreementTrace, last: TargetValue) -> TargetValue:
-    """The first wrong value on the way to the last that a module takes or gives, and the model's."""
+    """The first wrong input or output of a module before the last value, and the model's value."""
     ports = {(record.scope, record.op, record.exact.size): record for record in trace.ports}
     suspects = trace.back_from(last.value)
     ids = {id(node) for node in suspects}
@@ -133,7 +137,7 @@ def _repairs(
     record: RecordedValue,
     target: TargetValue,
 ) -> bool:
-    """Whether the target agrees once the model's value stands in place of the output."""
+    """Whether the target agrees once the output is replaced by the model's value."""
     nodes = trace.index.before(target.value, {*trace.good, output})
     if not any(output in inner_inputs(node) for node in nodes):
         return False

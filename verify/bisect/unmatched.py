@@ -1,7 +1,7 @@
-"""Unmatched: the nodes of a graph whose values the eager model does not compute anywhere in the same module.
+"""Lists the nodes of a graph whose values the eager model does not compute in the same module.
 
-A few of them are steps that an exporter writes differently, such as the square root inside a norm. The others are where
-to look for what no scenario reaches: a comparison, a choice, a factor that the model does not have.
+Some of them are steps that an exporter writes differently, such as the square root inside a norm. The others may be
+faults that no scenario reaches: comparisons, selections or factors that the model does not have.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Report, UnmatchedNode, Where
 
 CALLS = (("chunked prefill, pieces of 1 to 48 tokens", 1), ("decode chain, 16 steps", 1), ("prefill, 7 tokens", 0))
-"""Scenarios and steps whose values are compared, the first that a graph has run: with a past where it takes one."""
+"""Scenarios and steps to compare values of; the first that a graph ran is used."""
 
 MOVES = LAYOUT_OPS | {"Concat", "Slice", "Split"}
-"""They make no number that was not there before."""
+"""Operators that compute no new number."""
 
 SHOWN = 4
-"""Kinds of nodes that a note names."""
+"""Maximum number of kinds of nodes in a note."""
 
-NOT_TAPPED = "nodes without a counterpart in the model are not listed where a graph fills buffers in place"
+NOT_LISTED = "nodes without a counterpart in the model are not listed for graphs that update fixed buffers in place"
 
 
 def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) -> None:
@@ -45,10 +45,10 @@ def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) ->
     for name, where in _calls(report):
         try:
             with verified.replayed(where, eager) as replay, np.errstate(all="ignore"):  # masks overflow when squared
-                text = _listed(report, name, replay) if replay else NOT_TAPPED
-        except Exception as error:  # the verdict stands, whatever a graph of unknown making does to the search
+                text = _listed(report, name, replay) if replay else NOT_LISTED
+        except Exception as error:  # an error in the search must not change the verdict
             text = f"nodes without a counterpart in the model are not listed: {first_line(error)}"
-        after = ", those after a fault among them" if report.where and name in report.where.graph else ""
+        after = ", including those after the fault" if report.where and name in report.where.graph else ""
         report.notes.append(f"`{name}`: {text}{after}")
 
 
@@ -58,7 +58,7 @@ def _listed(report: Report, name: str, replay: ReplayedCall) -> str:
 
 
 def _calls(report: Report) -> Iterator[tuple[str, Where]]:
-    """One call for every graph that is not a copy of another."""
+    """One call for each graph that is not a copy of another."""
     for name in dict.fromkeys(check.graph for check in report.checks if check.name == "structure"):
         if name in report.copies:
             continue
@@ -71,7 +71,7 @@ def _calls(report: Report) -> Iterator[tuple[str, Where]]:
 
 
 def unmatched_nodes(replay: ReplayedCall) -> list[UnmatchedNode]:
-    """The nodes of one graph, in its order; those that only lay values out are left out."""
+    """The unmatched nodes of one graph, in order; nodes that only change the layout are left out."""
     index = GraphIndex(replay.probe.model)
     scopes = ModuleScopes(name for name, _ in replay.model.named_modules())
     values = replay.probe.read(replay.feeds, [name for node in index.nodes for name in node.output])
@@ -89,7 +89,7 @@ def unmatched_nodes(replay: ReplayedCall) -> list[UnmatchedNode]:
 def _text(nodes: Sequence[UnmatchedNode], of: int) -> str:
     """`17 of 357 nodes compute what the model does not: 5 Sqrt in layers.#.input_layernorm, …`."""
     if not nodes:
-        return f"each of {of} nodes computes what the model does"
+        return f"each of {of} nodes has a counterpart in the model"
     kinds = Counter((node.operator, re.sub(r"\d+", "#", node.scope)) for node in nodes)
     listed = [f"{count} {operator} in `{scope or '?'}`" for (operator, scope), count in kinds.most_common(SHOWN)]
     more = [f"{len(kinds) - SHOWN} more kinds"] if len(kinds) > SHOWN else []

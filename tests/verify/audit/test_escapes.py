@@ -95,9 +95,9 @@ def clipped_by_the_base_of_the_rotary_angles(graph: Nodes) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (at_random, "RandomUniform gives something else in every run"),
-        (dropped_at_random, "Dropout gives something else in every run"),
-        (clipped_by_the_base_of_the_rotary_angles, "compares what the model computes with 10000"),
+        (at_random, "RandomUniform gives different results in each run"),
+        (dropped_at_random, "Dropout gives different results in each run"),
+        (clipped_by_the_base_of_the_rotary_angles, "compares model values with 10000"),
     ],
 )
 def test_the_audit_of_decisions_names(make: Make, said: str, exported: Tiny) -> None:

@@ -1,4 +1,4 @@
-"""DerivedValues: what nodes make of values that follow from the call alone, and of constants."""
+"""DerivedValues: the results of nodes whose inputs are constants or depend on the call only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from onnx import numpy_helper
 from llmconv.verify.audit.decisions.affine_forms import (
     BLOCK,
     BLOCKS,
-    LENGTH,
     INDEX,
+    LENGTH,
     POSITION,
     TOKEN,
     WITHIN,
@@ -26,18 +26,18 @@ from llmconv.verify.audit.decisions.constant_folding import fold
 from llmconv.verify.audit.decisions.judge import DecisionJudge, sources_text
 from llmconv.verify.audit.decisions.lookup_tables import LARGEST, TABLE_ROWS, kind_of, odd_row
 from llmconv.verify.audit.decisions.operators import (
-    BENDS,
     COMPARISONS,
-    CURVES,
     EXACT_BITS,
     INTEGERS,
     LOGIC,
-    PICKS,
-    PLAIN,
+    NONLINEAR,
+    PERIODIC,
     ROUNDINGS,
     SAME,
+    SELECTIONS,
     SUMMED,
     SUMS,
+    TRANSPARENT,
     attribute,
 )
 from llmconv.verify.audit.decisions.rotary_frequencies import FREQUENCIES, is_flat_power, is_frequency
@@ -53,15 +53,15 @@ from llmconv.verify.audit.decisions.value_kinds import (
 )
 
 FOLDED_TOGETHER = 1 << 25
-"""Elements that all constants made of constants have together."""
+"""Maximum number of elements of all folded constants together."""
 
 
 class DerivedValues:
-    """What nodes make.
+    """Computes the results of nodes.
 
     Args:
-        state: of the walk.
-        judge: takes the decisions.
+        state: the state of the walk.
+        judge: receives the decisions.
     """
 
     def __init__(self, state: WalkState, judge: DecisionJudge) -> None:
@@ -69,7 +69,7 @@ class DerivedValues:
         self._room = FOLDED_TOGETHER
 
     def lengths(self, node: onnx.NodeProto) -> Value:
-        """Of Shape and Size."""
+        """Result of Shape and Size."""
         forms = self.state.lengths(node.input[0])
         if forms is None:
             return InputValue(atom(f"shape of {node.input[0]}", LENGTH, kind=ValueKind.UNKNOWN))
@@ -81,7 +81,7 @@ class DerivedValues:
         return InputValue.of_parts(parts)
 
     def _size(self, forms: list[AffineForm]) -> Value:
-        """A product of axes: known where one of them at most is no number."""
+        """A product of axes, known if at most one of them is not a number."""
         number = float(prod(int(form.number) for form in forms if not form.terms))
         call = [form for form in forms if form.terms]
         if len(call) > 1:
@@ -89,10 +89,10 @@ class DerivedValues:
         return InputValue(call[0].times(number)) if call else ConstantValue(np.array(int(number), np.int64))
 
     def counted(self, node: onnx.NodeProto, inputs: list[Value | None]) -> Value:
-        """Of Range."""
+        """Result of Range."""
         start, stop, step = (as_form(value) if value else None for value in inputs)
         if start is None or stop is None or step is None:
-            self.judge.flag(node, "counts by what is not followed", certain=False)
+            self.judge.flag(node, "counts by a value that is not analyzed", certain=False)
             return ModelValue()
         if not (start.terms or stop.terms or step.terms):
             whole = np.float32 if self.state.types.get(node.output[0]) not in INTEGERS else np.int64
@@ -103,7 +103,7 @@ class DerivedValues:
         return InputValue(start + (index if step.terms else index.times(step.number)))
 
     def folded(self, node: onnx.NodeProto, given: list[Value]) -> Value:
-        """A constant made of constants; what is not computed is known to be changed."""
+        """Result of a node with constant inputs: a constant, or a changed weight if it is not computed."""
         made = (
             fold(node, [value.array for value in given if isinstance(value, ConstantValue)]) if self._room > 0 else None
         )
@@ -114,7 +114,7 @@ class DerivedValues:
         return ModelValue()
 
     def of_call(self, node: onnx.NodeProto, given: list[Value]) -> Value:
-        """Of everything that reads the call and no data."""
+        """Result of a node that reads values of the call and constants, but no model values."""
         op, first = node.op_type, given[0]
         if op in SAME:
             return _relaid(op, first)
@@ -124,7 +124,7 @@ class DerivedValues:
             return made
         if op == "Concat":
             return self._concat(node, given)
-        if op in PICKS:
+        if op in SELECTIONS:
             return self._picked(node, given)
         if op == "ConstantOfShape":
             self.state.name_axes(node.output[0], self.state.parts(node.input[0], first) or ())
@@ -134,7 +134,7 @@ class DerivedValues:
         return self._decided(node, given)
 
     def _chosen(self, node: onnx.NodeProto, given: list[Value]) -> Value:
-        """Of Where: one of two, by a condition."""
+        """Result of Where."""
         if all(is_frequency(value) for value in given[1:]):
             self.judge.choices(node, forms_of(given[:1]))
             return InputValue(made_of(FREQUENCIES, forms_of(given), ValueKind.UNKNOWN))
@@ -166,9 +166,9 @@ class DerivedValues:
         return first
 
     def _sum(self, node: onnx.NodeProto, given: list[Value]) -> Value | None:
-        """Sums and multiples; None of what is neither."""
+        """Result of a sum or multiple; None if it is neither."""
         op, forms = node.op_type, forms_of(given)
-        if len(forms) < len(given):  # frequencies, slopes; a bias is none of the model's
+        if len(forms) < len(given):  # frequencies or slopes; models have no such bias
             return self._scaled(node, forms) if op in ("Mul", "Div") else None
         if op == "Neg":
             return InputValue(forms[0].times(-1))
@@ -185,7 +185,7 @@ class DerivedValues:
         return None
 
     def _scaled(self, node: onnx.NodeProto, forms: list[AffineForm]) -> Value:
-        """A product with a table, or a quotient: a number in it would be lost, and has to be the model's."""
+        """Product with or quotient by a table: numbers of the form disappear in it, so they must be the model's."""
         for form in forms:
             self.judge.offset(node, form)
         return InputValue(made_of(f"{node.op_type} {node.input[0]} {node.input[1]}", forms, ValueKind.UNKNOWN))
@@ -203,7 +203,7 @@ class DerivedValues:
         return InputValue(made_of("Concat", forms, _together(forms, numbers)))
 
     def _picked(self, node: onnx.NodeProto, given: list[Value]) -> Value:
-        """Elements of a list by their number; of anything else, elements of the same form."""
+        """Selected elements: of a list by index, of other values elements of the same form."""
         first, parts = given[0], as_parts(given[0])
         if isinstance(first, ConstantValue):  # a table
             kind = kind_of(first.array) if first.array.dtype.kind in "fiub" else ValueKind.UNKNOWN
@@ -213,12 +213,12 @@ class DerivedValues:
         if parts is None or not all(isinstance(value, ConstantValue) for value in given[1:]):
             return InputValue(first.form)
         chosen = fold(node, [np.arange(len(parts)), *(v.array for v in given[1:] if isinstance(v, ConstantValue))])
-        if chosen is None:  # an index beyond the list
+        if chosen is None:  # index out of range
             return InputValue(first.form)
         return InputValue.of_parts(tuple(parts[int(at)] for at in np.atleast_1d(chosen)))
 
     def _decided(self, node: onnx.NodeProto, given: list[Value]) -> Value:  # noqa: C901 - a row for each kind
-        """Everything else decides, for which it needs numbers of the model."""
+        """Result of any other node: it decides, and must do so by numbers of the model."""
         op, forms = node.op_type, forms_of(given, parts=True)
         if op == "Min" and self._is_a_block(forms):
             return InputValue(made_of(BLOCK, forms))
@@ -235,13 +235,13 @@ class DerivedValues:
             self._tables(node, given)
         elif any(as_form(value) is None for value in given):
             self.judge.flag(node, f"{op} of {sources_text(made_of('', forms))} with a table of numbers", certain=False)
-        if op not in PLAIN:
-            self.judge.flag(node, f"{op} of {sources_text(made_of('', forms))}, unsupported here", certain=False)
+        if op not in TRANSPARENT:
+            self.judge.flag(node, f"unsupported operator: {op} of {sources_text(made_of('', forms))}", certain=False)
         elif op == "Mul":
             self._product(node, forms)
         elif op == "Exp":
             self._power(node, forms[0])
-        elif op in CURVES or op in BENDS:
+        elif op in PERIODIC or op in NONLINEAR:
             if op not in ("Log", "Sqrt") or not _is_positive(forms[0]):
                 self.judge.offset(node, forms[0])
         else:
@@ -249,7 +249,7 @@ class DerivedValues:
         return InputValue(made_of(op, forms, self._nature(node, forms)))
 
     def _is_a_block(self, forms: list[AffineForm]) -> bool:
-        """Whether the new tokens are limited by a block's, and nothing else."""
+        """Whether this is the minimum of the number of new tokens and a block size."""
         numbers = {form.number for form in forms if not form.terms}
         names = {one.name for form in forms for one in form.terms}
         plain = [form for form in forms if form.terms and form.sources == {LENGTH} and self.judge.is_of_the_call(form)]
@@ -258,27 +258,27 @@ class DerivedValues:
         )
 
     def _product(self, node: onnx.NodeProto, forms: list[AffineForm]) -> None:
-        """Masks and sizes are multiplied; powers of a position are a step when they are high enough."""
+        """A product of masks or sizes is fine; a product of positions is not: a high power of a position is a step."""
         for form in forms:
             self.judge.offset(node, form)
         if sum(bool(form.sources & {INDEX, POSITION, TOKEN}) and not is_of(FREQUENCIES, form) for form in forms) > 1:
             self.judge.flag(node, f"multiplies {sources_text(forms[0])} by {sources_text(forms[1])}")
 
     def _nature(self, node: onnx.NodeProto, forms: list[AffineForm]) -> ValueKind:
-        """What the numbers of the result can be."""
+        """The possible values of the result."""
         op = node.op_type
         if op in COMPARISONS or op in LOGIC:
             return ValueKind.BINARY
-        if op in CURVES:
+        if op in PERIODIC:
             return ValueKind.PERIODIC
-        if op in BENDS or op not in PLAIN or not any(form.terms for form in forms):
+        if op in NONLINEAR or op not in TRANSPARENT or not any(form.terms for form in forms):
             return ValueKind.UNKNOWN
         if op in SUMMED:
             return ValueKind.COUNT if self._sums_the_call(node) else ValueKind.UNKNOWN
         return _together(forms, [])
 
     def _sums_the_call(self, node: onnx.NodeProto) -> bool:
-        """Whether what is summed up is as long as the call, or as the model has it: else the length is a factor."""
+        """Whether summed axes have lengths of the call or the model; otherwise the length is an unknown factor."""
         sizes = self.state.lengths(node.input[0])
         axes = self.state.values.get(node.input[1]) if len(node.input) > 1 and node.input[1] else None
         if sizes is None or (axes is not None and not isinstance(axes, ConstantValue)):
@@ -288,13 +288,13 @@ class DerivedValues:
         return all(self.judge.is_of_the_call(size) for size in summed)
 
     def _power(self, node: onnx.NodeProto, form: AffineForm) -> None:
-        """A power of a logarithm is one of the position; any other grows from nothing to everything."""
+        """The exponential of a logarithm is a power of the position; any other exponential can be a step."""
         if not is_of("Log", form):
             self.judge.flag(node, f"raises a number to the power of {sources_text(form)}")
 
 
 def _cut(op: str, given: list[Value], forms: list[AffineForm]) -> list[AffineForm]:
-    """What a node compares, as one form for each comparison."""
+    """The compared values, as one difference for each comparison."""
     if op in COMPARISONS and len(given) == 2:
         left, right = (as_parts(value) or forms_of([value]) for value in given)
         if left and right and (len(left) == len(right) or 1 in (len(left), len(right))):
@@ -304,12 +304,12 @@ def _cut(op: str, given: list[Value], forms: list[AffineForm]) -> list[AffineFor
 
 
 def _is_positive(form: AffineForm) -> bool:
-    """Whether a sum of what is never below zero has no zero itself: there is no place where it bends."""
+    """Whether a form is always positive, so that its logarithm and root have no singularity."""
     return form.number > 0 and all(factor > 0 for factor in form.terms.values()) and form.kind <= ValueKind.COUNT
 
 
 def _together(forms: list[AffineForm], numbers: list[float]) -> ValueKind:
-    """What several can be that are put together: no truth where another number is among them."""
+    """Possible values of several forms and numbers together: not binary if another number is among them."""
     numbers = [*numbers, *(form.number for form in forms if not form.terms)]
     kind = max((form.kind for form in forms if form.terms), default=ValueKind.BINARY)
     odd = any(number not in (0, 1) and abs(number) < LARGEST for number in numbers)
@@ -320,13 +320,13 @@ def _together(forms: list[AffineForm], numbers: list[float]) -> ValueKind:
 
 
 def _numbers(values: list[Value]) -> list[float]:
-    """The different numbers of the constants that are lists of them."""
+    """The distinct numbers of constants with several elements."""
     arrays = [one.array for one in values if isinstance(one, ConstantValue) and as_form(one) is None]
     return sorted({float(number) for array in arrays if array.dtype.kind in "fiub" for number in np.unique(array)})
 
 
 def _relaid(op: str, first: Value) -> Value:
-    """The same elements; a list stays one where it only loses or gains an axis."""
+    """The same elements; a list remains a list if it only loses or gains an axis."""
     if isinstance(first, InputValue) and first.parts is not None and op not in ("Squeeze", "Identity", "Unsqueeze"):
         return InputValue(first.form)
     return first

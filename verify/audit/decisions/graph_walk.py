@@ -97,7 +97,7 @@ class GraphWalk:
     def _inner(self, node: onnx.NodeProto, given: list[Value]) -> Value:
         """If, Loop and Scan, whose subgraphs can read the values around them.
 
-        A model's scans go over model values only. Values that a branch or a loop derives from the call are not analyzed.
+        A model's scans go over model values only. Values that branches or loops derive from the call are not analyzed.
         """
         graphs = [one.g for one in node.attribute if one.HasField("g")]
         text = f"{node.op_type} of a value that is not analyzed"

@@ -99,7 +99,7 @@ Value = ConstantValue | InputValue | ModelValue
 
 
 def as_form(value: Value) -> AffineForm | None:
-    """The form of a value's elements; None for model values, and for constants that are neither one number nor an index."""
+    """The form of a value's elements; None for model values and constants that are neither a number nor an index."""
     if isinstance(value, InputValue):
         return value.form
     if isinstance(value, ConstantValue) and (number := value.number) is not None and np.isfinite(number):
