@@ -92,16 +92,20 @@ def _is_shape_input(node: onnx.NodeProto, name: str) -> bool:
 
 
 class AgreementTrace:
-    """Tells the values that agree from those that do not.
+    """Determines which values of a graph agree with the model.
 
     Args:
-        index: of the graph.
+        index: the nodes of the graph.
         scopes: finds the module of a node.
-        values: of the graph, probe.
-        records: of the eager model.
-        comparison: of one value with another.
-        trusted: values that need no comparison.
-        changing: operators that agree with a record of the same kind only where they leave a value as it is.
+        values: of the graph, by name.
+        records: values of the eager model.
+        comparison: compares two values.
+        trusted: names of values that need no comparison.
+        changing: operators that, where they leave a value unchanged, agree only with a matching operator of the model.
+
+    Attributes:
+        matched: names of the values that agree.
+        good: names of the correct values.
     """
 
     def __init__(

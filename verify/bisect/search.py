@@ -1,8 +1,8 @@
 """Bisection: searches for the first node of a graph that differs from the eager model, after a check failed.
 
-The cache shows between which layers the fault is, or else a binary search over the layers' outputs. There, every value
-is compared with the model's values in the same module (`agreement_trace`), the failing nodes are reduced to the smallest
-failing piece (`smallest_piece`), and compared with the model's modules (`findings`).
+The cache, or else a binary search over the layers' outputs, shows between which layers the fault is. There, every value
+is compared with the model's values in the same module (`agreement_trace`), the failing nodes are reduced to the
+smallest failing piece (`smallest_piece`), and compared with the model's modules (`findings`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds the smallest failing piece of a graph, by replacing values with those of the model.
 
-If all later values agree once a value is replaced by the model's, the fault is before that value. So the first value that
-repairs the result is the end of the failing piece, and the last values that agree are its start.
+If all later values agree once a value is replaced by the model's, the fault is before that value. So the first value
+that repairs the result is the end of the failing piece, and the last values that agree are its start.
 """
 
 from __future__ import annotations

@@ -33,12 +33,12 @@ NOT_LISTED = "nodes without a counterpart in the model are not listed for graphs
 
 
 def list_unmatched(report: Report, verified: Replayable, eager: Eager | None) -> None:
-    """Fills `report.unmatched` by graph, with a note for each; a graph that cannot be probe has a note alone.
+    """Fills `report.unmatched` by graph, with a note for each; a graph that cannot be probed only gets a note.
 
     Args:
-        report: of a run.
-        verified: runs one of its calls once more.
-        eager: the reference; None where no graph could be run.
+        report: of a verification.
+        verified: replays one of its calls.
+        eager: the reference; None if no graph could be run.
     """
     if eager is None or eager.is_layered or report.quantization:
         return

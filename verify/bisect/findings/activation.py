@@ -1,4 +1,4 @@
-"""Finding on the activation: which function the graph computes, and which the model does, by their values."""
+"""Finds another activation function, by comparing values with known functions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "identity": lambda x: x,
 }
 CLOSE = 2e-6
-"""Relative distance up to which a float32 graph computes a function."""
+"""Relative tolerance for a function computed in float32."""
 
 
 def activation(suspect: Suspect) -> Finding | None:
-    """The module gives the function of another name, or of none."""
+    """An activation function other than the model's."""
     for node in suspect.nodes:
         scope = suspect.scope(node)
         ports = {record.op: record.exact for record in suspect.trace.ports if record.scope == scope}
@@ -43,14 +43,14 @@ def activation(suspect: Suspect) -> Finding | None:
 
 
 def _form(suspect: Suspect) -> str:
-    """Of a function that has no name: the number that makes it another."""
+    """Describes an unknown function by its first constant."""
     numbers = (value for name in suspect.nodes[0].input if (value := suspect.constant(name)) is not None)
     number = next((float(value.reshape(())) for value in numbers if value.size == 1), None)
     return "of another form" if number is None else f"of another form (constant {number:.6g})"
 
 
 def _graph_function(suspect: Suspect, scope: str, size: int) -> str:
-    """What the graph makes of the module's input."""
+    """Name of the function that the graph computes in the module; empty if it is unknown."""
     trace = suspect.trace
     nodes = [node for node in trace.index.nodes if trace.scopes.of(node) == scope]
     made = {name for node in nodes for name in node.output}
@@ -66,7 +66,7 @@ def _size(suspect: Suspect, name: str) -> int:
 
 
 def _named(given: Array, made: Array) -> str:
-    """The function that turns one into the other; empty for one that is not in the table."""
+    """Name of the function that maps one array to the other; empty if it is not in the table."""
     inputs = torch.from_numpy(np.ascontiguousarray(given, dtype=np.float64)).reshape(-1)
     scale = float(np.sqrt(np.mean(np.square(made, dtype=np.float64)))) or 1.0
     for name, function in FUNCTIONS.items():

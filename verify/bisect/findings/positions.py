@@ -1,4 +1,4 @@
-"""Findings on positions: the rotary table, ALiBi's slopes, the positions themselves."""
+"""Finds wrong positions: rotary frequencies, ALiBi slopes, position ids."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from llmconv.verify.bisect.findings.suspect import Finding, Suspect, difference
 
 CLOSE = 1e-6
 FEW = 4
-"""Positions that are shown."""
+"""Number of positions in a text."""
 
 
 def rotary_table(suspect: Suspect) -> Finding | None:
-    """Constants that should be a rotary module's frequencies."""
+    """Constants that differ from a rotary module's frequencies."""
     tables = {
         name.rpartition(".")[0]: buffer.detach().double().numpy().ravel()
         for name, buffer in suspect.replay.model.named_buffers()
@@ -53,7 +53,7 @@ def _through(table: Array, dtype: Any) -> Array:
 
 
 def _base(table: Array) -> float | None:
-    """The base of frequencies base^(-2i/d); None where they are of another form."""
+    """The base of frequencies base^(-2i/d); None if they have another form."""
     if table.size < 3 or (table <= 0).any():
         return None
     exponents = np.arange(table.size) / table.size
@@ -62,7 +62,7 @@ def _base(table: Array) -> float | None:
 
 
 def alibi_slopes(suspect: Suspect) -> Finding | None:
-    """Constants that should be the slopes of ALiBi, one for each head."""
+    """Constants that differ from the ALiBi slopes, one for each head."""
     heads = getattr(suspect.config, "num_attention_heads", None) or getattr(suspect.config, "n_head", 0)
     for node in suspect.nodes:
         for name in node.input if node.op_type == "Mul" else ():
