@@ -9,7 +9,7 @@ import numpy as np
 
 from llmconv.errors import LlmconvError, OutOfMemory, UsageProblem
 from llmconv.runtime.runner import Step
-from llmconv.verify.comparison.candidates import Agreement, Candidate, check_scenario, steady, unsteady
+from llmconv.verify.comparison.candidates import Candidate, PrefillDecodeAgreement, check_scenario, steady, unsteady
 from llmconv.verify.other_exporters.graph_cache import ExternalCache
 from llmconv.verify.other_exporters.position_counts import (
     checks_with_padding_counted,
@@ -18,9 +18,9 @@ from llmconv.verify.other_exporters.position_counts import (
 )
 from llmconv.verify.other_exporters.runners import ExternalRunner, RecordedSteps
 from llmconv.verify.other_exporters.session import ExternalGraph
-from llmconv.verify.reference.eager import Eager, Truths, run_chain
+from llmconv.verify.reference.eager import Eager, ExpectedOutputs, run_chain
 from llmconv.verify.results.evidence import Evidence
-from llmconv.verify.results.measure import Gates, Truth, rms
+from llmconv.verify.results.measure import ExpectedOutput, Gates, rms
 from llmconv.verify.results.report import Check
 from llmconv.verify.scenarios.calls import Call, Chain
 from llmconv.verify.scenarios.table import Scenario
@@ -77,7 +77,7 @@ def check_external(
     scenario: Scenario,
     chains: list[Chain],
     candidate: ExternalCandidate,
-    truths: Truths,
+    truths: ExpectedOutputs,
     eager: Eager,
     gates: Gates,
     evidence: Evidence | None = None,
@@ -97,7 +97,7 @@ def check_external(
     """
     refusals = [next(filter(None, map(candidate.refuses, chain)), "") for chain in chains]
     if all(refusals):
-        return check_scenario(scenario, chains, candidate, truths, gates, Agreement(gates))
+        return check_scenario(scenario, chains, candidate, truths, gates, PrefillDecodeAgreement(gates))
     supported = [at for at, reason in enumerate(refusals) if not reason]
     chains = [chains[at] for at in supported]
     try:
@@ -112,7 +112,7 @@ def check_external(
     if any(check.verdict == "fail" for check in checks) and may_count_padding(candidate.external, chains):
         other = replace(scenario, name=f"{scenario.name}, positions count padding")
         counting = with_padding_counted(chains)
-        counted = _compare(scenario, counting, candidate, runs, eager.truths(other, counting), gates)
+        counted = _compare(scenario, counting, candidate, runs, eager.expected_outputs(other, counting), gates)
         checks = checks_with_padding_counted(checks, counted, chains)
     skipped = len(refusals) - len(supported)
     why = f"{skipped} of {len(refusals)} sequences skipped: {next(filter(None, refusals))}" if skipped else ""
@@ -124,7 +124,7 @@ def _compare(
     chains: list[Chain],
     candidate: ExternalCandidate,
     runs: list[list[Step]],
-    truths: Truths,
+    truths: ExpectedOutputs,
     gates: Gates,
     evidence: Evidence | None = None,
 ) -> list[Check]:
@@ -136,10 +136,10 @@ def _compare(
         for wanted, steps in zip(truths, runs, strict=True)
     ]
     recorded = replace(candidate, runner=RecordedSteps(step for steps in runs for step in steps), last_only=last_only)
-    return check_scenario(scenario, chains, recorded, expected, gates, Agreement(gates), evidence)
+    return check_scenario(scenario, chains, recorded, expected, gates, PrefillDecodeAgreement(gates), evidence)
 
 
-def _comparable(truth: dict[str, Truth], step: Step) -> dict[str, Truth]:
+def _comparable(truth: dict[str, ExpectedOutput], step: Step) -> dict[str, ExpectedOutput]:
     """The truth of the outputs that a step returned: without a missing cache, and with the tokens of a window only."""
     kept = step.present.kept if isinstance(step.present, ExternalCache) else {}
     return {
@@ -149,7 +149,7 @@ def _comparable(truth: dict[str, Truth], step: Step) -> dict[str, Truth]:
     }
 
 
-def _last_tokens(truth: Truth, count: int) -> Truth:
+def _last_tokens(truth: ExpectedOutput, count: int) -> ExpectedOutput:
     """The truth of the last `count` tokens; earlier tokens are not compared."""
     forgotten = truth.valid.shape[1] - count
     if forgotten <= 0:

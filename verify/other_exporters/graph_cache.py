@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmconv.tensors import Array
-from llmconv.verify.scenarios.calls import Edit
-from llmconv.verify.scenarios.synthetic_past import MadeUp
+from llmconv.verify.scenarios.calls import CacheEdit
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ExternalCache:
     position_ids: Array
 
     @classmethod
-    def made_up(cls, past: MadeUp) -> ExternalCache:
+    def made_up(cls, past: SyntheticPast) -> ExternalCache:
         """A synthetic past, whose tokens are unknown and therefore 0."""
         arrays = past.arrays()
         unknown = np.zeros((past.rows, past.length), dtype=np.int64)
@@ -44,8 +44,8 @@ class ExternalCache:
         """See `Cache.arrays`; tokens that a layer no longer keeps are zeros."""
         return {name: _padded_left(array, self.length) for name, array in self.kept.items()}
 
-    def edited(self, edit: Edit, mask: Array) -> ExternalCache:
-        """See `Edit.apply`; in ring buffers only the order of the rows changes."""
+    def edited(self, edit: CacheEdit, mask: Array) -> ExternalCache:
+        """See `CacheEdit.apply`; in ring buffers only the order of the rows changes."""
         rows = list(edit.rows) if edit.rows is not None else slice(None)
         end = self.length - edit.drop
         ids, positions = self.input_ids[rows, :end], self.position_ids[rows, :end]

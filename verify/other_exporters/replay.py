@@ -13,8 +13,8 @@ from llmconv.runtime.onnxruntime.guard import graphs, load_guarded
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array, LazyTensor
-from llmconv.verify.bisect.replay import Replay
-from llmconv.verify.comparison.graph_probe import Tapped
+from llmconv.verify.bisect.replay import ReplayedCall
+from llmconv.verify.comparison.graph_probe import GraphProbe
 from llmconv.verify.other_exporters.candidates import ExternalCandidate, external_candidates
 from llmconv.verify.other_exporters.content_matching import InitializerContent
 from llmconv.verify.other_exporters.graph_cache import ExternalCache
@@ -23,11 +23,11 @@ from llmconv.verify.other_exporters.port_map import AXES, Binding
 from llmconv.verify.other_exporters.scaled_weights import scaled_settings
 from llmconv.verify.other_exporters.session import ExternalGraph, ModelSizes
 from llmconv.verify.reference.eager import Eager, edited, run_chain
-from llmconv.verify.reference.weight_scaling import change_of
+from llmconv.verify.reference.weight_scaling import scaling_of
 from llmconv.verify.results.report import Where
 from llmconv.verify.scenarios.calls import Call, Chain
-from llmconv.verify.scenarios.synthetic_past import MadeUp
-from llmconv.verify.scenarios.table import scenarios
+from llmconv.verify.scenarios.selection import Selection
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class ExternalGraphs:
     named: str = ""
 
     @contextmanager
-    def replayed(self, where: Where, eager: Eager) -> Iterator[Replay | None]:
+    def replayed(self, where: Where, eager: Eager) -> Iterator[ReplayedCall | None]:
         """Context with the call of a finding; None if it takes more than one run of one graph."""
         if not where.scenario.endswith(self.named):
             yield None
             return
         name = where.scenario.removesuffix(self.named)
         settings = [self.settings for _ in self.files]
-        if change := change_of(name):
-            eager, name = eager.twin(change), name.removesuffix(f", {change.name}")
+        if change := scaling_of(name):
+            eager, name = eager.scaled(change), name.removesuffix(f", {change.name}")
             settings = [
                 scaled_settings(self.settings, file, self.tensors, change, at_weights=True) for file in self.files
             ]
@@ -65,7 +65,7 @@ class ExternalGraphs:
 
     def _prepared(
         self, where: Where, scenario: str, settings: Sequence[SessionSettings], eager: Eager
-    ) -> Replay | None:
+    ) -> ReplayedCall | None:
         opened = [file.open(self.facts, own) for file, own in zip(self.files, settings, strict=True)]
         found = [graph for graph in opened if isinstance(graph, ExternalGraph)]
         candidate = next((one for one in external_candidates(found) if one.name == where.graph), None)
@@ -85,13 +85,13 @@ class ExternalGraphs:
             change(file.path, model)
         names = free_names(model, port_names(graph.binding) | _tensor_names(file.contents))
         feeds = {names.get(name, name): array for name, array in feeds.items()}
-        tapped = Tapped(renamed(model, names, graph.binding), file.path.parent, self.settings)
-        return Replay(tapped, feeds, chain[step], 0, eager.dtype, chain[:step], eager)
+        tapped = GraphProbe(renamed(model, names, graph.binding), file.path.parent, self.settings)
+        return ReplayedCall(tapped, feeds, chain[step], 0, eager.dtype, chain[:step], eager)
 
 
 def _locate(candidate: ExternalCandidate, scenario: str, step: int, eager: Eager) -> tuple[Chain, int] | None:
     """The chain and the index in it of a step of a scenario, counted over the calls that the graphs support."""
-    built = next((chains for row, chains in scenarios("full", eager.facts()) if row.name == scenario), [])
+    built = next((chains for row, chains in Selection("full").calls(eager.facts()) if row.name == scenario), [])
     supported = [chain for chain in built if not any(candidate.refuses(call) for call in chain)]
     calls = [(chain, at) for chain in supported for at in range(len(chain))]
     return calls[step] if step < len(calls) else None
@@ -99,7 +99,7 @@ def _locate(candidate: ExternalCandidate, scenario: str, step: int, eager: Eager
 
 def _feeds(graph: ExternalGraph, call: Call, past: Cache | None) -> dict[str, Array] | None:
     """Every input of a graph for one call; None if the call takes several runs or runs cached tokens again."""
-    past = ExternalCache.made_up(past) if isinstance(past, MadeUp) else past
+    past = ExternalCache.made_up(past) if isinstance(past, SyntheticPast) else past
     before = past.length if past else 0
     rows, new = call.input_ids.shape
     if graph.limits.rings or (before and not graph.keeps_cache) or graph.limits.width(rows, before, new) < new:

@@ -22,7 +22,7 @@ from llmconv.verify.comparison.scaled_graph import scale
 from llmconv.verify.other_exporters.content_matching import InitializerContent
 from llmconv.verify.other_exporters.graph_file import GraphFile
 from llmconv.verify.other_exporters.quantized.tensor_matching import MatchedMatrix, TensorMatch
-from llmconv.verify.reference.weight_scaling import CHANGES, Change
+from llmconv.verify.reference.weight_scaling import SCALINGS, WeightScaling
 
 
 def why_not_scalable(
@@ -57,7 +57,7 @@ def _why_scales_are_not_scalable(quantized: Sequence[MatchedMatrix]) -> str:
     for one in quantized:
         if not all(_window(one, match) for match in one.matches):
             return f"the tensors in `{one.stored.name}` share scales"
-        if any(not _is_exact(one.stored.scale, change.factor) for change in CHANGES):
+        if any(not _is_exact(one.stored.scale, change.factor) for change in SCALINGS):
             return f"the scales of `{one.stored.name}` are too small to be made smaller"
     return ""
 
@@ -81,7 +81,7 @@ def scaled_settings(
     settings: SessionSettings,
     file: GraphFile,
     reference: Mapping[str, LazyTensor],
-    change: Change,
+    change: WeightScaling,
     *,
     at_weights: bool = False,
 ) -> SessionSettings:
@@ -108,19 +108,21 @@ def scaled_settings(
     return replace(settings, change=apply)
 
 
-def _scaled_grid(values: Array, one: MatchedMatrix, reference: Mapping[str, LazyTensor], change: Change) -> Array:
+def _scaled_grid(
+    values: Array, one: MatchedMatrix, reference: Mapping[str, LazyTensor], change: WeightScaling
+) -> Array:
     """The scales of a quantized matrix, multiplied by the factors of its tensors."""
     grid = values.reshape(one.stored.scale.shape)
     for match in one.matches:
-        factor = change.of(match.name, reference[match.name].shape)
+        factor = change.factor_of(match.name, reference[match.name].shape)
         grid[_window(one, match)] *= values.dtype.type(factor)
     return grid.reshape(values.shape)
 
 
-def _factor(content: InitializerContent, reference: Mapping[str, LazyTensor], change: Change) -> float | Array:
+def _factor(content: InitializerContent, reference: Mapping[str, LazyTensor], change: WeightScaling) -> float | Array:
     """The factor of an initializer; per row or column if it contains several tensors."""
     if content.whole:
-        return change.of(content.whole, reference[content.whole].shape)
+        return change.factor_of(content.whole, reference[content.whole].shape)
     if not content.parts:
         return 1.0
     transposed = not content.covered(transposed=False)
@@ -129,5 +131,5 @@ def _factor(content: InitializerContent, reference: Mapping[str, LazyTensor], ch
     for part in content.parts:
         rows = [row for row in part.rows if row not in done] if part.transposed is transposed else []
         done |= set(rows)
-        found[rows] = change.of(part.name, reference[part.name].shape)
+        found[rows] = change.factor_of(part.name, reference[part.name].shape)
     return found if transposed else found.reshape(-1, *[1] * (len(content.shape) - 1))

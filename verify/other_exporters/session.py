@@ -25,7 +25,7 @@ from llmconv.tensors import Array
 from llmconv.verify.other_exporters.graph_cache import ExternalCache, unroll_ring
 from llmconv.verify.other_exporters.graph_limits import GraphLimits
 from llmconv.verify.other_exporters.port_map import AXES, Binding
-from llmconv.verify.scenarios.synthetic_past import MadeUp
+from llmconv.verify.scenarios.synthetic_past import SyntheticPast
 
 DTYPES = {
     "tensor(float)": "float32",
@@ -110,7 +110,7 @@ class ExternalGraph:
             InputRefused: the past belongs to another kind of runner.
             MalformedInput: onnxruntime cannot run the graph on them.
         """
-        past = ExternalCache.made_up(past) if isinstance(past, MadeUp) else past
+        past = ExternalCache.made_up(past) if isinstance(past, SyntheticPast) else past
         if past is not None and not isinstance(past, ExternalCache):
             raise InputRefused(
                 f"`{self.name}` cannot continue the cache of another runner", hint="start without a past"

@@ -155,7 +155,7 @@ def render_markdown(report: Report, date: str = "") -> str:
         "",
     ]
     lines += [f"**Where:** {_cell(report.where.text, LINE_LIMIT)}", ""] if report.where else []
-    lines += [f"* {_cell(note, LINE_LIMIT)}" for note in [*report.copies_told(), *report.notes]] + [""]
+    lines += [f"* {_cell(note, LINE_LIMIT)}" for note in [*report.copy_lines(), *report.notes]] + [""]
     if report.quantization:
         lines += ["**Quantization:**", "", *(f"* {_cell(line)}" for line in report.quantization.lines()), ""]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]

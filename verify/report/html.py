@@ -66,9 +66,7 @@ def render_html(report: Report, date: str) -> str:
 
 def _banner(report: Report, date: str) -> str:
     where = f'<p class="where">{_text(report.where.text, LINE_LIMIT)}</p>' if report.where else ""
-    notes = "".join(
-        f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in [*report.copies_told(), *report.notes]
-    )
+    notes = "".join(f'<p class="small">{_text(note, LINE_LIMIT)}</p>' for note in [*report.copy_lines(), *report.notes])
     day, _, clock = date.removesuffix("Z").partition("T")
     return (
         f'<div class="banner {report.verdict}"><h1>{report.verdict.upper()}</h1>'

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
-from typing import Any
+from typing import Any, TypeAlias
 
 from llmconv.runtime.cache_names import is_present
 from llmconv.verify.results.evidence import Evidence
@@ -51,6 +51,10 @@ class Check:
     def is_measured(self) -> bool:
         """Whether numbers were compared; of files, weights and structure none are."""
         return bool(self.output) and self.verdict != "skip"
+
+
+Checks: TypeAlias = Iterator[list[Check]]
+"""Checks as they are made, a list at a time."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,7 @@ class Report:
         """All checks but those of copies."""
         return [check for check in self.checks if check.graph not in self.copies]
 
-    def copies_told(self) -> list[str]:
+    def copy_lines(self) -> list[str]:
         """A line per graph that is the same bytes as another."""
         return [f"`{first}` and `{name}` are the same bytes, run once" for name, first in self.copies.items()]
 
@@ -194,7 +198,7 @@ class Report:
 
     def closing_lines(self) -> list[str]:
         """Notes, where to look, and the summary."""
-        lines = [f"NOTE | {clean(note, LINE_LIMIT)}" for note in [*self.copies_told(), *self.notes]]
+        lines = [f"NOTE | {clean(note, LINE_LIMIT)}" for note in [*self.copy_lines(), *self.notes]]
         lines += [f"QUANTISATION | {clean(line)}" for line in self.quantization.lines()] if self.quantization else []
         if self.where:
             lines.append(f"WHERE | {clean(self.where.text, LINE_LIMIT)}")

@@ -20,7 +20,7 @@ from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
 from llmconv.verify import Check, verify, verify_graphs
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
-from llmconv.verify.audit.decisions.config_numbers import Numbers
+from llmconv.verify.audit.decisions.config_numbers import ConfigNumbers
 from llmconv.verify.audit.decisions.lookup_tables import odd_row
 from llmconv.verify.comparison.graph_probe import FOLDER_KEY
 from llmconv.verify.reference.eager import Eager
@@ -165,7 +165,7 @@ def test_a_weight_that_is_made_float32_after_a_change_is_changed(tiny: Tiny, tmp
     cast.input[0] = "changed"
     model.graph.node.insert(0, change)
     onnx.save(model, folder / "decode.onnx")
-    assert "in weights that nodes have changed" in audit(folder).detail
+    assert "in weights that nodes changed" in audit(folder).detail
 
 
 def test_a_stage_without_sliding_layers_needs_no_window(optioned: Callable[..., Path]) -> None:
@@ -197,13 +197,13 @@ def test_rotary_frequencies_may_depend_on_the_length(scaling: dict[str, Any], tm
 
 
 def test_scores_of_experts_may_be_compared_with_twice_the_jitter() -> None:
-    assert Numbers.of({"router_jitter_noise": 0.013}).bounds_data(0.026)
-    assert not Numbers.of({"input_jitter_noise": 0.013}).bounds_data(0.026)
+    assert ConfigNumbers.of({"router_jitter_noise": 0.013}).bounds_data(0.026)
+    assert not ConfigNumbers.of({"input_jitter_noise": 0.013}).bounds_data(0.026)
 
 
 @pytest.mark.parametrize("factor", [None, "4", [4], True])
 def test_a_factor_that_is_no_number_is_passed_over(factor: object) -> None:
-    assert Numbers.of({"rope_scaling": {"type": "dynamic", "factor": factor}, "max_seq_len": 64}).lengths == {
+    assert ConfigNumbers.of({"rope_scaling": {"type": "dynamic", "factor": factor}, "max_seq_len": 64}).lengths == {
         63,
         64,
         65,
@@ -238,7 +238,7 @@ def test_a_number_that_the_config_leaves_to_transformers_is_the_model_s(exported
     folder = decode_only(exported("gpt2"), tmp_path / "bare")
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    assert read_config(folder)["meant"]["n_positions"] == 1024 != fields["n_positions"]
+    assert read_config(folder)["default"]["n_positions"] == 1024 != fields["n_positions"]
 
 
 def test_a_graph_that_cannot_be_followed_fails(exported: Tiny) -> None:
@@ -246,7 +246,7 @@ def test_a_graph_that_cannot_be_followed_fails(exported: Tiny) -> None:
     users(model, "Concat")[0].ClearField("attribute")
     model.graph.node.append(onnx.helper.make_node("Add", ["logits"], ["nothing"]))
     check = audit_decisions("decode.onnx", model, {})
-    assert check.verdict == "fail" and "cannot be followed" in check.detail
+    assert check.verdict == "fail" and "cannot be analyzed" in check.detail
 
 
 def foreign(folder: Path, reference: Path, eager: Eager) -> tuple[list[Check], list[str]]:
@@ -311,7 +311,7 @@ def test_a_field_that_the_config_s_class_does_not_have_makes_no_number_the_model
 
 def test_the_config_of_a_folder_s_own_code_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "its_own", "its_window": 77}))
-    assert read_config(tmp_path) == {"said": {"model_type": "its_own", "its_window": 77}, "meant": {}}
+    assert read_config(tmp_path) == {"stated": {"model_type": "its_own", "its_window": 77}, "default": {}}
 
 
 def test_a_prefix_that_the_manifest_lacks_is_not_the_model_s(optioned: Callable[..., Path]) -> None:
@@ -332,4 +332,4 @@ def test_axes_that_a_graph_declares_itself_are_not_believed(exported: Tiny, tmp_
     total = graph.make("Add", graph.new_length(), graph.new_length())
     graph.scale_hidden(graph.loud(graph.make("Equal", graph.axis(longer, 1), total)))
     onnx.save(model, folder / "decode.onnx")
-    assert "by what is not followed" in audit(folder).detail
+    assert "by a value that is not analyzed" in audit(folder).detail

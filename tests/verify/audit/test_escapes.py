@@ -17,7 +17,7 @@ from llmconv.verify import Report, verify
 from llmconv.verify.audit.decisions.audit import audit_decisions, read_config
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import NAMES, require_writable, write_report
-from llmconv.verify.scenarios.calls import Facts
+from llmconv.verify.scenarios.calls import ModelFacts
 from llmconv.verify.scenarios.table import SCENARIOS, Scenario
 from tests.builders.mutants.mutants import clips_dropped
 from tests.builders.mutants.surgery import initializer, replace_input
@@ -95,9 +95,9 @@ def clipped_by_the_base_of_the_rotary_angles(graph: Nodes) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (at_random, "RandomUniform gives something else in every run"),
-        (dropped_at_random, "Dropout gives something else in every run"),
-        (clipped_by_the_base_of_the_rotary_angles, "compares what the model computes with 10000"),
+        (at_random, "RandomUniform gives different results in each run"),
+        (dropped_at_random, "Dropout gives different results in each run"),
+        (clipped_by_the_base_of_the_rotary_angles, "compares model values with 10000"),
     ],
 )
 def test_the_audit_of_decisions_names(make: Make, said: str, exported: Tiny) -> None:
@@ -107,12 +107,12 @@ def test_the_audit_of_decisions_names(make: Make, said: str, exported: Tiny) -> 
 
 
 def test_the_tokens_at_both_ends_and_that_of_padding_are_run() -> None:
-    chains = scenario("first and last token").build(Facts(1000, padding=500))
+    chains = scenario("first and last token").build(ModelFacts(1000, padding=500))
     assert {int(token) for chain in chains for token in chain[0].input_ids.ravel()} == {0, 1, 499, 500, 501, 998, 999}
 
 
 def test_two_rows_lie_on_both_sides_of_the_original_context() -> None:
-    chains = scenario("beyond the original context").build(Facts(50, 300, original=40))
+    chains = scenario("beyond the original context").build(ModelFacts(50, 300, original=40))
     assert any(call.position_ids[-1].max() < 40 < call.position_ids[0].min() for chain in chains for call in chain)
 
 
@@ -133,7 +133,7 @@ def test_a_graph_without_the_position_ids_that_the_model_takes_fails(
 ) -> None:
     folder = faulty(exported("llama"), tmp_path / "faulty", without_positions)
     report = verify(folder, only=["prefill, 7 tokens"], eager=eager("llama"))
-    assert details(report, "structure") == "input position_ids is missing"
+    assert details(report, "structure") == "missing input: position_ids"
 
 
 def embedding_elsewhere(model: onnx.ModelProto, folder: Path) -> bool:

@@ -53,7 +53,7 @@ def test_a_changed_graph_fails_although_it_computes_the_same(folder: Path, eager
     assert [(check.name, check.graph) for check in failed] == [("graph file", "prefill.onnx")]
     assert failed[0].detail == (
         "graph changed: `prefill.onnx` is not the graph that was exported (its sha256 differs); "
-        "export again, or pass `--allow-changed` to judge it as it is"
+        "export again, or pass `--allow-changed` to verify it as it is"
     )
     assert report.exit_code == 1
 
@@ -110,12 +110,12 @@ def test_a_graph_without_a_sha256_in_the_manifest_is_said(folder: Path) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest))
     checks, notes = audit(folder)
     assert [check.graph for check in checks] == ["prefill.onnx"]
-    assert notes == ["`decode.onnx` has no sha256 in `llmconv.json`: it may be another than was exported"]
+    assert notes == ["`decode.onnx` has no sha256 in `llmconv.json`: a change after its export cannot be detected"]
 
 
 def test_a_folder_without_a_manifest_is_said(folder: Path) -> None:
     (folder / MANIFEST).unlink()
-    assert audit(folder) == ([], ["no `llmconv.json`: whether the graphs are those that were exported is unknown"])
+    assert audit(folder) == ([], ["no `llmconv.json`: changes of the graphs after their export cannot be detected"])
 
 
 def test_the_command_line_allows_a_changed_graph(folder: Path) -> None:

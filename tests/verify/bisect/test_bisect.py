@@ -15,7 +15,7 @@ from llmconv.runtime.onnxruntime.graph_entry import graph_entries
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify import Report, verify
 from llmconv.verify.audit.stages_as_one import load_whole
-from llmconv.verify.bisect.replay import Folder
+from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.bisect.search import name_node
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Where
@@ -45,7 +45,7 @@ def searched(folder: Path, eager: Eager, where: Where, minimize: Path | None = N
     entries = graph_entries(folder)
     models = {entry.name: load_whole(folder, entry) for entry in entries}
     report = Report(folder.name, folder.name, "quick", [], where)
-    name_node(report, Folder(folder, entries, models, SessionSettings()), eager, minimize)
+    name_node(report, VerifiedFolder(folder, entries, models, SessionSettings()), eager, minimize)
     return report
 
 
@@ -68,7 +68,7 @@ FOUND = [
         "layers.1.self_attn: attention scale 0.2525 in the graph, 0.25 in the model",
     ),
     ("llama", "causal mask too narrow", MASKED, "model: a token does not see itself"),
-    ("llama", "causal mask too wide", MASKED, "model: a token sees later ones"),
+    ("llama", "causal mask too wide", MASKED, "model: a token sees later tokens"),
     ("llama", "padding ignored", failing(PADDED, 0, "present.1.key", 1), "model: padding is attended to"),
     (
         "llama",
@@ -92,7 +92,7 @@ FOUND = [
         "llama",
         "two present names swapped",
         failing(PREFILL, 0, "present.1.key", 1),
-        "`present.1.key` holds what the model has as `present.2.key`",
+        "`present.1.key` contains the model's `present.2.key`",
     ),
     (
         "llama",
@@ -111,7 +111,7 @@ FOUND = [
         "llama",
         "untied head tied",
         LOGITS,
-        "lm_head: reads `model.embed_tokens.weight`, the model has `lm_head.weight` there",
+        "lm_head: reads `model.embed_tokens.weight`, the model has `lm_head.weight` instead",
     ),
     (
         "gemma2",
@@ -130,7 +130,7 @@ FOUND = [
         "gemma2",
         "window dropped",
         failing("prefill, 33 tokens", 0, "present.1.key", 1),
-        "model: tokens behind the sliding window of 8 are seen",
+        "model: tokens outside the sliding window of 8 are seen",
     ),
     (
         "gemma2",
@@ -227,7 +227,7 @@ def test_a_fault_of_the_optimisation_is_told_from_one_of_the_graph(
     exported: Callable[[str], Path], eager: References
 ) -> None:
     found = searched(exported("llama"), eager("llama"), LAYER_2).where
-    assert found and "agrees while onnxruntime's graph optimisation is off" in found.text
+    assert found and "agrees with onnxruntime's graph optimization off" in found.text
 
 
 def run(*arguments: object) -> tuple[int, str, str]:

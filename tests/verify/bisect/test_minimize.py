@@ -96,7 +96,7 @@ def test_outputs_under_each_other_s_names_leave_no_piece(
         broken("llama", mutant_named("two present names swapped")), eager("llama"), MASKED, tmp_path / "piece"
     )
     assert not (tmp_path / "piece").exists()
-    assert report.notes[-1].endswith("no piece of the graph is wrong by itself")
+    assert report.notes[-1].endswith("no piece of the graph fails by itself")
 
 
 def test_an_archive_takes_any_name_and_is_the_same_twice(tmp_path: Path) -> None:

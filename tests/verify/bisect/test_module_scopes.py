@@ -1,11 +1,11 @@
-"""Scopes: names of nodes as five exporters give them, and the module that each means."""
+"""ModuleScopes: names of nodes as five exporters give them, and the module that each means."""
 
 from __future__ import annotations
 
 import onnx
 import pytest
 
-from llmconv.verify.bisect.module_scopes import ANYWHERE, Scopes, inside, layer_of_scope
+from llmconv.verify.bisect.module_scopes import ANYWHERE, ModuleScopes, inside, layer_of_scope
 
 LAYER = "model.layers.1"
 MODULES = ["", "model", "model.layers", LAYER, f"{LAYER}.self_attn", f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp"]
@@ -34,7 +34,7 @@ def node(name: str, **metadata: str) -> onnx.NodeProto:
     ],
 )
 def test_a_node_belongs_to_the_module_that_its_name_means(name: str, scope: str) -> None:
-    assert Scopes(MODULES).of(node(name)) == scope
+    assert ModuleScopes(MODULES).of(node(name)) == scope
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_node_belongs_to_the_module_that_its_name_means(name: str, scope: str)
     ],
 )
 def test_metadata_of_a_node_tell_its_module(key: str, told: str) -> None:
-    assert Scopes(MODULES).of(node("node_Mul_7", **{key: told})) == f"{LAYER}.mlp"
+    assert ModuleScopes(MODULES).of(node("node_Mul_7", **{key: told})) == f"{LAYER}.mlp"
 
 
 def test_the_layer_is_the_first_number() -> None:

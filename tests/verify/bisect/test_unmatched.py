@@ -89,7 +89,7 @@ def test_a_graph_that_fills_buffers_is_a_note(
     folder = optioned("llama", cache="shared-buffer")
     report = verify(folder, reference=exported("llama"), eager=eager("llama"), only=CALLS, bisect=True)
     assert not report.unmatched
-    assert any("not listed where a graph fills buffers in place" in note for note in report.notes)
+    assert any("not listed for graphs that update fixed buffers in place" in note for note in report.notes)
 
 
 def test_without_bisect_the_quick_suite_lists_nothing(exported: Tiny, eager: Callable[[str], Eager]) -> None:

@@ -18,7 +18,7 @@ from llmconv.runtime.low_memory.runner import StreamedRunner
 from llmconv.verify import Report, verify
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.report import Check
-from llmconv.verify.scenarios.table import chosen
+from llmconv.verify.scenarios.selection import Selection
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 
 Tiny = Callable[[str], Path]
@@ -26,7 +26,7 @@ SMALL = 150_000
 """Bytes of a layer of the tiny models, or so."""
 EDITING = ("rows exchanged", "tokens taken back", "garbage under the mask", "pasts of 30 to 1,022 tokens")
 CROSSING = "window crossed behind a made-up past"
-PLAIN = [scenario.name for scenario in chosen("quick") if scenario.name not in (*EDITING, CROSSING)]
+PLAIN = [scenario.name for scenario in Selection("quick").scenarios() if scenario.name not in (*EDITING, CROSSING)]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from llmconv.export.exporter import export
 from llmconv.verify import Report, verify
-from llmconv.verify.reference.weight_scaling import LOUDEST, change_of, loudest
+from llmconv.verify.reference.weight_scaling import LOUDEST, loudest, scaling_of
 from tests.builders.mutants.mutants import clips_dropped, epsilon_of_one_norm
 from tests.builders.mutants.weights import Surgery
 from tests.conftest import DECODER, save_tiny
@@ -103,9 +103,9 @@ def test_a_graph_that_maps_no_weights_is_skipped_and_said(clipped: Callable[[flo
 
 
 def test_a_change_is_known_by_the_name_of_its_scenario() -> None:
-    assert change_of("batch of 3, weights x 16") == loudest(16.0)
-    assert loudest(16.0).of("model.layers.0.self_attn.v_proj.weight", (4, 4)) == 16.0
-    assert loudest(16.0).of("model.norm.weight", (4,)) == 1.0
+    assert scaling_of("batch of 3, weights x 16") == loudest(16.0)
+    assert loudest(16.0).factor_of("model.layers.0.self_attn.v_proj.weight", (4, 4)) == 16.0
+    assert loudest(16.0).factor_of("model.norm.weight", (4,)) == 1.0
     assert "v_proj" in LOUDEST
 
 
@@ -118,4 +118,4 @@ def test_clamps_of_experts_are_missed_when_they_are_dropped(tmp_path: Path) -> N
     assert verify(folder, only=ONE).verdict == "pass"
     seen = failed(verify(broken, reference=folder, only=ONE))
     assert "prefill, 7 tokens, weights x 16" in seen
-    assert all(change_of(name) for name in seen)  # the weights as they are show nothing
+    assert all(scaling_of(name) for name in seen)  # the weights as they are show nothing

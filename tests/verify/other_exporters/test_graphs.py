@@ -217,7 +217,7 @@ def test_graphs_that_reach_outside_their_folder_are_refused(
         ([], "give either FOLDER or `--graph FILE`"),
         (["{folder}", "--input-map", "optimum"], "`--input-map` describes a `--graph`"),
         (["--graph", "{graph}", "--input-map", "nobody"], "unknown input map `nobody`"),
-        (["--graph", "{copy}"], "holds no model to compare `copy.onnx` with"),
+        (["--graph", "{copy}"], "has no weights to compare `copy.onnx` with"),
         (["--graph", "{graph}", "--graph", "{graph}", "--graph", "{graph}"], "3 graphs were given"),
     ],
 )

@@ -12,10 +12,10 @@ import pytest
 from llmconv.errors import InputRefused
 from llmconv.verify import verify
 from llmconv.verify.reference import cost_estimate as forecast
-from llmconv.verify.reference.cost_estimate import Forecast, choose
+from llmconv.verify.reference.cost_estimate import CostEstimate, choose
 
 Tiny = Callable[[str], Path]
-BIG = Forecast(elements=10**9, whole=12 * 10**9, layered=2 * 10**9, mapped=10**9)
+BIG = CostEstimate(elements=10**9, whole=12 * 10**9, layered=2 * 10**9, mapped=10**9)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_half_precision_counts_the_copies_of_onnxruntime(tmp_path: Path) -> None
         (tmp_path / name).mkdir()
         tensors = {f"model.layers.{i}.w.weight": torch.zeros(1000, 1000, dtype=dtype) for i in range(2)}
         save_file(tensors, tmp_path / name / "model.safetensors")
-    full, half = (Forecast.of(tmp_path / name, 1) for name in ("full", "half"))
+    full, half = (CostEstimate.of(tmp_path / name, 1) for name in ("full", "half"))
     assert half.whole - full.whole == 2 * 4 * full.elements
     assert full.layered < full.whole
 
@@ -72,7 +72,7 @@ def test_a_model_that_does_not_fit_is_verified_layer_by_layer_and_said(
     exported: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forecast, "SMALL", 0)
-    monkeypatch.setattr(Forecast, "lacking", lambda self, size: 10**9 if size == self.whole else None)
+    monkeypatch.setattr(CostEstimate, "lacking", lambda self, size: 10**9 if size == self.whole else None)
     report = verify(exported("llama"), only=["prefill, 7 tokens", "rows exchanged"])
     assert report.verdict == "pass"
     assert any("layer by layer" in note for note in report.notes)

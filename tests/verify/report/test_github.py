@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from llmconv.verify import Check, Report
-from llmconv.verify.bisect.first_difference import localise
+from llmconv.verify.bisect.first_difference import localize
 from llmconv.verify.report.github import LIMIT, annotation_lines
 
 
 def report_of(*checks: Check) -> Report:
     """A report with these checks."""
-    return Report("model", "model", "quick", list(checks), localise(checks))
+    return Report("model", "model", "quick", list(checks), localize(checks))
 
 
 def test_a_pass_says_nothing() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.verify import Check, Report
-from llmconv.verify.bisect.first_difference import localise
+from llmconv.verify.bisect.first_difference import localize
 from llmconv.verify.report.files import require_writable, today, write_report
 
 HOSTILE = 'x"><script>alert(1)</script>\x1b[31m\x00|`a`'
@@ -35,7 +35,7 @@ FAILED = Check(
 
 def report_of(*checks: Check, folder: str = "model") -> Report:
     """A report with these checks."""
-    return Report(folder, folder, "quick", list(checks), localise(checks))
+    return Report(folder, folder, "quick", list(checks), localize(checks))
 
 
 @pytest.mark.parametrize(

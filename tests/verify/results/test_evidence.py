@@ -8,7 +8,7 @@ import pytest
 from llmconv.tensors import Array
 from llmconv.verify.report.error_plots import error_histogram, logit_scatter, position_map
 from llmconv.verify.results.evidence import LOWEST, PER_DECADE, Evidence
-from llmconv.verify.results.measure import NoiseFloor, Truth, measure
+from llmconv.verify.results.measure import ExpectedOutput, NoiseFloor, measure
 from llmconv.verify.scenarios.calls import Call
 
 RNG = np.random.default_rng(0)
@@ -17,7 +17,7 @@ VALID = np.array([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=bool)
 CALL = Call(np.zeros((2, 5), dtype=np.int64), VALID.astype(np.int64), np.zeros((2, 5), dtype=np.int64))
 
 
-def truth() -> Truth:
+def truth() -> ExpectedOutput:
     """Of logits with the noise of float32."""
     return NoiseFloor("float32").truth("logits", EXACT, EXACT.astype(np.float32), VALID)
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from llmconv.tensors import Array
-from llmconv.verify.comparison.candidates import fairly
-from llmconv.verify.results.measure import GATES, Measure, NoiseFloor, Truth, cache_rows, measure
+from llmconv.verify.comparison.candidates import with_checked_noise
+from llmconv.verify.results.measure import GATES, ExpectedOutput, Measure, NoiseFloor, cache_rows, measure
 
 GATE = GATES["float32"]
 
 
-def truth_and_noise(rows: int = 8, features: int = 32) -> tuple[Truth, Array]:
+def truth_and_noise(rows: int = 8, features: int = 32) -> tuple[ExpectedOutput, Array]:
     """A truth, and an output with as much noise as the eager model has."""
     rng = np.random.default_rng(0)
     exact = rng.standard_normal((1, rows, features))
@@ -61,7 +61,7 @@ def test_rows_under_padding_must_be_finite(value: float) -> None:
 
 def test_another_shape_is_told() -> None:
     truth, output = truth_and_noise()
-    assert "shape [1, 7, 32] instead of [1, 8, 32]" in measure(truth, output[:, 1:]).problem
+    assert "shape mismatch: expected [1, 8, 32], got [1, 7, 32]" in measure(truth, output[:, 1:]).problem
 
 
 def test_an_exact_eager_run_leaves_a_floor_of_half_a_unit_in_the_last_place() -> None:
@@ -86,7 +86,7 @@ def test_another_likeliest_token_fails_unless_it_is_a_near_tie() -> None:
     other = (best + 1) % 32
     tie = truth.exact.copy()
     tie[0, 0, other] = tie[0, 0, best] - 1e-7
-    near = Truth(tie, truth.noise, truth.total_noise, truth.max_noise, truth.valid)
+    near = ExpectedOutput(tie, truth.noise, truth.total_noise, truth.max_noise, truth.valid)
     flipped = tie.copy()
     flipped[0, 0, other] += 2e-7
     assert measure(near, flipped, tokens=True).flips == 0
@@ -110,7 +110,7 @@ def test_a_measure_with_a_problem_never_passes() -> None:
     assert not Measure(problem="missing").passes(GATE)
 
 
-def unlucky(rows: int, other: float) -> tuple[Truth, Array]:
+def unlucky(rows: int, other: float) -> tuple[ExpectedOutput, Array]:
     """A truth of few rows whose noise may be doubted, and an output with as much noise as the other order has."""
     truth, output = truth_and_noise(rows)
     noise = (output - truth.exact) * other
@@ -121,21 +121,21 @@ def unlucky(rows: int, other: float) -> tuple[Truth, Array]:
 def test_few_rows_are_judged_by_the_larger_of_two_noises(rows: int) -> None:
     truth, output = unlucky(rows, 6)
     assert not measure(truth, output).passes(GATE)
-    assert fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+    assert with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
 
 def test_the_noise_of_many_rows_is_not_doubted() -> None:
     truth, output = unlucky(9, 6)
-    assert not fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+    assert not with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
 
 def test_another_order_that_computes_something_else_is_no_noise() -> None:
     truth, output = unlucky(1, 1000)
-    assert not fairly(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
+    assert not with_checked_noise(truth, lambda truth: measure(truth, output), GATE).passes(GATE)
 
 
 def test_a_fault_stays_one_beside_another_order() -> None:
     truth, output = truth_and_noise(1)
     doubted = replace(truth, other=lambda: output)
     wrong = truth.exact + 10 * (output - truth.exact)
-    assert not fairly(doubted, lambda truth: measure(truth, wrong), GATE).passes(GATE)
+    assert not with_checked_noise(doubted, lambda truth: measure(truth, wrong), GATE).passes(GATE)

@@ -21,7 +21,7 @@ from llmconv.tensors import Array
 from llmconv.verify.results.measure import divergence_of, log_probabilities
 from llmconv.verify.results.quantization import AccuracyCost
 from llmconv.verify.results.report import Check
-from llmconv.verify.scenarios.calls import Facts
+from llmconv.verify.scenarios.calls import ModelFacts
 
 CHECK = "cost of quantisation"
 PIECE = {"quick": 256, "full": 1024}
@@ -58,7 +58,7 @@ class TokenSample:
 
 
 def token_sample(
-    text: Path | None, folder: Path, facts: Facts, suite: str, trust_remote_code: bool = False
+    text: Path | None, folder: Path, facts: ModelFacts, suite: str, trust_remote_code: bool = False
 ) -> TokenSample:
     """The tokens of the beginning of a text, or the same number of random tokens with a fixed seed.
 

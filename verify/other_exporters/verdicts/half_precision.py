@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -22,12 +22,12 @@ from llmconv.verify.other_exporters.half_precision.known_constants import KnownC
 from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.session import ExternalGraph
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results.report import Check
+from llmconv.verify.results.report import Check, Checks
 
 
 def compare_half_precision(
     verified: ExternalGraphs, graphs: Sequence[ExternalGraph], eager: Eager, by: ExternalComparison, stack: ExitStack
-) -> tuple[Eager, ExternalGraphs]:
+) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
     """Runs all scenarios on the graphs, a few with every value rounded, and all on float32 copies.
 
     Args:
@@ -40,23 +40,23 @@ def compare_half_precision(
     Returns:
         The reference and the graphs in which a faulty node is searched: the copies, if they are possible.
     """
-    by.compare(eager, graphs)
-    _compare_rounding(verified, eager, by)
+    yield from by.compare(eager, graphs)
+    yield from _compare_rounding(verified, eager, by)
     known = KnownConstants.of(read_json(eager.folder / "config.json"), eager.rotary_frequencies())
     by.report.notes += [note for file in verified.files for note in half_precision_notes(file)]
     if unknown := [check for file in verified.files for check in unknown_tables(file, known, verified.tensors)]:
-        by.add(unknown)
+        yield unknown
         return eager, verified
     wide = [
         stack.enter_context(float32_copy(file, known)) if file.dtype in HALF_PRECISION else file
         for file in verified.files
     ]
     eager = eager.in_dtype("float32")
-    by.run(eager, wide, IN_FLOAT32)
+    yield from by.run(eager, wide, IN_FLOAT32)
     return eager, replace(verified, files=wide, named=IN_FLOAT32)
 
 
-def _compare_rounding(verified: ExternalGraphs, eager: Eager, by: ExternalComparison) -> None:
+def _compare_rounding(verified: ExternalGraphs, eager: Eager, by: ExternalComparison) -> Checks:
     """Runs a few scenarios with every value rounded, if onnxruntime's CPU provider does not round every value."""
     if all(file.dtype in {WITHOUT_KERNELS, "float32"} for file in verified.files):
         return
@@ -65,8 +65,8 @@ def _compare_rounding(verified: ExternalGraphs, eager: Eager, by: ExternalCompar
             stack.enter_context(rounding_copy(file)) if file.dtype in HALF_PRECISION else file
             for file in verified.files
         ]
-        if graphs := by.opened(copies):
-            by.compare(eager, graphs, named=ROUNDED, few=True)
+        if graphs := (yield from by.opened(copies)):
+            yield from by.compare(eager, graphs, named=ROUNDED, few=True)
 
 
 def most_precise(checks: list[Check]) -> list[Check]:

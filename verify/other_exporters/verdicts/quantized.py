@@ -6,7 +6,7 @@ activations. For accuracy, the unchanged graph is compared with the model at ful
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from llmconv.verify.other_exporters.replay import ExternalGraphs
 from llmconv.verify.other_exporters.session import ExternalGraph
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.quantization import Quantization
-from llmconv.verify.results.report import Check
+from llmconv.verify.results.report import Check, Checks
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def compare_quantized(
     by: ExternalComparison,
     asked: QuantizationOptions,
     stack: ExitStack,
-) -> tuple[Eager, ExternalGraphs]:
+) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
     """Measures the loss of accuracy, and checks correctness if all weights are known.
 
     Args:
@@ -69,7 +69,7 @@ def compare_quantized(
     section, files = by.report.quantization, verified.files
     assert section is not None
     section.max_divergence, section.min_agreement = asked.limits.divergence, asked.limits.agreement
-    _measure(graphs, eager, by, asked, section)
+    yield from _measure(graphs, eager, by, asked, section)
     unknown = next((one.stored.name for file in files for one in file.quantized_weights if not one.matches), "")
     if unknown or any(file.unreadable for file in files):
         by.report.notes += [f"correctness was not checked: the content of `{unknown}` is unknown"] if unknown else []
@@ -77,16 +77,16 @@ def compare_quantized(
     try:
         copies = [stack.enter_context(unrounded_copy(file.path)) for file in files]
     except UnsupportedInput as error:
-        by.add([Check("structure", files[0].name, "", verdict="skip", detail=error.message)])
+        yield [Check("structure", files[0].name, "", verdict="skip", detail=error.message)]
         return eager, verified
     section.rounded = sorted({operator for _, rounded in copies for operator in rounded})
     by.report.notes += _notes(section)
     found = [one for file in files for one in file.quantized_weights]
-    tie = tied_head(eager.runners[0].model, by.tensors)  # type: ignore[attr-defined]
+    tie = tied_head(eager.models[0], by.tensors)
     reference = stack.enter_context(dequantized_reference(eager.folder, by.tensors, found, tie))
     dequantized, settings = Eager(reference, eager.dtype, code=asked.code), replace(by.settings, float_activations=True)
     unrounded = [replace(file, path=path) for file, (path, _) in zip(files, copies, strict=True)]
-    replace(by, settings=settings).run(dequantized, unrounded)
+    yield from replace(by, settings=settings).run(dequantized, unrounded)
     return dequantized, replace(verified, files=unrounded, settings=settings)
 
 
@@ -96,17 +96,17 @@ def _measure(
     by: ExternalComparison,
     asked: QuantizationOptions,
     section: Quantization,
-) -> None:
+) -> Checks:
     """Measures the loss of accuracy, of the pair if there are two graphs."""
     trusted = asked.code is not None
-    sample = token_sample(asked.text, eager.folder, eager.facts(), by.report.suite, trusted)
+    sample = token_sample(asked.text, eager.folder, eager.facts(), by.selection.suite, trusted)
     candidate = external_candidates(graphs)[-1]
     try:
         section.cost = measure_cost(candidate.name, candidate.runner, eager.runners[0], sample)
     except LlmconvError as error:
-        by.add([Check(CHECK, candidate.name, "", verdict="fail", detail=error.message)])
+        yield [Check(CHECK, candidate.name, "", verdict="fail", detail=error.message)]
         return
-    by.add(check_cost(section.cost, asked.limits))
+    yield check_cost(section.cost, asked.limits)
 
 
 def _notes(section: Quantization) -> list[str]:
