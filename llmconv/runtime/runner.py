@@ -93,7 +93,8 @@ class Runner(Protocol):
         """
 
     def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """Runs one step of the generation; same arguments as `prefill`."""
+        """Runs one step of the generation; arguments, and the default, as `prefill`."""
+        return self.prefill(input_ids, attention_mask, position_ids, past)
 
 
 def default_positions(attention_mask: Array, new_tokens: int) -> Array:

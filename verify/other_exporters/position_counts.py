@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from llmconv.tensors import Array
 from llmconv.verify.other_exporters.session import ExternalGraph
 from llmconv.verify.results.report import Check
-from llmconv.verify.scenarios.calls import Chain
+from llmconv.verify.scenarios.calls import Call, Chain
 
 DETAIL = "positions count padding, as the graph has no input for them"
 
@@ -26,16 +27,12 @@ def may_count_padding(graphs: Sequence[ExternalGraph], chains: list[Chain]) -> b
 
 def with_padding_counted(chains: list[Chain]) -> list[Chain]:
     """The same calls with positions 0, 1, … in every row."""
-    chains_with_padding = []
-    for chain in chains:
-        starts = [call.attention_mask.shape[1] - call.input_ids.shape[1] for call in chain]
-        chains_with_padding.append(
-            [
-                replace(call, position_ids=np.tile(np.arange(first, first + new), (len(call.input_ids), 1)))
-                for call, first, new in zip(chain, starts, (call.input_ids.shape[1] for call in chain), strict=True)
-            ]
-        )
-    return chains_with_padding
+    return [[replace(call, position_ids=_all_positions(call)) for call in chain] for chain in chains]
+
+
+def _all_positions(call: Call) -> Array:
+    total, (rows, new) = call.attention_mask.shape[1], call.input_ids.shape
+    return np.tile(np.arange(total - new, total), (rows, 1))
 
 
 def checks_with_padding_counted(checks: list[Check], counted: list[Check], chains: list[Chain]) -> list[Check]:

@@ -129,14 +129,6 @@ def _compare(
 ) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
     """Compares all scenarios, in the way for quantized weights, half precision or neither.
 
-    Args:
-        verified: the graphs.
-        reference: the model, or its folder.
-        report: collects notes.
-        selection: the scenarios to run.
-        asked: options for quantized weights.
-        stack: keeps temporary copies.
-
     Returns:
         The reference and the graphs in which a faulty node is searched.
     """

@@ -33,7 +33,3 @@ class RecordedSteps(Runner):
     def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """The next step."""
         return next(self._steps)
-
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """The next step."""
-        return next(self._steps)

@@ -72,10 +72,6 @@ class PrefixedRunner(Runner):
         past = past or self.start.of_batch(len(input_ids))
         return self.runner.prefill(input_ids, mask, position_ids + self.first_position, past)
 
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `prefill`."""
-        return self.prefill(input_ids, attention_mask, position_ids, past)
-
 
 def trained_start(folder: Path, entry: PrefixEntry) -> Callable[[EagerRunner], PrefixStart]:
     """Computes the prefix from the trained tensor, in the precision of the runner that it is given.

@@ -222,10 +222,6 @@ class EagerRunner(Runner):
         """Runs the prompt; `past` remains unchanged."""
         return self._run(input_ids, attention_mask, position_ids, past)
 
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """Runs a step; `past` remains unchanged."""
-        return self._run(input_ids, attention_mask, position_ids, past)
-
     def _run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None) -> Step:
         new_tokens = input_ids.shape[1]
         all_ids, all_positions = input_ids, position_ids

@@ -8,7 +8,7 @@ and closed. Cuts lie between nodes in the graph's order; a node that depends on 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -27,7 +27,7 @@ TYPES = {
     "tensor(int32)": TensorProto.INT32,
     "tensor(bool)": TensorProto.BOOL,
 }
-ValueTypes = Mapping[str, tuple[str, Sequence[int | str | None]]]
+ValueTypes = dict[str, tuple[str, Sequence[int | str | None]]]
 """onnxruntime's type name and the shape of values, by value name."""
 
 

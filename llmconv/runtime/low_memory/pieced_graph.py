@@ -14,7 +14,7 @@ import onnxruntime as ort
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
 from llmconv.memory import require_memory
 from llmconv.runtime.cache_names import is_state, past_of
-from llmconv.runtime.low_memory.graph_pieces import TYPES, GraphPiece, cut_graph
+from llmconv.runtime.low_memory.graph_pieces import TYPES, GraphPiece, ValueTypes, cut_graph
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
 from llmconv.runtime.low_memory.planned_calls import PlannedCall
 from llmconv.runtime.low_memory.precomputed import PrecomputedRunner, SpillFile
@@ -33,7 +33,6 @@ PIECE_BYTES = 1 << 30
 
 KINDS = {int(number): name for name, number in TYPES.items()}
 Values = dict[str, ort.OrtValue]
-ValueTypes = dict[str, tuple[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -130,12 +129,12 @@ class PiecedGraph(OrtGraph):
 
     def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """As `OrtGraph.run`; returns precomputed results if there are any."""
-        return self.precomputed.run(input_ids, attention_mask, position_ids, past)
+        return self.precomputed.prefill(input_ids, attention_mask, position_ids, past)
 
     def _run_all(self, calls: Sequence[PlannedCall]) -> list[Step]:
         """Runs all calls piece by piece; within a piece, a call runs after the call that it continues."""
         values: list[Values] = [self._inputs(call) for call in calls]
-        types = {name: (self.types[name], shape) for name, shape in self.inputs.items()}
+        types: ValueTypes = {name: (self.types[name], shape) for name, shape in self.inputs.items()}
         wanted = {*self.result_names, *self.present_names}
         for at, piece in enumerate(self._pieces):
             try:

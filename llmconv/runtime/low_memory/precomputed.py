@@ -181,7 +181,7 @@ class PrecomputedRunner(Runner):
             content.update(f"{array.shape}".encode() + array.astype(np.int64).tobytes())
         return content.digest()
 
-    def run(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
+    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
         """As `Runner.prefill`; a call that was not precomputed runs now.
 
         Raises:
@@ -198,11 +198,3 @@ class PrecomputedRunner(Runner):
         if isinstance(kept, LlmconvError):
             raise kept
         return kept.step()
-
-    def prefill(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `run`."""
-        return self.run(input_ids, attention_mask, position_ids, past)
-
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `run`."""
-        return self.run(input_ids, attention_mask, position_ids, past)

@@ -106,10 +106,6 @@ class StreamedRunner(EagerRunner):
         """As `Runner.prefill`. Every call reads all weights; `run_all` reads them once for several calls."""
         return self.run_all([PlannedCall(input_ids, attention_mask, position_ids, past)])[0]
 
-    def decode(self, input_ids: Array, attention_mask: Array, position_ids: Array, past: Cache | None = None) -> Step:
-        """As `prefill`."""
-        return self.prefill(input_ids, attention_mask, position_ids, past)
-
     def embed(self, input_ids: Array) -> Array:
         """As `EagerRunner.embed`."""
         with self._compute_mode():
