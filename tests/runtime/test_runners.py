@@ -1,4 +1,4 @@
-"""Both runners have the same two methods and say the same; the float64 reference is really float64."""
+"""All runners have the same methods and give the same results; the float64 reference computes in float64."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_cache_from_one_runner_continues_in_another(talking: Path) -> None:
     assert np.allclose(graphs.decode(*inputs).logits, eager.decode(*inputs).logits, atol=1e-5)
 
 
-def test_a_step_leaves_its_past_as_it_was(talking: Path) -> None:
+def test_a_step_does_not_change_its_past(talking: Path) -> None:
     for runner in (EagerRunner(talking), OrtRunner.from_folder(talking)):
         past = runner.prefill(IDS, MASK, default_positions(MASK, 7)).present
         before = past.arrays()["present.0.key"].copy()
@@ -71,12 +71,12 @@ def test_a_step_leaves_its_past_as_it_was(talking: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [SessionSettings(1, True, "disable"), SessionSettings(2, False, "extended")])
-def test_session_settings_do_not_change_what_is_said(talking: Path, settings: SessionSettings) -> None:
+def test_session_settings_do_not_change_the_logits(talking: Path, settings: SessionSettings) -> None:
     logits, _ = continue_by_one(OrtRunner.from_folder(talking, settings))
     assert np.allclose(logits, continue_by_one(OrtRunner.from_folder(talking))[0], atol=1e-5)
 
 
-def test_the_graph_tells_what_it_takes(talking: Path) -> None:
+def test_the_graph_declares_its_inputs(talking: Path) -> None:
     graph = OrtGraph(talking / "decode.onnx")
     assert graph.takes_positions
     assert graph.inputs["past_key_values.0.key"] == ["batch_size", 2, "past_sequence_length", 16]
@@ -136,7 +136,7 @@ def test_torch_is_not_imported_for_the_graphs() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(InputRefused, match="contains no safetensors weights"):
         EagerRunner(tmp_path)

@@ -1,4 +1,4 @@
-"""What a graph may refer to: every attempt to leave the folder is refused before onnxruntime sees it."""
+"""Checks of graphs: references to files outside of the folder are refused before onnxruntime opens the graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def graph_with(folder: Path, op: str = "Identity", domain: str = "", **fields: s
     return folder / "model.onnx"
 
 
-def test_a_range_inside_a_file_beside_the_graph_is_accepted(tmp_path: Path) -> None:
+def test_a_range_inside_a_file_next_to_the_graph_is_accepted(tmp_path: Path) -> None:
     path = graph_with(tmp_path, offset="0", length="16")
     assert len(load_guarded(path).graph.initializer) == 1
     assert OrtGraph(path).outputs == {"logits": [4]}
@@ -55,7 +55,7 @@ def test_a_range_inside_a_file_beside_the_graph_is_accepted(tmp_path: Path) -> N
         "folder/weights.bin",
     ],
 )
-def test_a_location_that_is_no_plain_file_name_is_refused(tmp_path: Path, location: str) -> None:
+def test_a_location_that_is_not_a_plain_file_name_is_refused(tmp_path: Path, location: str) -> None:
     with pytest.raises(MalformedInput, match="not a plain file name"):
         load_guarded(graph_with(tmp_path, location=location))
 
@@ -86,7 +86,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("op", "domain"), [("EPContext", "com.microsoft"), ("Anything", "evil.example")])
-def test_an_operator_that_runs_foreign_code_is_refused(tmp_path: Path, op: str, domain: str) -> None:
+def test_a_custom_operator_is_refused(tmp_path: Path, op: str, domain: str) -> None:
     with pytest.raises(MalformedInput, match="uses the unsupported operator"):
         load_guarded(graph_with(tmp_path, op, domain, length="16"))
 
@@ -103,7 +103,7 @@ def test_a_weight_hidden_in_a_subgraph_is_seen(tmp_path: Path) -> None:
         load_guarded(path)
 
 
-def test_a_file_that_is_no_graph_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_graph_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(b"\xff" * 64)
     with pytest.raises(MalformedInput, match="not an ONNX file"):
         load_guarded(tmp_path / "model.onnx")

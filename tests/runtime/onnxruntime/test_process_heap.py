@@ -1,4 +1,4 @@
-"""Memory that is read at every step lies in large pages, and goes back when it is freed."""
+"""Packed weights are in huge pages, and freed memory is returned to the system."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def available() -> None:
 
 @pytest.mark.usefixtures("available")
 @pytest.mark.parametrize(("size", "block"), [(60 << 20, heap.BLOCK), (60 << 20, 8 << 20), (3 << 30, heap.BLOCK)])
-def test_blocks_lie_side_by_side_in_huge_pages(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_contiguous_in_huge_pages(size: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "BLOCK", block)
     heap.trim()
     before = megabytes("AnonHugePages")
@@ -58,7 +58,7 @@ def test_blocks_lie_side_by_side_in_huge_pages(size: int, block: int, monkeypatc
     assert [int(block[-1]) for block in kept] == list(range(40))
 
 
-def test_what_was_asked_for_and_not_used_is_not_held() -> None:
+def test_reserved_memory_that_is_not_used_is_returned() -> None:
     before = megabytes("Rss")
 
     with huge_pages(1 << 30):
@@ -67,7 +67,7 @@ def test_what_was_asked_for_and_not_used_is_not_held() -> None:
     assert megabytes("Rss") < before + 10
 
 
-def test_freed_blocks_go_back_to_the_system() -> None:
+def test_freed_blocks_are_returned_to_the_system() -> None:
     before = megabytes("Rss")
 
     with huge_pages(60 << 20):

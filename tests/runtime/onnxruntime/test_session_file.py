@@ -1,4 +1,4 @@
-"""Session options in a file reach onnxruntime, and what cannot be is told."""
+"""Session options in a file reach onnxruntime; invalid files are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs with quantised weights: right or not with those weights, and what they cost."""
+"""Graphs with quantized weights: correctness with these weights, and loss of accuracy."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["verify", *map(str, arguments), "--scenario", ONE[0]])
 
 
-def test_a_quantised_graph_is_compared_with_the_model_of_its_own_weights(report: Report) -> None:
+def test_a_quantized_graph_is_compared_with_a_model_of_the_same_weights(report: Report) -> None:
     assert report.verdict == "pass"
     assert {check.name for check in report.checks if check.output} >= {*ONE, "prefill, 7 tokens, louder weights"}
     assert max(check.sigma for check in report.checks) < 2
 
 
-def test_rounding_of_activations_is_taken_off_and_said(report: Report) -> None:
+def test_rounding_of_activations_is_removed_and_reported(report: Report) -> None:
     assert report.quantization is not None
     assert report.quantization.rounded == ["MatMulNBits"]
     assert any("without the rounding of activations (MatMulNBits)" in note for note in report.notes)
 
 
-def test_the_cost_is_that_of_the_graph_as_shipped(report: Report, quantized: Quantized, small: Small) -> None:
+def test_the_cost_is_measured_on_the_unchanged_graph(report: Report, quantized: Quantized, small: Small) -> None:
     other = verify_graphs(
         [quantized("llama", "4 bits with zero points")], reference=small("llama"), only=("first and last token",)
     )
@@ -85,7 +85,7 @@ def test_the_report_has_a_section(report: Report, tmp_path: Path) -> None:
     assert "Loss of accuracy by quantization" in (tmp_path / "report.html").read_text()
 
 
-def test_a_text_has_perplexities(quantized: Quantized, small: Small, tmp_path: Path) -> None:
+def test_a_text_gives_perplexities(quantized: Quantized, small: Small, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("t3 t5 t1 t4 t1 t5 t9 t2 t6 " * 20)
     result = run(
@@ -108,7 +108,7 @@ def test_a_limit_exceeded_is_a_failure(option: tuple[str, str], said: str, quant
     assert said in result.stdout
 
 
-def test_limits_that_hold_are_a_check_that_passes(quantized: Quantized, small: Small) -> None:
+def test_limits_that_hold_give_a_check_that_passes(quantized: Quantized, small: Small) -> None:
     options = ("--max-divergence", "1", "--min-agreement", "0.1")
     result = run("--graph", quantized("llama", FOUR), "--reference", small("llama"), *options)
     assert result.exit_code == 0
@@ -128,7 +128,7 @@ def test_a_text_without_a_tokenizer_is_refused(quantized: Quantized, small: Smal
         verify_graphs([quantized("llama", FOUR)], reference=tmp_path, only=ONE, text=tmp_path / "text.txt")
 
 
-def test_a_folder_whose_graph_was_quantised_in_place_names_the_way(
+def test_a_folder_whose_graph_was_quantized_in_place_is_refused_with_a_hint(
     small: Small, quantized: Quantized, tmp_path: Path
 ) -> None:
     folder = tmp_path / "folder"
@@ -141,7 +141,7 @@ def test_a_folder_whose_graph_was_quantised_in_place_names_the_way(
     assert "--graph" in caught.value.hint
 
 
-def test_unknown_weights_leave_the_first_verdict_open_and_the_cost_known(
+def test_unknown_weights_leave_correctness_open_and_the_cost_known(
     quantized: Quantized, small: Small, full: Callable[[str], Eager], tmp_path: Path
 ) -> None:
     model = onnx.load(quantized("llama", FOUR))
@@ -194,7 +194,7 @@ def test_a_mutant_of_weights_fails(
         "second side of a residual dropped",
     ],
 )
-def test_a_fault_of_the_graph_shows_in_quantised_graphs(
+def test_a_fault_of_the_graph_is_found_in_quantized_graphs(
     name: str, quantizer: str, exported: Small, full: Callable[[str], Eager], tmp_path: Path
 ) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)

@@ -1,4 +1,4 @@
-"""The audit of quantised weights: which tensor a matrix is, and whether it is that one up to rounding."""
+"""The audit of quantized weights: the tensor that a matrix matches, and whether it equals it up to rounding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def audit(path: Path, folder: Path) -> Check:
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS)
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gpt2"])
-def test_what_onnxruntime_quantised_is_the_models(
+def test_matrices_quantized_by_onnxruntime_match_the_model(
     model_type: str, quantizer: str, quantized: Quantized, small: Callable[[str], Path]
 ) -> None:
     check = audit(quantized(model_type, quantizer), small(model_type))
@@ -84,7 +84,7 @@ def gptq(values: Array, inputs: Array, block: int = 32) -> tuple[Array, Array]:
     return codes, scales.astype(np.float32)
 
 
-def test_weights_that_gptq_moved_are_the_models() -> None:
+def test_weights_quantized_by_gptq_match_the_model() -> None:
     rng = np.random.default_rng(0)
     values = rng.standard_normal((96, 128)).astype(np.float32)
     inputs = rng.standard_normal((512, 24)) @ rng.standard_normal((24, 128)) + 0.3 * rng.standard_normal((512, 128))
@@ -95,7 +95,7 @@ def test_weights_that_gptq_moved_are_the_models() -> None:
     assert fidelity.relative_error > 0.12, "it is no rounding to the nearest"
 
 
-def test_tensors_side_by_side_are_told_apart() -> None:
+def test_concatenated_tensors_are_distinguished() -> None:
     rng = np.random.default_rng(0)
     tensors = {name: rng.standard_normal((rows, 64)).astype(np.float32) for name, rows in (("q", 48), ("k", 16))}
     packed = np.concatenate([tensors["q"], tensors["k"]])
@@ -106,7 +106,7 @@ def test_tensors_side_by_side_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_part_cut_from_a_tensor_is_found(transposed: bool) -> None:
+def test_a_part_of_a_tensor_is_found(transposed: bool) -> None:
     values = np.random.default_rng(0).standard_normal((96, 64)).astype(np.float32)
     lazy = {"w": in_memory(np.ascontiguousarray(values.T) if transposed else values, FLOAT32)}
     (found,) = match_matrices([stored(*rounded(values[32:64]))], lazy)
@@ -115,7 +115,7 @@ def test_a_part_cut_from_a_tensor_is_found(transposed: bool) -> None:
     assert rounding_errors(found, lazy)[0].problem == ""
 
 
-def test_a_matrix_that_is_nowhere_is_named_with_the_tensor_that_is_missing() -> None:
+def test_a_matrix_without_a_match_is_named_with_the_missing_tensor() -> None:
     rng = np.random.default_rng(0)
     values = rng.standard_normal((32, 64)).astype(np.float32)
     lazy = {"w": in_memory(rng.standard_normal((32, 64)).astype(np.float32), FLOAT32)}

@@ -1,4 +1,4 @@
-"""Quantised matrices are read as onnxruntime itself dequantises them."""
+"""Quantized matrices are read as onnxruntime dequantizes them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_codes_in_groups_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", ["UINT4", "INT4", "UINT8", "UINT8 whole"])
 @pytest.mark.parametrize("zeros", [False, True])
-def test_a_quantised_embedding_looks_up_these_floats(dtype: str, zeros: bool) -> None:
+def test_a_quantized_embedding_looks_up_these_floats(dtype: str, zeros: bool) -> None:
     low, high = {"INT4": (-8, 8), "UINT8 whole": (0, 256)}.get(dtype, (0, 16))
     codes, points = (RNG.integers(low, high, (ROWS, size)) for size in (32, 2))
     tensors: dict[str, Array | TensorProto]
@@ -129,7 +129,7 @@ def _packed(codes: Array) -> Array:
     ],
 )
 @pytest.mark.parametrize("dtype", ["INT8", "UINT4"])
-def test_dequantised_constants_are_these_floats(shape: tuple[int, ...], fields: dict[str, Any], dtype: str) -> None:
+def test_dequantized_constants_are_these_floats(shape: tuple[int, ...], fields: dict[str, Any], dtype: str) -> None:
     kind = getattr(TensorProto, dtype)
     codes, points = (RNG.integers(0, 16, size) for size in ((ROWS, COLUMNS), shape))
     tensors: dict[str, Array | TensorProto] = {
