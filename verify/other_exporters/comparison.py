@@ -31,14 +31,14 @@ class ExternalComparison:
     """The settings of a comparison; its methods yield checks.
 
     Attributes:
-        facts: sizes of the model, for graphs with dynamic axes.
+        sizes: sizes of the model, for graphs with dynamic axes.
         settings: session settings.
         tensors: tensors of the model by name.
         selection: the scenarios to run.
         report: collects evidence and notes.
     """
 
-    facts: ModelSizes
+    sizes: ModelSizes
     settings: SessionSettings
     tensors: Mapping[str, LazyTensor]
     selection: Selection
@@ -62,7 +62,7 @@ class ExternalComparison:
     ) -> Generator[list[Check], None, list[ExternalGraph]]:
         """Opens all graphs, with scaled weights if given; if one fails, yields failed checks and returns none."""
         settings = [scaled_settings(self.settings, f, self.tensors, change) if change else self.settings for f in files]
-        opened = [file.open(self.facts, own) for file, own in zip(files, settings, strict=True)]
+        opened = [file.open(self.sizes, own) for file, own in zip(files, settings, strict=True)]
         yield [graph for graph in opened if isinstance(graph, Check)]
         graphs = [graph for graph in opened if isinstance(graph, ExternalGraph)]
         return graphs if len(graphs) == len(opened) else []

@@ -36,14 +36,14 @@ class ExternalGraphs:
 
     Attributes:
         files: one graph, or a prefill and a decode graph.
-        facts: sizes of the model.
+        sizes: sizes of the model.
         settings: session settings.
         tensors: tensors of the model by name.
         named: suffix of the names of their scenarios; other scenarios belong to other copies of the graphs.
     """
 
     files: Sequence[GraphFile]
-    facts: ModelSizes
+    sizes: ModelSizes
     settings: SessionSettings
     tensors: Mapping[str, LazyTensor]
     named: str = ""
@@ -66,7 +66,7 @@ class ExternalGraphs:
     def _prepared(
         self, where: Where, scenario: str, settings: Sequence[SessionSettings], eager: Eager
     ) -> ReplayedCall | None:
-        opened = [file.open(self.facts, own) for file, own in zip(self.files, settings, strict=True)]
+        opened = [file.open(self.sizes, own) for file, own in zip(self.files, settings, strict=True)]
         found = [graph for graph in opened if isinstance(graph, ExternalGraph)]
         candidate = next((one for one in external_candidates(found) if one.name == where.graph), None)
         located = _locate(candidate, scenario, where.step, eager) if candidate else None

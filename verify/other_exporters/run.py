@@ -87,10 +87,10 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     report = session.new_report(" and ".join(file.name for file in files))
     report.reference = folder.name
     limits = AccuracyLimits(max_divergence, min_agreement)
-    asked = QuantizationOptions(Path(text) if text else None, limits, folder if trust_remote_code else None)
+    options = QuantizationOptions(Path(text) if text else None, limits, folder if trust_remote_code else None)
     verified = ExternalGraphs(files, ModelSizes({}), session.settings, open_weights(folder))
     with ExitStack() as stack:
-        return session.run(report, _checks(verified, folder, report, session, eager, asked, stack), most_precise)
+        return session.run(report, _checks(verified, folder, report, session, eager, options, stack), most_precise)
 
 
 def _checks(
@@ -99,13 +99,13 @@ def _checks(
     report: Report,
     session: Session,
     eager: Eager | None,
-    asked: QuantizationOptions,
+    options: QuantizationOptions,
     stack: ExitStack,
 ) -> Checking:
     """Yields all checks: audits of the files, then all scenarios; `stack` keeps temporary copies."""
     yield from _audit(verified.files, verified.tensors, report)
     yield from _audit_decisions(verified.files, folder, report)
-    return (yield from _compare(verified, eager or folder, report, session.selection, asked, stack))
+    return (yield from _compare(verified, eager or folder, report, session.selection, options, stack))
 
 
 def require_numbers(**limits: float | None) -> None:
@@ -124,7 +124,7 @@ def _compare(
     reference: Eager | Path,
     report: Report,
     selection: Selection,
-    asked: QuantizationOptions,
+    options: QuantizationOptions,
     stack: ExitStack,
 ) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
     """Compares all scenarios, in the way for quantized weights, half precision or neither.
@@ -134,22 +134,22 @@ def _compare(
     """
     files = verified.files
     half = next((file.dtype for file in files if file.dtype in HALF_PRECISION), "")
-    eager = _eager(verified, reference, half, asked.code, stack)
-    facts, settings = ModelSizes(eager.cache_shapes(), max(eager.facts().windows, default=None)), verified.settings
+    eager = _eager(verified, reference, half, options.code, stack)
+    sizes, settings = ModelSizes(eager.cache_shapes(), max(eager.facts().windows, default=None)), verified.settings
     if report.quantization:  # some kernels support only prepacked quantized weights
         settings = replace(settings, prepack=True)
-    verified = replace(verified, facts=facts, settings=settings)
+    verified = replace(verified, sizes=sizes, settings=settings)
     ran = [stack.enter_context(rounding_copy(file)) if file.dtype == WITHOUT_KERNELS else file for file in files]
-    graphs = yield from _open(ran, facts, settings)
+    graphs = yield from _open(ran, sizes, settings)
     if len(graphs) < len(files):
         return eager, verified
     report.notes += [note for file, graph in zip(files, graphs, strict=True) for note in _notes(file, graph)]
-    by = ExternalComparison(facts, settings, verified.tensors, selection, report)
+    comparison = ExternalComparison(sizes, settings, verified.tensors, selection, report)
     if report.quantization:
-        return (yield from compare_quantized(replace(verified, files=ran), graphs, eager, by, asked, stack))
+        return (yield from compare_quantized(replace(verified, files=ran), graphs, eager, comparison, options, stack))
     if half:
-        return (yield from compare_half_precision(verified, graphs, eager, by, stack))
-    yield from by.run(eager, files)
+        return (yield from compare_half_precision(verified, graphs, eager, comparison, stack))
+    yield from comparison.run(eager, files)
     return eager, verified
 
 
@@ -217,13 +217,13 @@ def _audit_quantized(file: GraphFile, tensors: Mapping[str, LazyTensor], report:
 
 
 def _open(
-    files: Sequence[GraphFile], facts: ModelSizes, settings: SessionSettings
+    files: Sequence[GraphFile], sizes: ModelSizes, settings: SessionSettings
 ) -> Generator[list[Check], None, list[ExternalGraph]]:
     """Opens the graphs and checks their caches; returns those that passed."""
     graphs = []
     for file in files:
-        graph = file.open(facts, settings)
-        check = graph if isinstance(graph, Check) else check_cache(graph, facts.cache_shapes)
+        graph = file.open(sizes, settings)
+        check = graph if isinstance(graph, Check) else check_cache(graph, sizes.cache_shapes)
         if not isinstance(graph, Check) and check.verdict == "pass":
             graphs.append(graph)
         if file.unreadable and check.verdict == "pass":

@@ -99,7 +99,7 @@ def test_a_text_gives_perplexities(quantized: Quantized, small: Small, tmp_path:
 
 @pytest.mark.parametrize(
     ("option", "said"),
-    [(("--max-divergence", "1e-9"), "more than 1e-09"), (("--min-agreement", "1"), "less than 1")],
+    [(("--max-divergence", "1e-9"), "limit 1e-09"), (("--min-agreement", "1"), "limit 1")],
 )
 def test_a_limit_exceeded_is_a_failure(option: tuple[str, str], said: str, quantized: Quantized, small: Small) -> None:
     result = run("--graph", quantized("llama", FOUR), "--reference", small("llama"), *option)
@@ -136,7 +136,7 @@ def test_a_folder_whose_graph_was_quantized_in_place_is_refused_with_a_hint(
     for name in ("config.json", "model.safetensors", "llmconv.json"):
         (folder / name).write_bytes((small("llama") / name).read_bytes())
     (folder / "model.onnx").write_bytes(quantized("llama", FOUR).read_bytes())
-    with pytest.raises(InputRefused, match="`model.onnx` has quantised weights") as caught:
+    with pytest.raises(InputRefused, match="`model.onnx` has quantized weights") as caught:
         verify(folder)
     assert "--graph" in caught.value.hint
 

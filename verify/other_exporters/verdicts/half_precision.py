@@ -26,7 +26,11 @@ from llmconv.verify.results.report import Check, Checks
 
 
 def compare_half_precision(
-    verified: ExternalGraphs, graphs: Sequence[ExternalGraph], eager: Eager, by: ExternalComparison, stack: ExitStack
+    verified: ExternalGraphs,
+    graphs: Sequence[ExternalGraph],
+    eager: Eager,
+    comparison: ExternalComparison,
+    stack: ExitStack,
 ) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
     """Runs all scenarios on the graphs, a few with every value rounded, and all on float32 copies.
 
@@ -34,16 +38,16 @@ def compare_half_precision(
         verified: the graphs.
         graphs: the same graphs, opened.
         eager: the model with weights as in the graphs.
-        by: runs the comparison and collects the checks.
+        comparison: runs the comparison and collects the checks.
         stack: keeps temporary copies.
 
     Returns:
         The reference and the graphs in which a faulty node is searched: the copies, if they are possible.
     """
-    yield from by.compare(eager, graphs)
-    yield from _compare_rounding(verified, eager, by)
+    yield from comparison.compare(eager, graphs)
+    yield from _compare_rounding(verified, eager, comparison)
     known = KnownConstants.of(read_json(eager.folder / "config.json"), eager.rotary_frequencies())
-    by.report.notes += [note for file in verified.files for note in half_precision_notes(file)]
+    comparison.report.notes += [note for file in verified.files for note in half_precision_notes(file)]
     if unknown := [check for file in verified.files for check in unknown_tables(file, known, verified.tensors)]:
         yield unknown
         return eager, verified
@@ -52,11 +56,11 @@ def compare_half_precision(
         for file in verified.files
     ]
     eager = eager.in_dtype("float32")
-    yield from by.run(eager, wide, IN_FLOAT32)
+    yield from comparison.run(eager, wide, IN_FLOAT32)
     return eager, replace(verified, files=wide, named=IN_FLOAT32)
 
 
-def _compare_rounding(verified: ExternalGraphs, eager: Eager, by: ExternalComparison) -> Checks:
+def _compare_rounding(verified: ExternalGraphs, eager: Eager, comparison: ExternalComparison) -> Checks:
     """Runs a few scenarios with every value rounded, if onnxruntime's CPU provider does not round every value."""
     if all(file.dtype in {WITHOUT_KERNELS, "float32"} for file in verified.files):
         return
@@ -65,8 +69,8 @@ def _compare_rounding(verified: ExternalGraphs, eager: Eager, by: ExternalCompar
             stack.enter_context(rounding_copy(file)) if file.dtype in HALF_PRECISION else file
             for file in verified.files
         ]
-        if graphs := (yield from by.opened(copies)):
-            yield from by.compare(eager, graphs, named=ROUNDED, few=True)
+        if graphs := (yield from comparison.opened(copies)):
+            yield from comparison.compare(eager, graphs, named=ROUNDED, few=True)
 
 
 def most_precise(checks: list[Check]) -> list[Check]:

@@ -49,8 +49,8 @@ def compare_quantized(
     verified: ExternalGraphs,
     graphs: Sequence[ExternalGraph],
     eager: Eager,
-    by: ExternalComparison,
-    asked: QuantizationOptions,
+    comparison: ExternalComparison,
+    options: QuantizationOptions,
     stack: ExitStack,
 ) -> Generator[list[Check], None, tuple[Eager, ExternalGraphs]]:
     """Measures the loss of accuracy, and checks correctness if all weights are known.
@@ -59,20 +59,21 @@ def compare_quantized(
         verified: the graphs.
         graphs: the same graphs, opened unchanged.
         eager: the model at full precision.
-        by: runs the comparison and collects the checks.
-        asked: options of the user.
+        comparison: runs the comparison and collects the checks.
+        options: options of the user.
         stack: keeps temporary copies and the dequantized reference.
 
     Returns:
         The reference and the graphs of the check of correctness, or the given ones without it.
     """
-    section, files = by.report.quantization, verified.files
+    report, tensors, files = comparison.report, comparison.tensors, verified.files
+    section = report.quantization
     assert section is not None
-    section.max_divergence, section.min_agreement = asked.limits.divergence, asked.limits.agreement
-    yield from _measure(graphs, eager, by, asked, section)
+    section.max_divergence, section.min_agreement = options.limits.divergence, options.limits.agreement
+    yield from _measure(graphs, eager, comparison, options, section)
     unknown = next((one.stored.name for file in files for one in file.quantized_weights if not one.matches), "")
     if unknown or any(file.unreadable for file in files):
-        by.report.notes += [f"correctness was not checked: the content of `{unknown}` is unknown"] if unknown else []
+        report.notes += [f"correctness was not checked: the content of `{unknown}` is unknown"] if unknown else []
         return eager, verified
     try:
         copies = [stack.enter_context(unrounded_copy(file.path)) for file in files]
@@ -80,33 +81,34 @@ def compare_quantized(
         yield [Check("structure", files[0].name, "", verdict="skip", detail=error.message)]
         return eager, verified
     section.rounded = sorted({operator for _, rounded in copies for operator in rounded})
-    by.report.notes += _notes(section)
+    report.notes += _notes(section)
     found = [one for file in files for one in file.quantized_weights]
-    tie = tied_head(eager.models[0], by.tensors)
-    reference = stack.enter_context(dequantized_reference(eager.folder, by.tensors, found, tie))
-    dequantized, settings = Eager(reference, eager.dtype, code=asked.code), replace(by.settings, float_activations=True)
+    tie = tied_head(eager.models[0], tensors)
+    reference = stack.enter_context(dequantized_reference(eager.folder, tensors, found, tie))
+    settings = replace(comparison.settings, float_activations=True)
+    dequantized = Eager(reference, eager.dtype, code=options.code)
     unrounded = [replace(file, path=path) for file, (path, _) in zip(files, copies, strict=True)]
-    yield from replace(by, settings=settings).run(dequantized, unrounded)
+    yield from replace(comparison, settings=settings).run(dequantized, unrounded)
     return dequantized, replace(verified, files=unrounded, settings=settings)
 
 
 def _measure(
     graphs: Sequence[ExternalGraph],
     eager: Eager,
-    by: ExternalComparison,
-    asked: QuantizationOptions,
+    comparison: ExternalComparison,
+    options: QuantizationOptions,
     section: Quantization,
 ) -> Checks:
     """Measures the loss of accuracy, of the pair if there are two graphs."""
-    trusted = asked.code is not None
-    sample = token_sample(asked.text, eager.folder, eager.facts(), by.selection.suite, trusted)
+    trusted = options.code is not None
+    sample = token_sample(options.text, eager.folder, eager.facts(), comparison.selection.suite, trusted)
     candidate = external_candidates(graphs)[-1]
     try:
         section.cost = measure_cost(candidate.name, candidate.runner, eager.runners[0], sample)
     except LlmconvError as error:
         yield [Check(CHECK, candidate.name, "", verdict="fail", detail=error.message)]
         return
-    yield check_cost(section.cost, asked.limits)
+    yield check_cost(section.cost, options.limits)
 
 
 def _notes(section: Quantization) -> list[str]:
