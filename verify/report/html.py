@@ -80,7 +80,7 @@ def _banner(report: Report, date: str) -> str:
 def _failures(report: Report) -> list[str]:
     failed = [check for check in report.highlights() if check.verdict == "fail"]
     more = f'<p class="small">and {len(failed) - FIRST} more groups of outputs, see below</p>' if failed[FIRST:] else ""
-    return ["<h2>What differs first</h2>", _table(failed[:FIRST]), more] if failed else []
+    return ["<h2>First differences</h2>", _table(failed[:FIRST]), more] if failed else []
 
 
 def _quantization(report: Report) -> list[str]:
