@@ -1,4 +1,4 @@
-"""ReplayedCall of a foreign graph: the call that failed once more, on a copy of the graph with the names llmconv uses."""
+"""Replay of a foreign graph: the failed call again, on a copy of the graph with the names that llmconv uses."""
 
 from __future__ import annotations
 
