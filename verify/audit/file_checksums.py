@@ -34,8 +34,8 @@ def audit_graph_files(
         allow_changed: a changed file is a note instead of a failure.
 
     Returns:
-        A check for each graph with a recorded sha256, a skipped check for each unlisted graph file, and notes on allowed
-        changes and on files without a sha256.
+        A check for each graph with a recorded sha256, a skipped check for each unlisted graph file, and notes on
+        allowed changes and on files without a sha256.
     """
     table = {EMBEDDINGS: [folder / EMBEDDINGS]} if EMBEDDINGS in models else {}
     files = {**{entry.name: entry.paths(folder) for entry in entries}, **table}

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from llmconv.runtime.eager.cache import to_numpy
 from llmconv.tensors import Array
+from llmconv.verify.library_patches import TorchDispatchMode, without_dispatch_modes
 
 SIZE_LIMIT = 1 << 26
 """Maximum number of elements of a recorded value."""
@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
         if 0 < tensor.numel() <= SIZE_LIMIT and not tensor.is_complex():
             key = (scope, op, tuple(tensor.shape))
             self._counts[key] += 1
-            with _disable_current_modes():  # the copy must not be recorded
+            with without_dispatch_modes():  # the copy must not be recorded
                 self.values[*key, self._counts[key]] = to_numpy(tensor).copy()
 
     @contextmanager

@@ -213,7 +213,7 @@ def test_graphs_that_reach_outside_their_folder_are_refused(
     [
         (["{folder}", "--graph", "{graph}"], "give either FOLDER or `--graph FILE`"),
         ([], "give either FOLDER or `--graph FILE`"),
-        (["{folder}", "--input-map", "optimum"], "`--input-map` describes a `--graph`"),
+        (["{folder}", "--input-map", "optimum"], "`--input-map` applies to `--graph` only"),
         (["--graph", "{graph}", "--input-map", "nobody"], "unknown input map `nobody`"),
         (["--graph", "{copy}"], "has no weights to compare `copy.onnx` with"),
         (["--graph", "{graph}", "--graph", "{graph}", "--graph", "{graph}"], "3 graphs were given"),
