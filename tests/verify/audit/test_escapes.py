@@ -172,7 +172,7 @@ def test_the_summary_shows_that_only_some_scenarios_were_selected(
     exported: Tiny, eager: Callable[[str], Eager]
 ) -> None:
     report = verify(exported("llama"), only=["prefill, 1 token"], eager=eager("llama"))
-    assert report.summary().endswith("; not seen: scenarios that were not asked for")
+    assert report.summary().endswith("; not seen: scenarios that were not selected")
 
 
 @pytest.mark.slow
