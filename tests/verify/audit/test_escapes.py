@@ -154,7 +154,7 @@ def embedding_elsewhere(model: onnx.ModelProto, folder: Path) -> bool:
     return True
 
 
-def test_weights_of_another_name_in_another_file_are_no_tensors_of_the_model(
+def test_weights_of_another_name_in_another_file_are_not_tensors_of_the_model(
     exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path
 ) -> None:
     folder = faulty(exported("llama"), tmp_path / "faulty", embedding_elsewhere)
@@ -162,19 +162,21 @@ def test_weights_of_another_name_in_another_file_are_no_tensors_of_the_model(
     assert "`rows` maps `rows.bin`" in details(report, "weights")
 
 
-def test_an_older_report_is_gone_when_a_run_begins(clean_report: Report, tmp_path: Path) -> None:
+def test_an_older_report_is_removed_when_a_run_begins(clean_report: Report, tmp_path: Path) -> None:
     write_report(clean_report, tmp_path)
     require_writable(tmp_path)
     assert not [name for name in NAMES if (tmp_path / name).exists()]
 
 
-def test_a_few_scenarios_are_told_from_all(exported: Tiny, eager: Callable[[str], Eager]) -> None:
+def test_the_summary_shows_that_only_some_scenarios_were_selected(
+    exported: Tiny, eager: Callable[[str], Eager]
+) -> None:
     report = verify(exported("llama"), only=["prefill, 1 token"], eager=eager("llama"))
-    assert report.summary().endswith("; not seen: scenarios that were not asked for")
+    assert report.summary().endswith("; not seen: scenarios that were not selected")
 
 
 @pytest.mark.slow
-def test_a_reference_that_is_used_again_runs_every_twin_again(tmp_path: Path) -> None:
+def test_a_reused_reference_runs_all_scaled_weights_again(tmp_path: Path) -> None:
     folder = save_tiny("gemma2", tmp_path / "gemma2", num_hidden_layers=2)
     export(folder, unified=True)
     reference = Eager(folder, "float32", keep=True)
@@ -183,7 +185,7 @@ def test_a_reference_that_is_used_again_runs_every_twin_again(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_limit_is_missed_in_the_second_folder_of_one_reference(tmp_path: Path) -> None:
+def test_a_dropped_limit_is_detected_in_the_second_folder_of_one_reference(tmp_path: Path) -> None:
     folder = save_tiny("gpt_oss", tmp_path / "gpt_oss", **_SMALL_EXPERTS)
     export(folder, unified=True)
     reference = Eager(folder, "float32", keep=True)
@@ -210,7 +212,7 @@ _SMALL_EXPERTS = {
 }
 
 
-def test_a_reference_of_another_dtype_takes_that_of_the_graphs(exported: Tiny, tmp_path: Path) -> None:
+def test_a_reused_reference_takes_the_dtype_of_the_graphs(exported: Tiny, tmp_path: Path) -> None:
     folder = faulty(exported("llama"), tmp_path / "faulty", scale_of_attention_a_thousandth_more)
     report = verify(folder, only=["prefill, 7 tokens"], eager=Eager(exported("llama"), "bfloat16"))
     assert report.verdict == "fail"

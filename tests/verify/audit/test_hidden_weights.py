@@ -83,7 +83,7 @@ def test_the_weight_audit_names(
     assert said in details(verify(folder, only=["prefill, 1 token"], eager=eager("llama")), "weights")
 
 
-def test_a_graph_that_the_manifest_does_not_list_is_counted_and_said(
+def test_an_unlisted_graph_is_a_skipped_check_and_in_the_summary(
     exported: Tiny, eager: Callable[[str], Eager], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(exported("llama"), tmp_path / "model")

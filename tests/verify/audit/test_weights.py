@@ -48,7 +48,7 @@ def test_another_model_as_reference_is_suspected(exported: Callable[[str], Path]
     assert check.verdict == "fail" and "are not the reference's: another model? First `" in check.detail
 
 
-def test_bytes_that_are_no_tensor_are_named(exported: Callable[[str], Path], tmp_path: Path) -> None:
+def test_bytes_that_are_not_a_tensor_are_named(exported: Callable[[str], Path], tmp_path: Path) -> None:
     folder = decode_only(exported("llama"), tmp_path / "shifted")
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
     tensor = initializer(model, O_PROJ)
@@ -58,7 +58,7 @@ def test_bytes_that_are_no_tensor_are_named(exported: Callable[[str], Path], tmp
     assert "which are not a tensor" in audit(folder, folder).detail
 
 
-def test_a_clean_graph_has_every_weight(exported: Callable[[str], Path]) -> None:
+def test_a_correct_graph_has_every_weight(exported: Callable[[str], Path]) -> None:
     check = audit(exported("gemma2"), exported("gemma2"))
     assert (check.verdict, check.detail) == ("pass", "46 tensors")
 

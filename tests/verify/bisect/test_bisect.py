@@ -160,14 +160,14 @@ FOUND = [
 
 
 @pytest.mark.parametrize(
-    ("model_type", "name", "where", "told"),
+    ("model_type", "name", "where", "text"),
     [pytest.param(*row, marks=() if row[0] == "llama" else SLOW, id=f"{row[0]}-{row[1]}") for row in FOUND],
 )
 def test_a_fault_of_every_kind_is_named(
-    model_type: str, name: str, where: Where, told: str, broken: Broken, eager: References
+    model_type: str, name: str, where: Where, text: str, broken: Broken, eager: References
 ) -> None:
     found = searched(broken(model_type, mutant_named(name)), eager(model_type), where).where
-    assert found and told in found.text
+    assert found and text in found.text
 
 
 def test_the_node_its_module_and_its_layer_are_fields_of_the_report(broken: Broken, eager: References) -> None:
@@ -198,7 +198,7 @@ def rename_nodes(folder: Path, name: Callable[[str], str]) -> None:
     onnx.save(model, folder / "decode.onnx")
 
 
-def test_names_as_other_exporters_give_them_are_understood(broken: Broken, eager: References) -> None:
+def test_node_names_of_other_exporters_are_recognized(broken: Broken, eager: References) -> None:
     folder = broken("llama", mutant_named("one norm's epsilon times ten"))
     rename_nodes(folder, lambda name: "/" + name.replace(".", "/").replace("layers/", "layers."))
     found = searched(folder, eager("llama"), MASKED).where
@@ -206,7 +206,7 @@ def test_names_as_other_exporters_give_them_are_understood(broken: Broken, eager
     assert found.text.startswith("layers.1.input_layernorm: epsilon 1e-05 in the graph")
 
 
-def test_without_names_the_first_layer_is_all_that_is_said(broken: Broken, eager: References) -> None:
+def test_without_node_names_only_the_first_layer_is_named(broken: Broken, eager: References) -> None:
     folder = broken("llama", mutant_named("one norm's epsilon times ten"))
     rename_nodes(folder, lambda name: "")
     report = searched(folder, eager("llama"), MASKED)
@@ -214,7 +214,7 @@ def test_without_names_the_first_layer_is_all_that_is_said(broken: Broken, eager
     assert any(note.startswith("no node named") for note in report.notes)
 
 
-def test_a_graph_without_a_cache_is_searched_by_halves(broken: Broken, eager: References) -> None:
+def test_a_graph_without_a_cache_is_bisected(broken: Broken, eager: References) -> None:
     folder = broken("llama", mutant_named("attention scale 1 % off in one layer"))
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
     del model.graph.output[1:]
@@ -223,7 +223,7 @@ def test_a_graph_without_a_cache_is_searched_by_halves(broken: Broken, eager: Re
     assert found and found.node == "model.layers.1.self_attn/Attention"
 
 
-def test_a_fault_of_the_optimisation_is_told_from_one_of_the_graph(
+def test_a_fault_of_graph_optimization_is_distinguished_from_one_of_the_graph(
     exported: Callable[[str], Path], eager: References
 ) -> None:
     found = searched(exported("llama"), eager("llama"), LAYER_2).where

@@ -41,7 +41,7 @@ LAYERS = {mutant.name: None if mutant.name in OUTSIDE else mutant.layer for muta
 AUDIT = "`model.layers.7.mlp.up_proj.weight` differs from the reference's values"
 
 
-def test_the_layer_of_a_weight_is_the_answer_where_only_the_audit_fails() -> None:
+def test_if_only_the_audit_fails_the_layer_of_the_weight_is_named() -> None:
     where = localize([Check("weights", "decode.onnx", "", verdict="fail", detail=AUDIT)])
     assert where and (where.layer, where.scope, where.finding) == (7, "model.layers.7.mlp.up_proj", AUDIT)
 
@@ -52,12 +52,12 @@ def test_a_weight_outside_the_layers_has_none() -> None:
     assert where and (where.layer, where.scope) == (None, "lm_head")
 
 
-def test_a_graph_that_does_not_run_is_said_to_do_so_and_no_more() -> None:
+def test_a_graph_that_does_not_run_is_reported_without_a_layer() -> None:
     where = localize([Check("prefill, 7 tokens", "a.onnx", "logits", verdict="fail", detail="it fails in onnxruntime")])
     assert where and where.text == "prefill, 7 tokens, a.onnx, step 0: it fails in onnxruntime"
 
 
-def test_nothing_is_said_of_a_cache_that_was_not_compared() -> None:
+def test_a_cache_that_was_not_compared_is_not_mentioned() -> None:
     where = localize([Check("prefill, 7 tokens", "a.onnx", "logits", sigma=40.0, verdict="fail")])
     assert where and where.text == "prefill, 7 tokens, a.onnx, step 0: the logits differ"
 

@@ -44,7 +44,7 @@ def kinds(nodes: list[UnmatchedNode]) -> set[tuple[str, str]]:
     return {(one.operator, one.scope.rpartition(".")[2]) for one in nodes}
 
 
-def test_a_clean_graph_has_only_the_steps_that_exporters_write_differently(
+def test_a_correct_graph_has_only_steps_that_exporters_write_differently(
     listed: Callable[[Trigger | None], Report],
 ) -> None:
     report = listed(None)
@@ -61,13 +61,13 @@ def added(name: str, listed: Callable[[Trigger | None], Report]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_what_a_trigger_adds_is_in_the_list(name: str, listed: Callable[[Trigger | None], Report]) -> None:
+def test_the_nodes_of_a_trigger_are_in_the_list(name: str, listed: Callable[[Trigger | None], Report]) -> None:
     assert added(name, listed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(BY_NAME) - {*QUICK}))
-def test_what_any_trigger_adds_is_in_the_list(name: str, listed: Callable[[Trigger | None], Report]) -> None:
+def test_the_nodes_of_any_trigger_are_in_the_list(name: str, listed: Callable[[Trigger | None], Report]) -> None:
     assert added(name, listed)
 
 

@@ -49,7 +49,7 @@ def test_a_small_model_gets_the_same_report(exported: Tiny, monkeypatch: pytest.
     assert streamed.notes == usual.notes
 
 
-def test_scenarios_that_change_or_make_up_a_cache_are_skipped_and_counted(exported: Tiny) -> None:
+def test_scenarios_that_edit_or_replace_a_cache_are_skipped_and_counted(exported: Tiny) -> None:
     names = ["left padding", *EDITING]
     report = verify(exported("llama"), only=names, low_memory=True)
     assert {check.verdict for check in report.checks if check.name in EDITING} == {"skip"}
@@ -93,7 +93,7 @@ def test_a_graph_with_options_passes_in_pieces(
     assert report.verdict == "pass", report.closing_lines()
 
 
-def test_pieces_hold_every_node_once_and_no_more_weights_than_they_may(exported: Tiny) -> None:
+def test_pieces_contain_every_node_once_and_limited_weights(exported: Tiny) -> None:
     model = onnx.load(exported("llama") / "decode.onnx", load_external_data=False)
     pieces = cut_graph(model, SMALL)
     assert len(pieces) >= 4
@@ -103,7 +103,7 @@ def test_pieces_hold_every_node_once_and_no_more_weights_than_they_may(exported:
     assert {port.name for port in model.graph.output} <= set(made)
 
 
-def test_a_piece_takes_only_what_comes_before_it(exported: Tiny) -> None:
+def test_a_piece_reads_only_earlier_values(exported: Tiny) -> None:
     model = onnx.load(exported("gemma2") / "prefill.onnx", load_external_data=False)
     known = {port.name for port in model.graph.input}
     for piece in cut_graph(model, SMALL):

@@ -97,7 +97,7 @@ def truths_of(model: Eager) -> ExpectedOutputs:
     return [model.expected_outputs(scenario, chains) for scenario, chains in planned(model, (*FIRST, "second turn"))][1]
 
 
-def test_a_model_that_computes_something_else_in_one_call_is_run_call_by_call(
+def test_a_model_with_other_results_in_one_call_is_run_call_by_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny("llama", tmp_path / "llama", num_hidden_layers=2)
@@ -128,7 +128,7 @@ def test_frequencies_that_depend_on_the_length_are_run_call_by_call(
     assert seen == [7, 5, 1, 7, 1, 3, 2]
 
 
-def test_what_cannot_be_one_call_is_not_merged(eager: Callable[[str], Eager]) -> None:
+def test_calls_that_cannot_be_merged_are_not_merged(eager: Callable[[str], Eager]) -> None:
     model = eager("llama")
     for name in ("rows exchanged", "tokens taken back", "garbage under the mask", *FIRST):
         ((_, (chain,)),) = planned(model, (name,))
@@ -145,7 +145,7 @@ def test_a_merged_cache_ends_where_its_call_does(eager: Callable[[str], Eager]) 
     assert [step.logits.shape[1] for step in steps] == [5, 1, 7, 1, 3, 2]
 
 
-def test_a_quick_run_reads_a_large_model_once_and_each_twin_once(
+def test_a_quick_run_reads_a_large_model_once_with_each_scaling(
     small: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []

@@ -61,7 +61,7 @@ def test_a_broken_position_stands_out_where_it_lies() -> None:
     assert along[:3].max() == 0
 
 
-def test_the_drawings_show_figures_only_where_there_are_some() -> None:
+def test_plots_are_drawn_only_with_data() -> None:
     assert [draw(Evidence()) for draw in (error_histogram, logit_scatter, position_map)] == ["", "", ""]
     evidence = seen(EXACT + 1e-3)
     assert error_histogram(evidence).count("<rect") >= 1

@@ -28,13 +28,13 @@ def test_rows_continue_others_in_keys_and_in_states() -> None:
     assert np.array_equal(edited["present_recurrent.1"], STATE[[1, 1]])
 
 
-def test_tokens_are_taken_back_from_the_end() -> None:
+def test_tokens_are_removed_from_the_end() -> None:
     edited = CacheEdit(drop=3).apply(CACHE, MASK[:, :1])
     assert edited.length == 1
     assert np.array_equal(edited.arrays()["present.0.key"], KEYS[:, :, :1])
 
 
-def test_garbage_lies_where_the_mask_hides_and_nowhere_else() -> None:
+def test_garbage_is_written_only_where_the_mask_hides_it() -> None:
     mask = np.array([[0, 1, 1, 1], [1, 1, 0, 1]])
     edited = keys(CacheEdit(garbage=GARBAGE), mask)
     assert (edited[0, :, 0] == GARBAGE).all() and (edited[1, :, 2] == GARBAGE).all()
@@ -42,6 +42,6 @@ def test_garbage_lies_where_the_mask_hides_and_nowhere_else() -> None:
     assert KEYS.max() < GARBAGE
 
 
-def test_a_prefix_in_front_is_not_hidden() -> None:
+def test_a_prefix_is_never_masked() -> None:
     edited = keys(CacheEdit(garbage=GARBAGE), np.array([[0, 1], [1, 1]]))
     assert (edited[0, :, 2] == GARBAGE).all() and (edited == GARBAGE).sum() == 3

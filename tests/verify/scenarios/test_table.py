@@ -38,7 +38,7 @@ def test_every_scenario_is_the_same_each_time(scenario: Scenario) -> None:
     assert all(np.array_equal(a.input_ids, b.input_ids) for a, b in pairs)
 
 
-def test_names_are_unique_and_every_scenario_tells_the_bug_it_is_for() -> None:
+def test_names_are_unique_and_every_scenario_names_its_bug() -> None:
     assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)
     assert all("#" in scenario.bug for scenario in SCENARIOS)
 
@@ -59,7 +59,7 @@ def test_a_prompt_crosses_the_window_only_where_it_is_a_short_one() -> None:
 
 
 @pytest.mark.parametrize("window", [40, 600, 4096, 32768])
-def test_a_made_up_past_crosses_windows_of_any_size(window: int) -> None:
+def test_a_synthetic_past_crosses_windows_of_any_size(window: int) -> None:
     facts = ModelFacts(50, 1 << 17, (window,), cache=CACHE)
     ((_, (chain,)),) = Selection("quick", ["window crossed behind a made-up past"]).calls(facts)
     ends = [call.attention_mask.shape[1] for call in chain]
@@ -73,7 +73,7 @@ def test_a_window_as_long_as_the_context_is_never_crossed() -> None:
     assert Selection("full").left_out(facts) == []
 
 
-def test_a_past_that_is_too_large_beside_the_model_is_left_out_with_the_reason() -> None:
+def test_a_past_that_is_too_large_for_the_model_is_left_out_with_the_reason() -> None:
     large = {"present.0.key": (1, 64, 1, 128), "present.0.value": (1, 64, 1, 128)}
     facts = ModelFacts(50, 1 << 17, (32768,), cache=large)
     reasons = {scenario.name: reason for scenario, reason in Selection("quick").left_out(facts)}
@@ -87,7 +87,7 @@ def test_the_full_suite_has_more_room_than_the_quick_one() -> None:
     assert [wanted in names_of(suite, facts) for suite in ("quick", "full")] == [False, True]
 
 
-def test_what_cannot_be_held_is_left_out_with_the_reason() -> None:
+def test_scenarios_without_a_held_cache_are_left_out_with_the_reason() -> None:
     facts = ModelFacts(50, 300, no_edits="nothing is held", no_synthetic_past="nothing is held")
     names = {scenario.name for scenario, reason in Selection("quick").left_out(facts) if reason == "nothing is held"}
     assert {"rows exchanged", "tokens taken back", "garbage under the mask", "pasts of 30 to 1,022 tokens"} <= names
@@ -124,7 +124,7 @@ def test_every_position_of_a_short_context_is_run(suite: str, context: int) -> N
     assert set(np.concatenate([call.position_ids.ravel() for call in calls]).tolist()) == set(range(context))
 
 
-def test_positions_are_drawn_over_the_whole_of_a_long_context() -> None:
+def test_positions_are_spread_over_a_long_context() -> None:
     ((_, chains),) = Selection("quick", ["positions over the whole context"]).calls(ModelFacts(50, 1 << 17))
     shares = np.concatenate([call.position_ids.ravel() for call in chains[0]]) * 144 // (1 << 17)
     assert set(shares.tolist()) == set(range(144))
@@ -138,7 +138,7 @@ def test_the_splits_are_of_one_prompt() -> None:
     assert len(prompts) == 1
 
 
-def test_padding_lies_where_its_name_says() -> None:
+def test_padding_is_on_the_side_in_the_name() -> None:
     chains = dict((scenario.name, chains) for scenario, chains in Selection("quick").calls(FACTS))
     left, right = (chains[f"{side} padding"][0][0].attention_mask for side in ("left", "right"))
     assert left[1, 0] == 0 and left[1, -1] == 1
@@ -146,7 +146,7 @@ def test_padding_lies_where_its_name_says() -> None:
 
 
 @pytest.mark.parametrize("kind", ["original", "window", "states"])
-def test_what_a_model_lacks_is_not_run(kind: str) -> None:
+def test_scenarios_for_missing_features_are_not_run(kind: str) -> None:
     lacking = {
         "original": ModelFacts(50, 300),
         "window": ModelFacts(50, 300),
@@ -160,7 +160,7 @@ def test_what_a_model_lacks_is_not_run(kind: str) -> None:
     assert left_out[kind] not in [scenario.name for scenario, _ in Selection("full").calls(lacking[kind])]
 
 
-def test_the_one_token_of_a_step_is_no_padding_where_layers_keep_states() -> None:
+def test_a_single_new_token_is_never_padding_for_layers_with_states() -> None:
     facts = ModelFacts(50, 300, windows=(8,), original=40, keeps_states=True, cache=CACHE)
     steps = [call for _, chains in Selection("full").calls(facts) for chain in chains for call in chain[1:]]
     assert all(call.attention_mask[:, -1].all() for call in steps if call.input_ids.shape[1] == 1)
@@ -173,12 +173,12 @@ def test_rows_that_are_exchanged_take_their_masks_along() -> None:
     assert np.array_equal(chain[3].attention_mask[:, :7], before[[0, 0, 2]])
 
 
-def test_the_suite_has_what_the_public_bugs_ask_for() -> None:
+def test_the_suites_have_enough_scenarios() -> None:
     assert len([scenario for scenario in SCENARIOS if scenario.suite == "quick"]) >= 23
     assert len(SCENARIOS) >= 32
 
 
-def test_an_unknown_scenario_is_answered_with_those_that_are_near() -> None:
+def test_an_unknown_scenario_gets_similar_names_as_hint() -> None:
     with pytest.raises(UsageProblem, match="unknown scenario `left pading`") as caught:
         Selection("quick", ["left pading"])
     assert "left padding" in caught.value.hint

@@ -16,77 +16,19 @@ FOLDED = 1 << 22
 DIMENSIONS = 8
 """Maximum number of axes of an input."""
 
-ELEMENTWISE = frozenset(
-    [
-        "Abs",
-        "Add",
-        "And",
-        "Cast",
-        "Ceil",
-        "Cos",
-        "Div",
-        "Equal",
-        "Erf",
-        "Exp",
-        "Floor",
-        "Greater",
-        "GreaterOrEqual",
-        "Identity",
-        "IsInf",
-        "IsNaN",
-        "Less",
-        "LessOrEqual",
-        "Log",
-        "Max",
-        "Min",
-        "Mod",
-        "Mul",
-        "Neg",
-        "Not",
-        "Or",
-        "Pow",
-        "Reciprocal",
-        "Relu",
-        "Round",
-        "Sigmoid",
-        "Sign",
-        "Sin",
-        "Softplus",
-        "Sqrt",
-        "Sub",
-        "Sum",
-        "Tanh",
-        "Where",
-        "Xor",
-    ]
-)
+ELEMENTWISE = frozenset([
+    "Abs", "Add", "And", "Cast", "Ceil", "Cos", "Div", "Equal", "Erf", "Exp", "Floor", "Greater", "GreaterOrEqual",
+    "Identity", "IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or",
+    "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Sin", "Softplus", "Sqrt", "Sub", "Sum", "Tanh",
+    "Where", "Xor",
+])  # fmt: skip
 """Operators whose result has the broadcast shape of their inputs."""
 
-SHRINKING = frozenset(
-    [
-        "ArgMax",
-        "ArgMin",
-        "CumSum",
-        "Flatten",
-        "Range",
-        "ReduceMax",
-        "ReduceMean",
-        "ReduceMin",
-        "ReduceSum",
-        "Reshape",
-        "Shape",
-        "Size",
-        "Slice",
-        "Split",
-        "Squeeze",
-        "Transpose",
-        "Trilu",
-        "Unsqueeze",
-        "ScatterElements",
-        "ScatterND",
-        "Concat",
-    ]
-)
+SHRINKING = frozenset([
+    "ArgMax", "ArgMin", "CumSum", "Flatten", "Range", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum",
+    "Reshape", "Shape", "Size", "Slice", "Split", "Squeeze", "Transpose", "Trilu", "Unsqueeze", "ScatterElements",
+    "ScatterND", "Concat",
+])  # fmt: skip
 """Operators whose result is not larger than their inputs together; Range is handled separately."""
 
 
