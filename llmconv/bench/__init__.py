@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from llmconv.bench.bench import bench
-from llmconv.bench.candidate import Candidate
-from llmconv.bench.result import Cell, Comparison
+from llmconv.bench.measurement import BenchResult, Measurement
+from llmconv.bench.runtimes import BenchCandidate
 
-__all__ = ["Candidate", "Cell", "Comparison", "bench"]
+__all__ = ["BenchCandidate", "Measurement", "BenchResult", "bench"]
 
 
 def __dir__() -> list[str]:

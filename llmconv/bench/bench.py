@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from llmconv.argument_checks import checked, require_least
-from llmconv.bench.candidate import Candidate, Worker
-from llmconv.bench.result import Cell, Comparison, first_difference
+from llmconv.bench.measurement import BenchResult, Measurement, first_difference
+from llmconv.bench.runtimes import BenchCandidate, WorkerProcess
 from llmconv.checkpoint import read_json
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
 from llmconv.files.sources import fetches
@@ -31,21 +31,21 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 @fetches
 @checked
 def bench(
-    model: str | Path | Candidate,
+    model: str | Path | BenchCandidate,
     *,
-    against: Sequence[str | Path | Candidate] = (),
+    against: Sequence[str | Path | BenchCandidate] = (),
     lengths: Sequence[int] = (),
     batch_sizes: Sequence[int] = (1,),
     new_tokens: int = NEW_TOKENS,
     repeat: int = REPEAT,
     threads: int = 0,
-    on_cell: Callable[[Cell], object] | None = None,
-) -> Comparison:
+    on_cell: Callable[[Measurement], object] | None = None,
+) -> BenchResult:
     """Measures greedy search; the candidates take turns, so that a slow minute hits all of them.
 
     Args:
         model: a folder with graphs, or another candidate; what the others are compared with.
-        against: other candidates, see `Candidate.parse`.
+        against: other candidates, see `BenchCandidate.parse`.
         lengths: tokens of a prompt; 128, 512, 2048 and 8192 as far as the context reaches when left out, or all of a
             shorter one.
         batch_sizes: prompts side by side, all of one length.
@@ -62,13 +62,16 @@ def bench(
     _require_positive(lengths=lengths, batch_sizes=batch_sizes, repeat=(repeat,))
     require_least(new_tokens, 2, "new_tokens")
     threads = require_least(threads, 0, "threads") or cores()
-    first = model if isinstance(model, Candidate) else Candidate.parse(str(model))
-    others = (other if isinstance(other, Candidate) else Candidate.parse(str(other), first.folder) for other in against)
+    first = model if isinstance(model, BenchCandidate) else BenchCandidate.parse(str(model))
+    others = (
+        other if isinstance(other, BenchCandidate) else BenchCandidate.parse(str(other), first.folder)
+        for other in against
+    )
     candidates = [first, *others]
     _require_distinct(candidates)
     lengths = lengths_within(first.folder, lengths, new_tokens)
     tokens = _usable_tokens(first.folder)
-    cells: list[Cell] = []
+    cells: list[Measurement] = []
     with ExitStack() as stack:
         workers = [_started(candidate, threads, stack) for candidate in candidates]
         for batch, length in product(batch_sizes, lengths):
@@ -79,12 +82,12 @@ def bench(
         versions = {worker.candidate.name: worker.versions for worker in workers}
     if all(cell.error for cell in cells):
         raise Inconclusive(f"nothing could be measured: {cells[0].error}", hint="see `llmconv generate` on the folder")
-    return Comparison([candidate.name for candidate in candidates], versions, cells, new_tokens, repeat, threads)
+    return BenchResult([candidate.name for candidate in candidates], versions, cells, new_tokens, repeat, threads)
 
 
-def _started(candidate: Candidate, threads: int, stack: ExitStack) -> Worker:
+def _started(candidate: BenchCandidate, threads: int, stack: ExitStack) -> WorkerProcess:
     """A candidate's process, which ends with the stack."""
-    worker = Worker(candidate, threads)
+    worker = WorkerProcess(candidate, threads)
     stack.callback(worker.close)
     return worker
 
@@ -95,9 +98,9 @@ def _require_positive(**given: Sequence[int]) -> None:
             require_least(number, 1, name)
 
 
-def _measure(workers: Sequence[Worker], prompts: list[list[int]], new: int, repeat: int) -> list[Cell]:
+def _measure(workers: Sequence[WorkerProcess], prompts: list[list[int]], new: int, repeat: int) -> list[Measurement]:
     """A round to warm up, in which tokens are compared, and `repeat` that count; every other one runs backwards."""
-    cells = [Cell(worker.candidate.name, len(prompts), len(prompts[0])) for worker in workers]
+    cells = [Measurement(worker.candidate.name, len(prompts), len(prompts[0])) for worker in workers]
     pairs = list(zip(workers, cells, strict=True))
     expected: list[list[int]] | None = None
     for number in range(repeat + 1):
@@ -157,7 +160,7 @@ def _usable_tokens(folder: Path) -> list[int]:
     return [token for token in range(size) if token not in special] or list(range(size))
 
 
-def _require_distinct(candidates: Sequence[Candidate]) -> None:
+def _require_distinct(candidates: Sequence[BenchCandidate]) -> None:
     names = [candidate.name for candidate in candidates]
     if len(set(names)) < len(names):
         raise UsageProblem("a candidate is named twice", hint="give each `--against` once, FOLDER itself not again")

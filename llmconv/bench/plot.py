@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked
-from llmconv.bench.result import Cell, Comparison
+from llmconv.bench.measurement import BenchResult, Measurement
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.named_file import replace_file
 from llmconv.files.paths import Written
@@ -34,7 +34,7 @@ def require_plotting(path: Written) -> None:
 
 
 @checked
-def write_plot(result: Comparison, path: Written) -> None:
+def write_plot(result: BenchResult, path: Written) -> None:
     """Tokens per second over the length, a row of panels per batch size; bars go from the least to the most."""
     path = Path(path)
     require_plotting(path)
@@ -50,7 +50,7 @@ def write_plot(result: Comparison, path: Written) -> None:
     replace_file(path, lambda file: figure.savefig(file, dpi=150, format=path.suffix[1:].lower()))
 
 
-def _draw(axes: Any, cells: Sequence[Cell], candidates: Sequence[str], kind: str) -> None:
+def _draw(axes: Any, cells: Sequence[Measurement], candidates: Sequence[str], kind: str) -> None:
     lengths = sorted({cell.length for cell in cells})
     for name in candidates:
         curve = [(cell.length, getattr(cell, kind)) for cell in cells if cell.candidate == name and getattr(cell, kind)]

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmconv.argument_checks import checked
-from llmconv.bench.result import Cell, Comparison
+from llmconv.bench.measurement import BenchResult, Measurement
 from llmconv.files.named_file import replace_file
 from llmconv.files.paths import Written
 
 HEAD = ("batch", "length", "candidate", "prompt tokens/s", "new tokens/s", "times first's", "peak MB", "tokens")
 
 
-def table(result: Comparison) -> str:
+def table(result: BenchResult) -> str:
     """Medians, least and most in brackets; `times first's` is the speed of the steps."""
     rows = [HEAD, *(_row(result, cell) for cell in result.cells)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
@@ -33,7 +33,7 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     ]
 
 
-def _row(result: Comparison, cell: Cell) -> tuple[str, ...]:
+def _row(result: BenchResult, cell: Measurement) -> tuple[str, ...]:
     place = str(cell.batch), str(cell.length), cell.candidate
     if cell.error:
         return (*place, "-", "-", "-", "-", f"failed: {cell.error}")
@@ -47,7 +47,7 @@ def _figures(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f}-{max(values):.1f})" if values else "-"
 
 
-def _differences(result: Comparison) -> list[str]:
+def _differences(result: BenchResult) -> list[str]:
     """What candidates that gave other tokens did."""
     return [
         f"NOT THE SAME TOKENS: {cell.candidate} at batch {cell.batch}, length {cell.length}: "
@@ -58,7 +58,7 @@ def _differences(result: Comparison) -> list[str]:
 
 
 @checked
-def write_csv(result: Comparison, path: Written) -> None:
+def write_csv(result: BenchResult, path: Written) -> None:
     """One line per cell, with the versions of what ran."""
     rows = [
         {**cell.as_dict(), "versions": " ".join(f"{p}={v}" for p, v in result.versions[cell.candidate].items())}

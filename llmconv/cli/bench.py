@@ -12,10 +12,10 @@ from llmconv.errors import OutputFailed, UsageProblem
 from llmconv.progress import say
 
 if TYPE_CHECKING:
-    from llmconv.bench import Cell
+    from llmconv.bench import Measurement
 
 
-class Numbers(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
+class IntegerList(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
     """`128,512`: whole numbers of at least 1."""
 
     name = "numbers"
@@ -42,8 +42,10 @@ class Numbers(click.ParamType):  # type: ignore[type-arg] # generic for the type
     help="FOLDER of another export, or RUNTIME:FOLDER (packed, torch, optimum, genai), or RUNTIME alone for the first "
     "folder. May be repeated.",
 )
-@click.option("--lengths", type=Numbers(), default=(), help="Tokens per prompt. [default: 128,512,2048,8192 that fit]")
-@click.option("--batch-sizes", type=Numbers(), default=(1,), help="Prompts side by side. [default: 1]")
+@click.option(
+    "--lengths", type=IntegerList(), default=(), help="Tokens per prompt. [default: 128,512,2048,8192 that fit]"
+)
+@click.option("--batch-sizes", type=IntegerList(), default=(1,), help="Prompts side by side. [default: 1]")
 @click.option("--new-tokens", type=click.IntRange(2), default=32, show_default=True, help="After each prompt.")
 @click.option("--repeat", type=click.IntRange(1), default=3, show_default=True, help="Rounds, after one to warm up.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Of every candidate; 0 for one per core.")
@@ -78,7 +80,7 @@ def command(
     Candidates take turns, each in a process of its own, all with as many threads. A table of medians, least and most
     goes to stdout. Exit code 1: candidates gave different tokens.
     """
-    from llmconv.bench import Candidate, bench
+    from llmconv.bench import BenchCandidate, bench
     from llmconv.bench.plot import require_plotting, write_plot
     from llmconv.bench.table import table, write_csv
 
@@ -86,10 +88,10 @@ def command(
     if plot_file:
         require_plotting(plot_file)
     interpreters = _interpreters(pythons)
-    first = Candidate.parse(folder, None, interpreters)
+    first = BenchCandidate.parse(folder, None, interpreters)
     result = bench(
         first,
-        against=[Candidate.parse(text, first.folder, interpreters) for text in against],
+        against=[BenchCandidate.parse(text, first.folder, interpreters) for text in against],
         lengths=lengths,
         batch_sizes=batch_sizes,
         new_tokens=new_tokens,
@@ -122,7 +124,7 @@ def _require_places(csv_file: Path | None, plot_file: Path | None) -> None:
 
 def _interpreters(given: tuple[str, ...]) -> dict[str, str]:
     pairs = [text.partition("=") for text in given]
-    from llmconv.bench.candidate import RUNTIMES
+    from llmconv.bench.runtimes import RUNTIMES
 
     for text, (runtime, _, path) in zip(given, pairs, strict=True):
         if path and runtime not in RUNTIMES:
@@ -132,5 +134,5 @@ def _interpreters(given: tuple[str, ...]) -> dict[str, str]:
     return {runtime: path for runtime, _, path in pairs}
 
 
-def _say_cell(cell: Cell) -> None:
+def _say_cell(cell: Measurement) -> None:
     say(f"{cell.candidate}, batch {cell.batch}, {cell.length} tokens: {cell.error or 'done'}")

@@ -17,7 +17,7 @@ from llmconv.errors import UsageProblem
 from llmconv.progress import say
 
 if TYPE_CHECKING:
-    from llmconv.generation import Completion, Cost, GenerationSettings, Piece, TextModel, Wording
+    from llmconv.generation import Completion, GenerationCost, GenerationSettings, TextModel, TextPiece, Wording
     from llmconv.generation.prompts import Prompt
 
 
@@ -116,15 +116,15 @@ class _Run:
         self.model, self.prompts, self.settings = model, prompts, settings
         self._wording, self._batch_size = wording, batch_size
         self.completions: list[Completion] = []
-        self.costs: list[Cost] = []
+        self.costs: list[GenerationCost] = []
         self.skipped = 0
         self.output: Path | None = None
 
-    def collect(self, on_piece: Callable[[Piece], None] | None) -> None:
+    def collect(self, on_piece: Callable[[TextPiece], None] | None) -> None:
         """Runs all prompts and keeps what they gave."""
         self._run(self.completions.extend, on_piece)
 
-    def to_file(self, path: Path, adapter: str, overwrite: bool, on_piece: Callable[[Piece], None] | None) -> None:
+    def to_file(self, path: Path, adapter: str, overwrite: bool, on_piece: Callable[[TextPiece], None] | None) -> None:
         """Runs the prompts that the file does not have yet."""
         from llmconv.generation.completion_file import CompletionFile
 
@@ -138,7 +138,7 @@ class _Run:
             self.skipped = file.done
             self._run(file.write, on_piece)
 
-    def _run(self, take: Callable[[list[Completion]], object], on_piece: Callable[[Piece], None] | None) -> None:
+    def _run(self, take: Callable[[list[Completion]], object], on_piece: Callable[[TextPiece], None] | None) -> None:
         from llmconv.generation.generate import run_batches
 
         for completions, cost in run_batches(
@@ -209,7 +209,7 @@ def _prompts(texts: tuple[str, ...], file: str | None, output: Path | None) -> l
     return read_prompts(sys.stdin)
 
 
-def _writer(streaming: bool, run: _Run) -> Callable[[Piece], None] | None:
+def _writer(streaming: bool, run: _Run) -> Callable[[TextPiece], None] | None:
     """Prints pieces as they come, the texts in the order of the prompts."""
     if not streaming:
         return None
@@ -221,7 +221,7 @@ def _writer(streaming: bool, run: _Run) -> Callable[[Piece], None] | None:
 
     writer: list[OrderedWriter] = []
 
-    def on_piece(piece: Piece) -> None:
+    def on_piece(piece: TextPiece) -> None:
         if not writer:
             writer.append(OrderedWriter(len(run.prompts), write, run.skipped))
         writer[0].push(piece.index, piece.text, bool(piece.finish))
@@ -230,12 +230,12 @@ def _writer(streaming: bool, run: _Run) -> Callable[[Piece], None] | None:
 
 
 def _as_dict(run: _Run) -> dict[str, object]:
-    from llmconv.generation import Cost
+    from llmconv.generation import GenerationCost
 
     made: dict[str, object] = {"completions": [asdict(completion) for completion in run.completions]}
     if run.output:
         made = {"output_file": str(run.output), "kept": run.skipped}
-    costs, total = [cost.as_dict() for cost in run.costs], Cost.sum(run.costs).as_dict()
+    costs, total = [cost.as_dict() for cost in run.costs], GenerationCost.sum(run.costs).as_dict()
     if costs:
         total["time_to_first_token"] = costs[0]["time_to_first_token"]
     return {"backend": run.model.backend, **made, "batches": costs, **total}
@@ -243,15 +243,15 @@ def _as_dict(run: _Run) -> dict[str, object]:
 
 def _report(run: _Run) -> None:
     """What all of it cost."""
-    from llmconv.generation import Cost
+    from llmconv.generation import GenerationCost
 
     if run.skipped:
         say(f"{run.skipped} of {len(run.prompts)} prompts were finished before")
     if run.costs:
-        say(_told(Cost.sum(run.costs), len(run.costs)))
+        say(_told(GenerationCost.sum(run.costs), len(run.costs)))
 
 
-def _told(cost: Cost, batches: int = 1) -> str:
+def _told(cost: GenerationCost, batches: int = 1) -> str:
     counts = f"{cost.prompt_tokens} tokens in, {cost.new_tokens} out"
     first = f"{'first token after' if batches == 1 else 'prompts took'} {cost.first_seconds:.3f} s"
     return f"{counts}; {first}, then {cost.rate:.1f} tokens/s; peak memory {cost.peak_bytes / 1e9:.2f} GB"

@@ -19,19 +19,19 @@ from llmconv.progress import say
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from llmconv.generation import Piece
+    from llmconv.generation import TextPiece
     from llmconv.generation.chat_session import Chat
 
 COMMANDS = "/reset forgets the chat, /system TEXT sets the system message, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
-class End(Protocol):
+class ChatFrontend(Protocol):
     """Where lines come from and answers go."""
 
     def lines(self) -> Iterator[str]:
         """What the person writes."""
 
-    def answer(self, pieces: Generator[Piece]) -> None:
+    def answer(self, pieces: Generator[TextPiece]) -> None:
         """Shows an answer while it grows."""
 
     def failed(self, error: LlmconvError) -> None:
@@ -68,14 +68,14 @@ def talk(chat: Chat, name: str, as_json: bool = False) -> None:
             _answer(chat, line.rstrip("\r\n"), end)
 
 
-def _end(name: str, as_json: bool) -> End:
+def _end(name: str, as_json: bool) -> ChatFrontend:
     if as_json:
         return JsonLines()
     return Terminal(name) if sys.stdin.isatty() and sys.stdout.isatty() else Pipe()
 
 
-def _answer(chat: Chat, line: str, end: End) -> None:
-    with closing(cast("Generator[Piece]", chat.ask(line))) as pieces:
+def _answer(chat: Chat, line: str, end: ChatFrontend) -> None:
+    with closing(cast("Generator[TextPiece]", chat.ask(line))) as pieces:
         try:
             end.answer(pieces)
         except LlmconvError as error:
@@ -89,7 +89,7 @@ class Pipe:
         """Every line."""
         yield from sys.stdin
 
-    def answer(self, pieces: Generator[Piece]) -> None:
+    def answer(self, pieces: Generator[TextPiece]) -> None:
         """The text and a line break."""
         for piece in pieces:
             sys.stdout.write(piece.text)
@@ -108,7 +108,7 @@ class Pipe:
 class JsonLines(Pipe):
     """A pipe with a JSON object per answer: its `text`, how many `tokens` it has, and the `finish`."""
 
-    def answer(self, pieces: Generator[Piece]) -> None:
+    def answer(self, pieces: Generator[TextPiece]) -> None:
         """One line, once the answer is whole."""
         whole = list(pieces)
         text = "".join(piece.text for piece in whole)
@@ -141,7 +141,7 @@ class Terminal:
                 self._console.print()
                 return
 
-    def answer(self, pieces: Generator[Piece]) -> None:
+    def answer(self, pieces: Generator[TextPiece]) -> None:
         """The text as it grows, then how many tokens it had; Ctrl-C stops it."""
         count, finish, started = 0, "", 0.0
         with interruptible() as stopped:

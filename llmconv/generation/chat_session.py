@@ -12,7 +12,7 @@ from llmconv.files.paths import kind_of
 from llmconv.generation.chat.conversation import Conversation
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.model import TextModel
-from llmconv.generation.row import Piece
+from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
 
 ANSWER_TOKENS = 2048
@@ -54,7 +54,7 @@ class Chat:
         """Forgets the messages; the system message stays."""
         self.messages, self._conversation, self._ran = [], Conversation(), []
 
-    def ask(self, text: str) -> Iterator[Piece]:
+    def ask(self, text: str) -> Iterator[TextPiece]:
         """The answer, piece by piece; what was said when the iterator is closed stays said.
 
         Raises:

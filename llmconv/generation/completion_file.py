@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.files.paths import Written, output_path
 from llmconv.files.safe_folder import Folder, require_plain
+from llmconv.generation.completions import Completion
 from llmconv.generation.prompts import Prompt
-from llmconv.generation.report import Completion
 from llmconv.output.streaming import write_fully
 
 SIDE_FILE = ".{}.options.json"

@@ -14,7 +14,7 @@ import numpy as np
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
 from llmconv.generation.model import TextModel
-from llmconv.generation.row import Piece, Row
+from llmconv.generation.row import Row, TextPiece
 from llmconv.generation.sampling.settings import BEAMS_ONLY, GenerationSettings
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings
@@ -81,12 +81,12 @@ class GenaiModel(TextModel):
 
     def _grow(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings, *_: Any, **__: Any
-    ) -> Generator[Piece]:
+    ) -> Generator[TextPiece]:
         """Greedy search or sampling, by GenAI's own search, which keeps its cache itself and takes a prompt at once."""
         _require_known(settings)
         settings = settings.but(eos_token_id=settings.eos_token_id | self.ends)
         rows = [Row(at, *given, settings, self.decode) for at, given in enumerate(zip(prompts, limits, strict=True))]
-        yield from (Piece(row.index, "", None, row.finish) for row in rows if row.finish)
+        yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
         going = [row for row in rows if not row.finish]
         groups = [going] if self._fit_together(going, settings) else [[row] for row in going]
         searches = [self._search_for(group, settings) for group in groups]
@@ -119,7 +119,7 @@ class GenaiModel(TextModel):
         params.set_search_options(**options)
         return genai.Generator(self.runner, params), rows
 
-    def _step(self, generator: Any, rows: Sequence[Row]) -> Iterator[Piece]:
+    def _step(self, generator: Any, rows: Sequence[Row]) -> Iterator[TextPiece]:
         """The next token of every row, the prompts before the first."""
         try:
             if generator.token_count() == 0:

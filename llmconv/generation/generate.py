@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from llmconv.argument_checks import OWN, checked, require_least
 from llmconv.generation.chat.conversation import SharedPrefix
 from llmconv.generation.chat.templates import TOKENIZER, find_template
+from llmconv.generation.completions import Completion, Generation, GenerationCost, Meter
 from llmconv.generation.model import TextModel
-from llmconv.generation.prompts import Content, as_chat, contents_of, shared_start, with_prefix
-from llmconv.generation.report import Completion, Cost, Generation, Meter
-from llmconv.generation.row import Piece
+from llmconv.generation.prompts import PromptContent, as_chat, contents_of, shared_start, with_prefix
+from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 
@@ -20,8 +20,8 @@ BATCH_SIZE = 8
 NEW_TOKENS = 64
 """Where neither an option nor `generation_config.json` says how many."""
 
-OnPiece = Callable[[Piece], object]
-Prompts = Annotated[str | Sequence[Content], OWN]
+OnPiece = Callable[[TextPiece], object]
+Prompts = Annotated[str | Sequence[PromptContent], OWN]
 """Compared by `contents_of`."""
 
 
@@ -39,7 +39,7 @@ class Wording:
     template: str = ""
     system: str = ""
 
-    def encode(self, model: TextModel, content: Content) -> list[int]:
+    def encode(self, model: TextModel, content: PromptContent) -> list[int]:
         """Tokens of a prompt.
 
         Raises:
@@ -122,14 +122,14 @@ def settings_for(model: TextModel, wording: Wording, options: dict[str, Any]) ->
 
 def run_batches(
     model: TextModel,
-    prompts: Sequence[Content],
+    prompts: Sequence[PromptContent],
     settings: GenerationSettings,
     *,
     wording: Wording | None = None,
     batch_size: int = BATCH_SIZE,
     skip: int = 0,
     on_piece: OnPiece | None = None,
-) -> Iterator[tuple[list[Completion], Cost]]:
+) -> Iterator[tuple[list[Completion], GenerationCost]]:
     """Runs `batch_size` prompts at a time and gives what each batch gave and cost; the first `skip` prompts are done.
 
     Raises:
@@ -149,17 +149,17 @@ def _numbered(on_piece: OnPiece | None, start: int) -> OnPiece | None:
     """Counts prompts from the first of all, not from the first of a batch."""
     if on_piece is None or start == 0:
         return on_piece
-    return lambda piece: on_piece(Piece(start + piece.index, piece.text, piece.token, piece.finish))
+    return lambda piece: on_piece(TextPiece(start + piece.index, piece.text, piece.token, piece.finish))
 
 
 def _run_batch(
     model: TextModel,
-    prompts: Sequence[Content],
+    prompts: Sequence[PromptContent],
     ids: Sequence[list[int]],
     settings: GenerationSettings,
     shared: SharedPrefix | None,
     on_piece: OnPiece | None,
-) -> tuple[list[Completion], Cost]:
+) -> tuple[list[Completion], GenerationCost]:
     meter = Meter([len(one) for one in ids], at_once=settings.num_beams > 1)
     growing = [_Growing() for _ in prompts]
     for piece in model.stream(ids, settings, shared):

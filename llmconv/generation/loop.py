@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from llmconv.generation.past import Past, Positions
-from llmconv.generation.row import Piece, Row
+from llmconv.generation.past import Past, PositionRule
+from llmconv.generation.row import Row, TextPiece
 from llmconv.runtime.array_cache import rows_of
 from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
@@ -32,7 +32,7 @@ class Batch:
         past: what was run; None before the start.
     """
 
-    def __init__(self, runner: Runner, rows: Sequence[Row], positions: Positions = default_positions) -> None:
+    def __init__(self, runner: Runner, rows: Sequence[Row], positions: PositionRule = default_positions) -> None:
         self._runner, self._position_ids = runner, positions
         self._may_shrink = getattr(runner, "sequences", None) is None
         self.rows = [row for row in rows if not row.finish]
@@ -91,14 +91,14 @@ def goes_on(runner: Runner, rows: int, past: int, new: int) -> bool:
     return bool(runner.goes_on(rows, past, new)) if hasattr(runner, "goes_on") else True
 
 
-def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[Piece]:
+def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[TextPiece]:
     """Pieces of every row, in turn, until all have ended; one `next()` runs at most one step of the model.
 
     A step takes at most so many columns of the prompts, all where `most` is 0; each but the last gives an empty piece.
     """
     batch.start(past, most)
     while (step := batch.read()) is None:
-        yield Piece(batch.rows[0].index, "", None, "")
+        yield TextPiece(batch.rows[0].index, "", None, "")
     while True:
         for at, row in enumerate(batch.rows):
             if not row.finish:

@@ -12,14 +12,14 @@ from llmconv.argument_checks import checked
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching
-from llmconv.generation.chat.conversation import Known
+from llmconv.generation.chat.conversation import PrefixCache
 from llmconv.generation.chat.templates import TOKENIZER, encode_chat
 from llmconv.generation.loop import Batch, grow
 from llmconv.generation.model_files import ModelFiles
-from llmconv.generation.past import Positions
+from llmconv.generation.past import PositionRule
 from llmconv.generation.positions import positions_of
 from llmconv.generation.prompts import token_lists
-from llmconv.generation.row import Piece, Row
+from llmconv.generation.row import Row, TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings, require_settings
 from llmconv.runtime.context import context_length
 from llmconv.runtime.onnxruntime.runner import OrtRunner, SessionSettings
@@ -49,7 +49,7 @@ class TextModel:
     defaults: GenerationSettings
     context_length: int | None = None
     backend: str = "onnx"
-    positions: Positions = default_positions
+    positions: PositionRule = default_positions
     folder: Path = Path()
 
     @classmethod
@@ -152,9 +152,9 @@ class TextModel:
         self,
         prompts: Sequence[Sequence[int]],
         settings: GenerationSettings | None = None,
-        cache: Known | None = None,
+        cache: PrefixCache | None = None,
         most: int = 0,
-    ) -> Generator[Piece]:
+    ) -> Generator[TextPiece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
         Args:
@@ -180,12 +180,12 @@ class TextModel:
         prompts: Sequence[Sequence[int]],
         limits: Sequence[int],
         settings: GenerationSettings,
-        cache: Known | None,
+        cache: PrefixCache | None,
         most: int,
-    ) -> Generator[Piece]:
+    ) -> Generator[TextPiece]:
         """Greedy search or sampling."""
         rows = [self._row(index, *given, settings) for index, given in enumerate(zip(prompts, limits, strict=True))]
-        yield from (Piece(row.index, "", None, row.finish) for row in rows if row.finish)
+        yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
         batch = Batch(self.runner, rows, self.positions)
         if not batch.rows:
             return
@@ -203,7 +203,7 @@ class TextModel:
 
     def _search(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], settings: GenerationSettings
-    ) -> Generator[Piece]:
+    ) -> Generator[TextPiece]:
         """With beams: a text is there when all of it is."""
         for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             row = Row(index, prompt, limit, settings, self.decode)
@@ -271,7 +271,7 @@ class TextModel:
         return int(config.get_text_config(decoder=True).vocab_size)
 
 
-def _grown(row: Row, tokens: Sequence[int]) -> Iterator[Piece]:
+def _grown(row: Row, tokens: Sequence[int]) -> Iterator[TextPiece]:
     """The pieces of a row whose tokens are all known, up to a stop string."""
     for token in tokens:
         piece = row.push(token)
@@ -280,7 +280,7 @@ def _grown(row: Row, tokens: Sequence[int]) -> Iterator[Piece]:
             break
     if not row.finish or not tokens:
         row.finish = "length"
-        yield Piece(row.index, row.rest(), None, row.finish)
+        yield TextPiece(row.index, row.rest(), None, row.finish)
 
 
 def _open_genai(

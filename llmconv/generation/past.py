@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array
 
-Positions = Callable[[Array, int], Array]
+PositionRule = Callable[[Array, int], Array]
 """Mask and number of new tokens to position ids, as `default_positions`."""
 
 

@@ -8,14 +8,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from llmconv.checkpoint import read_json
-from llmconv.generation.past import Positions
+from llmconv.generation.past import PositionRule
 from llmconv.runtime.runner import default_positions
 
 REGISTRY = "llmconv.export.input_maps"
 ENTRY_POINTS = "llmconv.input_maps"
 
 
-def positions_of(folder: Path) -> Positions:
+def positions_of(folder: Path) -> PositionRule:
     """What the input map of a folder's `model_type` says; the usual rule where it has none.
 
     The rows that llmconv brings along all count alike, so the registry (and torch with it) is loaded only where

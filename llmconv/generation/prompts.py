@@ -15,7 +15,7 @@ from llmconv.files.paths import kind_of, path_of
 from llmconv.files.strict_json import Slip, first_slip, parse_strictly
 from llmconv.generation.chat.messages import is_message, require_contents
 
-Content = str | list[dict[str, Any]]
+PromptContent = str | list[dict[str, Any]]
 """A text, or a chat as a list of messages."""
 
 OWN = ("prompt", "messages", "input")
@@ -31,7 +31,7 @@ class Prompt:
         fields: what else the line has, such as an `id`; it goes into the line of the completion.
     """
 
-    content: Content
+    content: PromptContent
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -161,7 +161,7 @@ def _of_object(name: str, said: Any) -> Prompt:
     return Prompt(_content(name, given), {name: value for name, value in given.items() if name not in OWN})
 
 
-def _content(name: str, given: Mapping[str, Any]) -> Content:
+def _content(name: str, given: Mapping[str, Any]) -> PromptContent:
     prompt, messages = given.get("prompt"), given.get("messages")
     if isinstance(messages, list) and prompt is None and all(is_message(message) for message in messages) and messages:
         require_contents(messages, f"{name} of the prompts")
@@ -180,7 +180,7 @@ NOT_TOKENS = "give lists of token ids: `model.encode(text)`; texts go to `llmcon
 NOT_PROMPTS = "give a text, a list of texts, or chats as lists of messages"
 
 
-def contents_of(prompts: Any) -> list[Content]:
+def contents_of(prompts: Any) -> list[PromptContent]:
     """Texts and chats in order; a single text, or a single chat, is a list of one.
 
     Raises:
@@ -233,7 +233,7 @@ def _is_number(value: Any) -> bool:
     return hasattr(value, "__index__") and not hasattr(value, "__len__")
 
 
-def with_prefix(content: Content, prefix: str) -> Content:
+def with_prefix(content: PromptContent, prefix: str) -> PromptContent:
     """The prompt with a text before it; in a chat, before its first message that is not of the system.
 
     Raises:
@@ -247,7 +247,7 @@ def with_prefix(content: Content, prefix: str) -> Content:
     return [*content[:first], changed, *content[first + 1 :]]
 
 
-def as_chat(content: Content, system: str = "") -> list[dict[str, Any]]:
+def as_chat(content: PromptContent, system: str = "") -> list[dict[str, Any]]:
     """A text as the only message of a user; a chat stays as it is."""
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not system or messages[0]["role"] == "system":

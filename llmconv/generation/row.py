@@ -16,7 +16,7 @@ from llmconv.tensors import Array
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """What one token adds to one text.
 
     Attributes:
@@ -73,11 +73,11 @@ class Row:
         """The latest token."""
         return int(self._ids[self.length - 1])
 
-    def advance(self, step: Step, at: int) -> Piece:
+    def advance(self, step: Step, at: int) -> TextPiece:
         """Takes the next token from row `at` of the step's last position."""
         return self.push(self._pick(step, at))
 
-    def push(self, token: int, is_last: bool = False) -> Piece:
+    def push(self, token: int, is_last: bool = False) -> TextPiece:
         """Takes `token`, after which none may come if it `is_last`, and gives the text that is certain now."""
         if self.length == len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
@@ -87,7 +87,7 @@ class Row:
         ended = token in self.settings.eos_token_id
         text = "" if ended else self._stops.push(self._text.push(token))
         self.finish = "eos" if ended else "stop" if self._stops.found else "" if self.room and not is_last else "length"
-        return Piece(self.index, text + self.rest(), token, self.finish)
+        return TextPiece(self.index, text + self.rest(), token, self.finish)
 
     def rest(self) -> str:
         """What is held back at the end; it may still hold a stop string."""

@@ -21,13 +21,13 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from llmconv.errors import LlmconvError
-from llmconv.serve.answering import Answering, Delta
 from llmconv.serve.api_errors import ApiError, as_api_error
-from llmconv.serve.openai_responses import WAITING, Reply, event
-from llmconv.serve.openai_schema import Request, chat_request, completion_request, parse_json
+from llmconv.serve.openai_responses import WAITING, ResponseBuilder, event
+from llmconv.serve.openai_schema import CompletionRequest, chat_request, completion_request, parse_json
 from llmconv.serve.page import page_response
-from llmconv.serve.request_origin import Access, Guard
+from llmconv.serve.request_origin import AccessGuard, AccessRules
 from llmconv.serve.scheduler import Job, Scheduler
+from llmconv.serve.served_model import ChoiceDelta, ServedModel
 
 log = logging.getLogger("llmconv.serve")
 
@@ -43,7 +43,7 @@ QUIET_SECONDS = 15
 class Endpoints:
     """What the routes need: the model, who runs it, and since when."""
 
-    answering: Answering
+    answering: ServedModel
     scheduler: Scheduler
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -85,10 +85,10 @@ class Endpoints:
             "context_length": context,
         }
 
-    async def _answer(self, http: HttpRequest, parse: Callable[[Any], Request]) -> Response:
+    async def _answer(self, http: HttpRequest, parse: Callable[[Any], CompletionRequest]) -> Response:
         request = parse(parse_json(await read_body(http)))
         choices = await self.scheduler.call(lambda: self.answering.choices(request))
-        reply = Reply(request, self.answering.name, choices)
+        reply = ResponseBuilder(request, self.answering.name, choices)
         job = self.scheduler.submit(self.answering.steps(choices))
         if request.stream:
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -122,7 +122,7 @@ async def read_body(http: HttpRequest) -> bytes:
     return bytes(body)
 
 
-async def collect(http: HttpRequest, job: Job[Delta], reply: Reply) -> None:
+async def collect(http: HttpRequest, job: Job[ChoiceDelta], reply: ResponseBuilder) -> None:
     """Waits for the whole answer, or for the client to hang up.
 
     Raises:
@@ -152,7 +152,7 @@ async def _hung_up(http: HttpRequest) -> None:
         message = await http.receive()
 
 
-async def events(job: Job[Delta], reply: Reply) -> AsyncIterator[bytes]:
+async def events(job: Job[ChoiceDelta], reply: ResponseBuilder) -> AsyncIterator[bytes]:
     """The stream of an answer; it is cancelled when the client hangs up, and then gives its place back."""
     try:
         async for delta in job.items(every=QUIET_SECONDS):
@@ -190,9 +190,9 @@ async def on_disconnect(request: HttpRequest, error: Exception) -> Response:
     return Response(status_code=499)
 
 
-def make_app(answering: Answering, scheduler: Scheduler, access: Access | None = None) -> Starlette:
+def make_app(answering: ServedModel, scheduler: Scheduler, access: AccessRules | None = None) -> Starlette:
     """The app; its lifespan is that of the scheduler's thread."""
-    access = access or Access()
+    access = access or AccessRules()
     endpoints = Endpoints(answering, scheduler)
 
     @asynccontextmanager
@@ -201,7 +201,7 @@ def make_app(answering: Answering, scheduler: Scheduler, access: Access | None =
         yield
         await asyncio.to_thread(scheduler.stop)
 
-    middleware = [Middleware(Guard, access=access)]
+    middleware = [Middleware(AccessGuard, access=access)]
     if access.origins:
         shared = Middleware(
             CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=["*"]

@@ -8,7 +8,7 @@ from llmconv.generation import Conversation
 from llmconv.runtime import Runner
 
 
-class Conversations:
+class ConversationPool:
     """The latest conversations, each taken by one answer at a time; for one thread.
 
     Args:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmconv.serve.answering import Choice, Delta
-from llmconv.serve.openai_schema import Request
+from llmconv.serve.openai_schema import CompletionRequest
+from llmconv.serve.served_model import ChoiceDelta, CompletionChoice
 
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"
@@ -23,7 +23,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 @dataclass
-class Reply:
+class ResponseBuilder:
     """The answers to one request, as they grow.
 
     Args:
@@ -32,9 +32,9 @@ class Reply:
         choices: what is being answered.
     """
 
-    request: Request
+    request: CompletionRequest
     model: str
-    choices: Sequence[Choice]
+    choices: Sequence[CompletionChoice]
     completion_tokens: int = 0
     cached_tokens: int = 0
     texts: dict[int, list[str]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Reply:
             self._head["object"] = "chat.completion.chunk"
         self._begun: set[int] = set()
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: ChoiceDelta) -> None:
         """Takes what a step gave."""
         self.completion_tokens += delta.tokens
         self.cached_tokens += delta.cached
@@ -68,7 +68,7 @@ class Reply:
             "usage": self.usage(),
         }
 
-    def chunks(self, delta: Delta) -> Iterator[bytes]:
+    def chunks(self, delta: ChoiceDelta) -> Iterator[bytes]:
         """The events of one step: the role before the first text, the text, and why it ended."""
         self.add(delta)
         if self.request.is_chat and delta.choice not in self._begun:

@@ -44,7 +44,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingOptions:
     """How the text is wanted; None is left to the model's own defaults.
 
     Attributes:
@@ -66,7 +66,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Request:
+class CompletionRequest:
     """What both endpoints share.
 
     Attributes:
@@ -81,7 +81,7 @@ class Request:
     model: str | None
     messages: tuple[Mapping[str, str], ...]
     prompts: tuple[str | tuple[int, ...], ...]
-    sampling: Sampling
+    sampling: SamplingOptions
     stream: bool
     include_usage: bool
     echo: bool = False
@@ -107,7 +107,7 @@ def parse_json(body: bytes) -> Any:
         raise ApiError(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
 
 
-def chat_request(content: Any) -> Request:
+def chat_request(content: Any) -> CompletionRequest:
     """The body of `/v1/chat/completions`.
 
     Raises:
@@ -130,7 +130,7 @@ def chat_request(content: Any) -> Request:
     )
 
 
-def completion_request(content: Any) -> Request:
+def completion_request(content: Any) -> CompletionRequest:
     """The body of `/v1/completions`.
 
     Raises:
@@ -154,7 +154,7 @@ def _request(
     messages: tuple[Mapping[str, str], ...] = (),
     prompts: tuple[str | tuple[int, ...], ...] = (),
     echo: bool = False,
-) -> Request:
+) -> CompletionRequest:
     for name in ("presence_penalty", "frequency_penalty"):
         if fields.number(name, float):
             raise ApiError(f"`{name}` must be 0: use `repetition_penalty`, as transformers has it", parameter=name)
@@ -166,12 +166,12 @@ def _request(
     options.nothing_else(frozenset())
     sampling, stream, model = _sampling(fields, max_tokens), fields.flag("stream"), fields.take("model", str)
     fields.nothing_else(WITHOUT_EFFECT)
-    return Request(model, messages, prompts, sampling, stream, include_usage, echo)
+    return CompletionRequest(model, messages, prompts, sampling, stream, include_usage, echo)
 
 
-def _sampling(fields: Fields, max_tokens: int | None) -> Sampling:
+def _sampling(fields: Fields, max_tokens: int | None) -> SamplingOptions:
     choices = fields.number("n", int, 1, MOST_CHOICES)
-    return Sampling(
+    return SamplingOptions(
         max_tokens=max_tokens,
         temperature=fields.number("temperature", float, 0, 2),
         top_p=fields.number("top_p", float, 0, 1),

@@ -36,7 +36,7 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
-class Access:
+class AccessRules:
     """What the server lets in.
 
     Attributes:
@@ -105,10 +105,10 @@ class Access:
         raise ApiError(problem, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-class Guard:
+class AccessGuard:
     """Checks every request before the app sees it, and adds headers to every response."""
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, access: AccessRules) -> None:
         self._app, self._access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

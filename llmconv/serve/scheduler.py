@@ -25,7 +25,7 @@ LAST_STEP = 10
 """Seconds that the last step gets when everything ends."""
 
 
-class Closing(ApiError):
+class ShuttingDown(ApiError):
     """The server is ending."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Scheduler:
         job = Job(steps)
         with self._change:
             if self._deadline is not None:
-                raise Closing
+                raise ShuttingDown
             self._forget_cancelled()
             if len(self._active) + len(self._waiting) >= self._most_active + self._most_waiting:
                 raise self._full()
@@ -145,7 +145,7 @@ class Scheduler:
 
         with self._change:
             if self._ended:
-                raise Closing
+                raise ShuttingDown
             self._calls.append(run)
             self._change.notify()
         return await future
@@ -195,7 +195,7 @@ class Scheduler:
             if job:
                 self._turn(job)
         for job in (*self._active, *self._waiting):
-            job.deliver(Closing())
+            job.deliver(ShuttingDown())
 
     def _next_job(self) -> Job[Any] | None:
         """Whose turn it is; with the lock held. What was cancelled or is out of time leaves."""
@@ -216,7 +216,7 @@ class Scheduler:
     def _refuse(self, jobs: deque[Job[Any]]) -> None:
         for job in jobs:
             _close(job)
-            job.deliver(Closing())
+            job.deliver(ShuttingDown())
         jobs.clear()
 
     def _turn(self, job: Job[Any]) -> None:

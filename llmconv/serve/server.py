@@ -20,10 +20,10 @@ from llmconv.files.sources import remove_downloads
 from llmconv.generation import TextModel
 from llmconv.generation.chat.templates import TOKENIZER
 from llmconv.progress import warn
-from llmconv.serve.answering import Answering
 from llmconv.serve.app import make_app
-from llmconv.serve.request_origin import Access
+from llmconv.serve.request_origin import AccessRules
 from llmconv.serve.scheduler import Scheduler
+from llmconv.serve.served_model import ServedModel
 
 MOST_CONNECTIONS = 900
 """Below the 1024 open files that a process may have by default."""
@@ -45,7 +45,7 @@ class ServerSettings:
         template: of chats.
         system: message of chats that begin without one.
         grace: seconds that running answers get when the server is told to end.
-        allow_hosts, allow_origins, api_key: who may ask, see `Access`.
+        allow_hosts, allow_origins, api_key: who may ask, see `AccessRules`.
     """
 
     host: str = "127.0.0.1"
@@ -81,10 +81,10 @@ def serve(
         InputRefused: the folder cannot be run.
     """
     settings = settings or ServerSettings()
-    access = Access((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
+    access = AccessRules((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
     with listen(settings.host, settings.port) as listener:
         model = _opened(open_model)
-        answering = Answering(
+        answering = ServedModel(
             model,
             settings.name or model.folder.resolve().name,
             template=settings.template,

@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from benchmarks import environments
-from llmconv.bench import Candidate, Cell, Comparison, bench
+from llmconv.bench import BenchCandidate, BenchResult, Measurement, bench
 from llmconv.bench.bench import lengths_within, random_prompts
+from llmconv.bench.measurement import first_difference
 from llmconv.bench.plot import write_plot
-from llmconv.bench.result import first_difference
 from llmconv.bench.table import table, write_csv
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
@@ -27,18 +27,18 @@ from llmconv.export import export
 ROOT = Path(__file__).parents[2]
 
 
-def cell(name: str, length: int, factor: float = 1.0) -> Cell:
+def cell(name: str, length: int, factor: float = 1.0) -> Measurement:
     """A prompt of 0.5 s and steps of 10, 20 and 40 ms, times a factor."""
-    made = Cell(name, 2, length)
+    made = Measurement(name, 2, length)
     for step in (0.01, 0.02, 0.04):
         times = [factor * (0.5 + step * number) for number in range(5)]
         made.take({"times": times, "peak": 7_000_000})
     return made
 
 
-def comparison(*cells: Cell) -> Comparison:
+def comparison(*cells: Measurement) -> BenchResult:
     names = list(dict.fromkeys(made.candidate for made in cells))
-    return Comparison(names, {name: {"onnxruntime": "1.31"} for name in names}, list(cells), 5, 3, 2)
+    return BenchResult(names, {name: {"onnxruntime": "1.31"} for name in names}, list(cells), 5, 3, 2)
 
 
 def test_speeds_count_all_rows_and_leave_the_first_token_out_of_the_steps() -> None:
@@ -57,7 +57,7 @@ def test_the_earliest_different_token_of_all_rows_is_told() -> None:
 
 
 def test_the_table_compares_with_the_first_and_tells_what_differs() -> None:
-    slow, broken = cell("slow", 128, 2), Cell("broken", 2, 128, error="no room")
+    slow, broken = cell("slow", 128, 2), Measurement("broken", 2, 128, error="no room")
     slow.differs = (1, 3)
 
     text = table(comparison(cell("fast", 128), slow, broken))
@@ -70,11 +70,11 @@ def test_the_table_compares_with_the_first_and_tells_what_differs() -> None:
 
 
 def test_a_candidate_is_a_folder_or_a_runtime_with_or_without_one(tmp_path: Path) -> None:
-    assert Candidate.parse(str(tmp_path), None).name == str(tmp_path)
-    assert Candidate.parse("torch", tmp_path) == Candidate("torch", tmp_path)
-    assert Candidate.parse(f"genai:{tmp_path}", None, {"genai": "/py"}).interpreter == "/py"
+    assert BenchCandidate.parse(str(tmp_path), None).name == str(tmp_path)
+    assert BenchCandidate.parse("torch", tmp_path) == BenchCandidate("torch", tmp_path)
+    assert BenchCandidate.parse(f"genai:{tmp_path}", None, {"genai": "/py"}).interpreter == "/py"
     with pytest.raises(UsageProblem, match="no/such/folder"):
-        Candidate.parse("optimum:no/such/folder", tmp_path)
+        BenchCandidate.parse("optimum:no/such/folder", tmp_path)
 
 
 def test_lengths_leave_room_for_the_new_tokens(talking: Path) -> None:
@@ -116,7 +116,7 @@ def test_without_matplotlib_its_extra_is_named(talking: Path, monkeypatch: pytes
 
 
 def test_curves_are_drawn(tmp_path: Path) -> None:
-    result = comparison(cell("a", 128), cell("b", 128), cell("a", 512), Cell("b", 2, 512, error="no room"))
+    result = comparison(cell("a", 128), cell("b", 128), cell("a", 512), Measurement("b", 2, 512, error="no room"))
 
     for kind, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         write_plot(result, tmp_path / f"curves{kind}")
@@ -125,7 +125,7 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "write"), [("b.csv", write_csv), ("b.svg", write_plot), ("b.png", write_plot)])
 def test_another_name_of_the_old_file_keeps_its_content(
-    tmp_path: Path, name: str, write: Callable[[Comparison, Path], None]
+    tmp_path: Path, name: str, write: Callable[[BenchResult, Path], None]
 ) -> None:
     (tmp_path / "other name").write_text("dear")
     os.link(tmp_path / "other name", tmp_path / name)
@@ -182,7 +182,7 @@ def test_another_runtime_in_an_environment_of_its_own(runtime: str, talking: Pat
 
     result = bench(
         folder,
-        against=[Candidate(runtime, folder, str(home / "bin/python"))],
+        against=[BenchCandidate(runtime, folder, str(home / "bin/python"))],
         lengths=(8, 20),
         batch_sizes=(1, 2),
         new_tokens=6,

@@ -10,8 +10,8 @@ import pytest
 
 from llmconv.errors import InputRefused, OutputFailed
 from llmconv.generation.completion_file import CompletionFile
+from llmconv.generation.completions import Completion
 from llmconv.generation.prompts import Prompt
-from llmconv.generation.report import Completion
 
 PROMPTS = [Prompt("a"), Prompt("b")]
 

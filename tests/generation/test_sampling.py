@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.generation import GenerationSettings
-from llmconv.generation.sampling.filters import Candidates, keep_top_k, narrowed, penalized, pick_token, softmax
+from llmconv.generation.sampling.filters import TokenCandidates, keep_top_k, narrowed, penalized, pick_token, softmax
 from llmconv.tensors import Array
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05]))
@@ -66,7 +66,7 @@ def test_what_is_kept_and_how_likely_is_as_in_transformers(seed: int, vocabulary
     expected = kept_by_transformers(logits, seen, chosen)
     changed = penalized(logits, np.array(seen), chosen.repetition_penalty)
     kept = keep_top_k(changed, chosen.top_k)
-    found = narrowed(Candidates(kept, changed[kept] / chosen.temperature), chosen)
+    found = narrowed(TokenCandidates(kept, changed[kept] / chosen.temperature), chosen)
     assert found.tokens.tolist() == np.flatnonzero(np.isfinite(expected)).tolist()
     assert np.allclose(softmax(found.scores), softmax(expected[found.tokens]), rtol=1e-9)
 

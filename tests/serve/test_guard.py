@@ -6,7 +6,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmconv.errors import UsageProblem
-from llmconv.serve.request_origin import Access
+from llmconv.serve.request_origin import AccessRules
 from tests.serve.conftest import Clients
 
 CHAT = "/v1/chat/completions"
@@ -41,16 +41,19 @@ def test_the_own_page_may_post(client: TestClient) -> None:
 @pytest.mark.parametrize("origin", ["foo", "https://a.example/page", "*"])
 def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
     with pytest.raises(UsageProblem, match="is no origin"):
-        Access(origins=[origin])
+        AccessRules(origins=[origin])
 
 
 def test_hosts_and_origins_can_be_let_in(clients: Clients) -> None:
-    client = clients(access=Access(hosts=["llm.example"], origins=["https://chat.example"]))
+    client = clients(access=AccessRules(hosts=["llm.example"], origins=["https://chat.example"]))
     headers = {"Host": "llm.example", "Origin": "https://chat.example"}
     response = client.post(CHAT, json=BODY, headers=headers)
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == "https://chat.example"
-    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    ask = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
     assert client.options(CHAT, headers={**headers, **ask}).status_code == 200
     assert client.post(CHAT, json=BODY, headers={**headers, "Origin": "https://evil.example"}).status_code == 403
 
@@ -59,7 +62,7 @@ def test_hosts_and_origins_can_be_let_in(clients: Clients) -> None:
     "authorization", ["", "Bearer", "Bearer wrong", "Basic secret", "Bearer secret2", "Bearer sécret"]
 )
 def test_without_the_key_nothing_is_answered(clients: Clients, authorization: str) -> None:
-    client = clients(access=Access(api_key="secret"))
+    client = clients(access=AccessRules(api_key="secret"))
     headers = {b"Authorization": authorization.encode()}
     for response in (client.post(CHAT, json=BODY, headers=headers), client.get("/v1/models", headers=headers)):
         assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -67,7 +70,7 @@ def test_without_the_key_nothing_is_answered(clients: Clients, authorization: st
 
 
 def test_with_the_key_it_is_and_the_page_needs_none(clients: Clients) -> None:
-    client = clients(access=Access(api_key="secret"))
+    client = clients(access=AccessRules(api_key="secret"))
     assert client.post(CHAT, json=BODY, headers={"Authorization": "Bearer secret"}).status_code == 200
     assert client.get("/").status_code == client.get("/health").status_code == 200
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from llmconv.generation.loop import goes_on, pad_left
-from llmconv.generation.past import Past, Positions
+from llmconv.generation.past import Past, PositionRule
 from llmconv.runtime.array_cache import can_be_cut, cut, moved_right, rows_of
 from llmconv.runtime.runner import Cache, Runner, default_positions
 
 
-class Known(Protocol):
+class PrefixCache(Protocol):
     """What may spare a batch the run of its first columns."""
 
     def past(self, prompts: Sequence[Sequence[int]], runner: Runner) -> Past | None:
@@ -57,7 +57,7 @@ class SharedPrefix:
         positions: rule of the model's position ids.
     """
 
-    def __init__(self, ids: Sequence[int], positions: Positions = default_positions) -> None:
+    def __init__(self, ids: Sequence[int], positions: PositionRule = default_positions) -> None:
         self._ids, self._positions = list(ids), positions
         self._cache: Cache | None = None
 

@@ -2,7 +2,7 @@
 
     repetition penalty, then (when sampling) temperature, top-k, top-p, min-p
 
-A filter narrows `Candidates` down; one uniform number then picks among them in the order of the vocabulary, so that a
+A filter narrows `TokenCandidates` down; one uniform number then picks among them in the order of the vocabulary, so that a
 seed gives one text.
 """
 
@@ -22,7 +22,7 @@ BINS, BINS_PER_E = 2048, 16
 
 
 @dataclass(frozen=True)
-class Candidates:
+class TokenCandidates:
     """Tokens that may come.
 
     Attributes:
@@ -33,8 +33,8 @@ class Candidates:
     tokens: Array
     scores: Array
 
-    def __getitem__(self, kept: Array) -> Candidates:
-        return Candidates(self.tokens[kept], self.scores[kept])
+    def __getitem__(self, kept: Array) -> TokenCandidates:
+        return TokenCandidates(self.tokens[kept], self.scores[kept])
 
     def draw(self, generator: np.random.Generator) -> int:
         """One of them, by the inverse of the cumulative distribution."""
@@ -62,7 +62,7 @@ def pick_token(logits: Array, settings: GenerationSettings, generator: np.random
     if settings.is_greedy:
         return likeliest
     kept = keep_top_k(logits, settings.top_k)
-    candidates = Candidates(kept, logits[kept].astype(np.float64) / settings.temperature)
+    candidates = TokenCandidates(kept, logits[kept].astype(np.float64) / settings.temperature)
     return narrowed(candidates, settings).draw(generator)
 
 
@@ -87,7 +87,7 @@ def pick_choice(tokens: Array, scores: Array, settings: GenerationSettings, gene
         )
     kept = np.sort(keep_top_k(scores, settings.top_k))
     kept = kept[np.argsort(tokens[kept])]
-    candidates = Candidates(tokens[kept], scores[kept].astype(np.float64) / settings.temperature)
+    candidates = TokenCandidates(tokens[kept], scores[kept].astype(np.float64) / settings.temperature)
     return narrowed(candidates, settings).draw(generator)
 
 
@@ -96,10 +96,10 @@ def pick_scored(scores: Array, settings: GenerationSettings, generator: np.rando
     if settings.is_greedy:
         return int(np.argmax(scores))
     kept = np.flatnonzero(scores > -np.inf)
-    return Candidates(kept, scores[kept].astype(np.float64)).draw(generator)
+    return TokenCandidates(kept, scores[kept].astype(np.float64)).draw(generator)
 
 
-def narrowed(candidates: Candidates, settings: GenerationSettings) -> Candidates:
+def narrowed(candidates: TokenCandidates, settings: GenerationSettings) -> TokenCandidates:
     """What top-p and then min-p leave."""
     candidates = keep_top_p(candidates, settings.top_p)
     return keep_min_p(candidates, settings.min_p or 0.0)
@@ -121,7 +121,7 @@ def keep_top_k(scores: Array, top_k: int) -> Array:
     return np.flatnonzero(scores >= threshold)
 
 
-def keep_top_p(candidates: Candidates, top_p: float) -> Candidates:
+def keep_top_p(candidates: TokenCandidates, top_p: float) -> TokenCandidates:
     """The fewest of the likeliest whose probabilities add up to at least `top_p`."""
     if top_p >= 1:
         return candidates
@@ -137,7 +137,7 @@ def keep_top_p(candidates: Candidates, top_p: float) -> Candidates:
     return candidates[np.sort(np.concatenate([np.flatnonzero(bins < last), inside[:count]]))]
 
 
-def keep_min_p(candidates: Candidates, min_p: float) -> Candidates:
+def keep_min_p(candidates: TokenCandidates, min_p: float) -> TokenCandidates:
     """Those at least `min_p` times as likely as the likeliest."""
     if min_p <= 0:
         return candidates

@@ -15,7 +15,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmconv.errors import UnsupportedInput, UsageProblem, first_line
-from llmconv.generation.past import Past, Positions
+from llmconv.generation.past import Past, PositionRule
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.array_cache import rows_of
 from llmconv.runtime.runner import Runner
@@ -46,7 +46,9 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
     _is_stateful = False
     _supports_cache_class = False
 
-    def __init__(self, runner: Runner | None = None, positions: Positions | None = None, vocabulary: int = 0) -> None:
+    def __init__(
+        self, runner: Runner | None = None, positions: PositionRule | None = None, vocabulary: int = 0
+    ) -> None:
         self._runner, self._positions = runner, positions
         self.config = PreTrainedConfig(vocab_size=vocabulary, is_encoder_decoder=False)
         self.generation_config = GenerationConfig()

@@ -1,4 +1,4 @@
-"""Candidate: one folder under one runtime, in a process of its own."""
+"""BenchCandidate: one folder under one runtime, in a process of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUNTIMES = {
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BenchCandidate:
     """What is measured.
 
     Attributes:
@@ -47,7 +47,9 @@ class Candidate:
         object.__setattr__(self, "folder", path_of(self.folder, "folder"))
 
     @classmethod
-    def parse(cls, text: str, first: Path | None = None, interpreters: Mapping[str, str] | None = None) -> Candidate:
+    def parse(
+        cls, text: str, first: Path | None = None, interpreters: Mapping[str, str] | None = None
+    ) -> BenchCandidate:
         """`FOLDER`, `RUNTIME:FOLDER`, or `RUNTIME` for the folder that is measured `first`.
 
         Raises:
@@ -70,7 +72,7 @@ class Candidate:
         return str(self.folder) if self.kind == "onnx" else f"{self.kind}:{self.folder}"
 
 
-class Worker:
+class WorkerProcess:
     """A candidate's process.
 
     Attributes:
@@ -81,7 +83,7 @@ class Worker:
         InputRefused: the runtime is not installed, or does not open the folder, or the folder is hostile.
     """
 
-    def __init__(self, candidate: Candidate, threads: int) -> None:
+    def __init__(self, candidate: BenchCandidate, threads: int) -> None:
         self.candidate = candidate
         if candidate.kind == "genai" and (candidate.folder / CONFIG).is_file():
             read_genai_config(candidate.folder)

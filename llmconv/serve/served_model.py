@@ -11,8 +11,8 @@ from llmconv.generation import GenerationSettings, TextModel
 from llmconv.generation.chat.templates import TOKENIZER, find_template
 from llmconv.generation.chat_session import ANSWER_TOKENS
 from llmconv.serve.api_errors import ApiError
-from llmconv.serve.cache_pool import Conversations
-from llmconv.serve.openai_schema import Request, Sampling
+from llmconv.serve.cache_pool import ConversationPool
+from llmconv.serve.openai_schema import CompletionRequest, SamplingOptions
 
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 """Our words for why a text ends to OpenAI's."""
@@ -22,7 +22,7 @@ PROMPT_STEP = 256
 
 
 @dataclass(frozen=True)
-class Choice:
+class CompletionChoice:
     """One answer to be made.
 
     Attributes:
@@ -37,7 +37,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Delta:
+class ChoiceDelta:
     """What one step adds.
 
     Attributes:
@@ -55,7 +55,7 @@ class Delta:
     cached: int = 0
 
 
-class Answering:
+class ServedModel:
     """A model under a name, with the server's own limits.
 
     Args:
@@ -80,7 +80,7 @@ class Answering:
         self.model, self.name = model, name
         self._template, self._system = template, system
         self._max_new_tokens = max_new_tokens or model.defaults.max_new_tokens or ANSWER_TOKENS
-        self._conversations = Conversations(kept, model.runner)
+        self._conversations = ConversationPool(kept, model.runner)
         self._stops = find_template(template).stops
 
     @property
@@ -88,7 +88,7 @@ class Answering:
         """Whether there is a template for chats; without one the model only continues texts."""
         return self._template != TOKENIZER or bool(self.model.tokenizer.chat_template)
 
-    def choices(self, request: Request) -> list[Choice]:
+    def choices(self, request: CompletionRequest) -> list[CompletionChoice]:
         """Every prompt as tokens, as often as answers to it are wanted.
 
         Raises:
@@ -104,12 +104,12 @@ class Answering:
             )
         prompts = [self._chat(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
         return [
-            Choice(tuple(ids), self._settings(request, len(ids), number), self._echo(request, ids))
+            CompletionChoice(tuple(ids), self._settings(request, len(ids), number), self._echo(request, ids))
             for ids in prompts
             for number in range(request.sampling.choices)
         ]
 
-    def steps(self, choices: Sequence[Choice]) -> Iterator[Delta]:
+    def steps(self, choices: Sequence[CompletionChoice]) -> Iterator[ChoiceDelta]:
         """The answers one after another: a request has one cache at a time, however many answers it wants."""
         for index, choice in enumerate(choices):
             conversation = self._conversations.take(choice.ids)
@@ -118,16 +118,16 @@ class Answering:
             pieces = self.model.stream([choice.ids], choice.settings, conversation, PROMPT_STEP)
             try:
                 if choice.echo:
-                    yield Delta(index, choice.echo, 0, "")
+                    yield ChoiceDelta(index, choice.echo, 0, "")
                 for piece in pieces:
                     finish = FINISH[piece.finish] if piece.finish else ""
-                    yield Delta(index, piece.text, int(piece.token is not None), finish, cached)
+                    yield ChoiceDelta(index, piece.text, int(piece.token is not None), finish, cached)
                     cached = 0
             finally:
                 pieces.close()  # which keeps its cache
                 self._conversations.give_back(conversation)
 
-    def _chat(self, request: Request) -> list[int]:
+    def _chat(self, request: CompletionRequest) -> list[int]:
         told = self._system and request.messages[0]["role"] != "system"
         system = [{"role": "system", "content": self._system}] if told else []
         return self.model.encode_chat([*system, *request.messages], self._template)
@@ -140,10 +140,10 @@ class Answering:
             raise ApiError(f"`prompt` holds a token that is none of the {most} of the model", parameter="prompt")
         return list(prompt)
 
-    def _echo(self, request: Request, ids: Sequence[int]) -> str:
+    def _echo(self, request: CompletionRequest, ids: Sequence[int]) -> str:
         return self.model.decode(ids) if request.echo else ""
 
-    def _settings(self, request: Request, prompt_tokens: int, number: int) -> GenerationSettings:
+    def _settings(self, request: CompletionRequest, prompt_tokens: int, number: int) -> GenerationSettings:
         wanted = request.sampling
         sampled = wanted.temperature is not None or wanted.top_p is not None
         return self.model.defaults.but(
@@ -159,7 +159,7 @@ class Answering:
             seed=_seed(wanted, number),
         )
 
-    def _stop_strings(self, request: Request) -> tuple[str, ...]:
+    def _stop_strings(self, request: CompletionRequest) -> tuple[str, ...]:
         stops = (*self.model.defaults.stop_strings, *request.sampling.stop, *(self._stops if request.is_chat else ()))
         return tuple(dict.fromkeys(stops))
 
@@ -178,7 +178,7 @@ class Answering:
         return min(room, self._max_new_tokens) if wanted is None else wanted
 
 
-def _seed(wanted: Sampling, number: int) -> int:
+def _seed(wanted: SamplingOptions, number: int) -> int:
     """Every answer of a request has a seed of its own, and one that was asked for gives the same answers again."""
     first: Any = secrets.randbits(62) if wanted.seed is None else wanted.seed
     return int(first + number) % 2**63

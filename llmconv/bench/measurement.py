@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass
-class Cell:
+class Measurement:
     """One candidate at one batch size and length; a figure per round.
 
     Attributes:
@@ -67,7 +67,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BenchResult:
     """All cells, by batch size, then length, then candidate.
 
     Attributes:
@@ -81,21 +81,21 @@ class Comparison:
 
     candidates: list[str]
     versions: dict[str, dict[str, str]]
-    cells: list[Cell]
+    cells: list[Measurement]
     new: int
     repeat: int
     threads: int
 
     def __repr__(self) -> str:
         names, said = ", ".join(self.candidates), "same tokens" if self.agrees else "other tokens"
-        return f"<Comparison of {names}: {len(self.cells)} cells, {said}>"
+        return f"<BenchResult of {names}: {len(self.cells)} cells, {said}>"
 
     @property
     def agrees(self) -> bool:
         """Whether all candidates gave the same tokens wherever they ran."""
         return not any(cell.differs for cell in self.cells)
 
-    def cell(self, candidate: str, batch: int, length: int) -> Cell:
+    def cell(self, candidate: str, batch: int, length: int) -> Measurement:
         """One of the cells."""
         place = candidate, batch, length
         return next(cell for cell in self.cells if (cell.candidate, cell.batch, cell.length) == place)

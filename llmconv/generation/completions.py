@@ -37,7 +37,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Cost:
+class GenerationCost:
     """What one batch cost, or several one after another.
 
     Attributes:
@@ -82,7 +82,7 @@ class Cost:
         }
 
     @classmethod
-    def sum(cls, costs: Sequence[Cost]) -> Cost:
+    def sum(cls, costs: Sequence[GenerationCost]) -> GenerationCost:
         """Of batches one after another."""
         names = ("prompts", "prompt_tokens", "new_tokens", "first_seconds", "seconds")
         totals: dict[str, Any] = {name: sum(getattr(cost, name) for cost in costs) for name in names}
@@ -106,11 +106,11 @@ class Meter:
         self._tokens += 1
         self._first = self._first or time.perf_counter()
 
-    def stop(self) -> Cost:
+    def stop(self) -> GenerationCost:
         """What it was."""
         ended = time.perf_counter()
         self._first = 0.0 if self._at_once else self._first
-        return Cost(
+        return GenerationCost(
             len(self._prompts),
             sum(self._prompts),
             self._tokens,
@@ -132,7 +132,7 @@ class Generation:
 
     completions: list[Completion]
     backend: str
-    batches: list[Cost]
+    batches: list[GenerationCost]
 
     def __repr__(self) -> str:
         tokens = sum(len(one.tokens) for one in self.completions)
@@ -140,9 +140,9 @@ class Generation:
         return f"<Generation: {len(self.completions)} completion(s), {tokens} tokens, {self.backend}{first}>"
 
     @property
-    def total(self) -> Cost:
+    def total(self) -> GenerationCost:
         """Of all batches."""
-        return Cost.sum(self.batches)
+        return GenerationCost.sum(self.batches)
 
 
 def shortened(text: str, length: int = 60) -> str:
