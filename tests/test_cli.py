@@ -21,6 +21,7 @@ import llmconv.convert
 import llmconv.export
 import llmconv.generation
 import llmconv.verify
+from llmconv.cli.command_group import BUG_EXIT_CODE
 from llmconv.convert.adapters.merge_options import DEFAULTS as MERGE_DEFAULTS
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
 from llmconv.progress import set_quiet
@@ -70,7 +71,7 @@ def paths(name: str) -> list[str]:
     return [f"{name} {below}" for below in found.commands] if isinstance(found, click.Group) else [name]
 
 
-LEAVES = [path for name in llmconv.cli.COMMANDS for path in paths(name)]
+LEAVES = [path for name in llmconv.cli.main.commands for path in paths(name)]
 """Every command that does something."""
 
 
@@ -129,10 +130,11 @@ def test_the_way_back_does_not_load_torch(tmp_path: Path) -> None:
 
 def test_every_file_of_the_command_line_is_a_command() -> None:
     files = {path.stem.replace("_", "-") for path in (ROOT / "llmconv/cli").glob("*.py")}
-    assert files - {"--init--", "generation-options", "options", "plans", "terminal"} == set(llmconv.cli.COMMANDS)
+    shared = {"--init--", "command-group", "generation-options", "options", "plans", "terminal"}
+    assert files - shared == set(llmconv.cli.main.commands)
 
 
-@pytest.mark.parametrize("name", [*llmconv.cli.COMMANDS, *LEAVES])
+@pytest.mark.parametrize("name", [*llmconv.cli.main.commands, *LEAVES])
 def test_a_command_has_the_name_of_its_file_and_a_sentence_of_help(name: str) -> None:
     assert command(name).name == name.split()[-1]
     assert not command(name).get_short_help_str(limit=75).endswith("...")
@@ -285,8 +287,8 @@ def test_a_defect_has_a_code_of_its_own_and_one_line_to_report(monkeypatch: pyte
     monkeypatch.setattr(sys.modules["llmconv.convert.inspect"], "inspect", fail)
     done = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything"], prog_name="llmconv")
     line, blank, hint = done.stderr.splitlines()
-    assert done.exit_code == llmconv.cli.DEFECT == 70
-    assert line.startswith(f"error: llmconv {llmconv.__version__} has a defect: llmconv inspect: KeyError: ")
+    assert done.exit_code == BUG_EXIT_CODE == 70
+    assert line.startswith(f"error: llmconv {llmconv.__version__} has a bug: llmconv inspect: KeyError: ")
     assert line.isprintable() and "test_cli.py:" in line and not blank
     assert hint.startswith("hint: report this line with the command that you gave; `-v` ")
     shown = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything", "-v"])

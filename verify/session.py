@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from llmconv import __version__
 from llmconv.errors import UsageProblem
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify.bisect.minimize import require_new
@@ -19,6 +18,7 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check, Report
 from llmconv.verify.scenarios.table import Scenario, chosen
+from llmconv.version import __version__
 
 OnChecks = Callable[[list[Check]], None]
 

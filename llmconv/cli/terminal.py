@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol, cast
 
-from llmconv.cli import Terminated
+from llmconv.cli.command_group import Terminated
 from llmconv.errors import LlmconvError, printable
 from llmconv.progress import say
 

@@ -1,4 +1,4 @@
-"""Prompts in, text out: from the graphs, or from the eager model."""
+"""Text generation, from the graphs or from the eager model."""
 
 from __future__ import annotations
 

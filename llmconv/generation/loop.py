@@ -14,7 +14,7 @@ from llmconv.tensors import Array
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-    """Ids and mask, both int64 [batch, longest prompt], with the padding (id 0) on the left."""
+    """Ids and attention mask, both int64 [batch, longest prompt], padded with id 0 on the left."""
     longest = max(len(prompt) for prompt in prompts)
     ids = np.zeros((len(prompts), longest), dtype=np.int64)
     mask = np.zeros_like(ids)
@@ -25,11 +25,11 @@ def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
 
 
 class Batch:
-    """Rows that grow side by side; those that have ended are left out once they are half of all.
+    """Rows that are generated together; ended rows are removed once they are half of all.
 
     Attributes:
-        rows: that are still in it.
-        past: what was run; None before the start.
+        rows: the rows still in the batch.
+        past: the cache of the columns that have run; None before the start.
     """
 
     def __init__(self, runner: Runner, rows: Sequence[Row], positions: PositionRule = default_positions) -> None:
@@ -42,11 +42,11 @@ class Batch:
         self._ids, self._most = self._mask[:, :0], 0
 
     def start(self, past: Past | None = None, most: int = 0) -> None:
-        """Takes up the prompts, which `read` then runs.
+        """Pads the prompts, which `read` then runs.
 
         Args:
-            past: what was run already.
-            most: columns of a step; 0 for all of them in one.
+            past: columns that have run before.
+            most: maximum number of columns per step; 0 for all.
         """
         self._ids, mask = pad_left([row.prompt for row in self.rows])
         self._mask = np.concatenate([mask, np.ones_like(self._mask)], axis=1)
@@ -55,7 +55,7 @@ class Batch:
         self._most = most if most and goes_on(self._runner, len(mask), done + most, most) else self._ids.shape[1]
 
     def read(self) -> Step | None:
-        """Runs the next columns of the prompts; None while there are more of them."""
+        """Runs the next columns of the prompts; None while more remain."""
         past, longest = self.past, self._ids.shape[1]
         done = past.tokens if past else 0
         end = min(done + self._most, longest)
@@ -78,7 +78,7 @@ class Batch:
         return step
 
     def _shrink(self) -> None:
-        """Leaves out the rows that have ended: it costs a copy of the cache, so not for each of them."""
+        """Removes ended rows once they are half of all: each removal copies the cache."""
         kept = [at for at, row in enumerate(self.rows) if not row.finish]
         if self.past and len(kept) <= len(self.rows) // 2:
             self.rows = [self.rows[at] for at in kept]
@@ -87,14 +87,24 @@ class Batch:
 
 
 def goes_on(runner: Runner, rows: int, past: int, new: int) -> bool:
-    """Whether the runner goes on from a past at no higher price than from the start."""
+    """Whether continuing from a cache is not slower than running everything from the start.
+
+    Args:
+        runner: the graphs or the eager model.
+        rows: sequences in the batch.
+        past: tokens in the cache.
+        new: tokens to run.
+    """
     return bool(runner.goes_on(rows, past, new)) if hasattr(runner, "goes_on") else True
 
 
 def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[TextPiece]:
-    """Pieces of every row, in turn, until all have ended; one `next()` runs at most one step of the model.
+    """The pieces of all rows, in turn, until all have ended; one `next()` runs at most one step of the model.
 
-    A step takes at most so many columns of the prompts, all where `most` is 0; each but the last gives an empty piece.
+    Args:
+        batch: the rows.
+        past: columns of the prompts that have run before.
+        most: maximum number of prompt columns per step, 0 for all; each step but the last yields an empty piece.
     """
     batch.start(past, most)
     while (step := batch.read()) is None:

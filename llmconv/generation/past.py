@@ -1,4 +1,4 @@
-"""Past: tokens that were run already, and the rule of position ids."""
+"""Past: the cache of tokens that have run; and the type of a rule for position ids."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from llmconv.runtime.runner import Cache
 from llmconv.tensors import Array
 
 PositionRule = Callable[[Array, int], Array]
-"""Mask and number of new tokens to position ids, as `default_positions`."""
+"""Attention mask and number of new tokens to position ids, as `default_positions`."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """What was run already: the first `tokens` columns of a batch, padding included."""
+    """The cache of the first `tokens` columns of a batch, padding included."""
 
     cache: Cache
     tokens: int

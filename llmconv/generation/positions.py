@@ -1,8 +1,7 @@
-"""The rule of a model's position ids, from the registry that the export reads, too."""
+"""A model's rule for position ids, from the registry that the exporter also uses."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -11,19 +10,19 @@ from llmconv.checkpoint import read_json
 from llmconv.generation.past import PositionRule
 from llmconv.runtime.runner import default_positions
 
-REGISTRY = "llmconv.export.input_maps"
 ENTRY_POINTS = "llmconv.input_maps"
 
 
 def positions_of(folder: Path) -> PositionRule:
-    """What the input map of a folder's `model_type` says; the usual rule where it has none.
+    """The rule in the input map of the folder's `model_type`; the default rule if there is none.
 
-    The rows that llmconv brings along all count alike, so the registry (and torch with it) is loaded only where
-    somebody has added to it.
+    All built-in families use the default rule, so the registry (which imports torch) is loaded only where an installed
+    package or the calling program may have added a family.
     """
-    if REGISTRY not in sys.modules and not entry_points(group=ENTRY_POINTS):
+    if "llmconv.export.input_maps" not in sys.modules and not entry_points(group=ENTRY_POINTS):
         return default_positions
+    from llmconv.export.input_maps import known_input_maps  # noqa: PLC0415 - imports torch
+
     path = folder / "config.json"
-    model_type = read_json(path).get("model_type") if path.is_file() else None
-    row = importlib.import_module(REGISTRY).known_input_maps().get(model_type)
+    row = known_input_maps().get(read_json(path).get("model_type", "") if path.is_file() else "")
     return row.positions if row else default_positions

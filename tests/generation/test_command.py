@@ -216,12 +216,12 @@ def test_a_prompt_beyond_the_context_is_refused(talking: Path, length: int, code
     result = run(talking, "a" * length, "--max-new-tokens", 5)
     assert result.exit_code == code
     if code:
-        assert "the prompt has 129 tokens, and the model's context is 128" in result.stderr
+        assert "the prompt has 129 tokens, but the model's context is 128" in result.stderr
 
 
 def test_a_length_that_leaves_no_room_is_refused(talking: Path) -> None:
     result = run(talking, "abcd", "--max-length", 4)
-    assert result.exit_code == 3 and "the prompt has 4 tokens, and max_length is 4" in result.stderr
+    assert result.exit_code == 3 and "the prompt has 4 tokens, but max_length is 4" in result.stderr
     assert "--max-new-tokens" in result.stderr
 
 

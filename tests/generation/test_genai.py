@@ -15,7 +15,7 @@ from benchmarks import environments
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
 from llmconv.generation import GenerationSettings, TextModel
-from llmconv.generation.genai import GenaiModel
+from llmconv.generation.genai import GenaiEngine
 from llmconv.runtime import SessionSettings
 
 HOME = Path(__file__).parents[2] / environments.folder("genai")
@@ -141,6 +141,6 @@ def test_without_the_library_its_extra_is_named(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "genai_config.json").write_text(json.dumps({"model": {}}))
 
     with pytest.raises(InputRefused, match="needs onnxruntime-genai") as error:
-        GenaiModel.load(tmp_path)
+        GenaiEngine.load(tmp_path)
 
     assert "pip install 'onnxruntime-genai" in error.value.hint

@@ -2,8 +2,8 @@
 
     repetition penalty, then (when sampling) temperature, top-k, top-p, min-p
 
-A filter narrows `TokenCandidates` down; one uniform number then picks among them in the order of the vocabulary, so that a
-seed gives one text.
+A filter narrows `TokenCandidates` down; one uniform random number then picks among them in the order of the vocabulary,
+so that a seed always gives the same text.
 """
 
 from __future__ import annotations
