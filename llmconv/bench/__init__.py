@@ -1,4 +1,4 @@
-"""How fast exports are: prompts and steps over lengths and batch sizes, beside other runtimes of the same model."""
+"""Benchmarks: prefill and decode speed over prompt lengths and batch sizes, compared with other runtimes."""
 
 from __future__ import annotations
 

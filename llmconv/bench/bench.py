@@ -1,4 +1,4 @@
-"""bench: prompts and steps of several candidates, in turn, at every batch size and length."""
+"""bench: measures several candidates in turn, at every batch size and prompt length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmconv.runtime.context import context_length
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3
 PAUSE = 0.1
-"""Seconds between two candidates: the threads of the last one spin for a while."""
+"""Seconds between two candidates, since the threads of the previous one busy-wait for a while."""
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -41,23 +41,23 @@ def bench(
     threads: int = 0,
     on_cell: Callable[[Measurement], object] | None = None,
 ) -> BenchResult:
-    """Measures greedy search; the candidates take turns, so that a slow minute hits all of them.
+    """Measures greedy search; the candidates take turns, so that noise of the machine affects all of them.
 
     Args:
-        model: a folder with graphs, or another candidate; what the others are compared with.
+        model: a folder with graphs, or another candidate; the others are compared with it.
         against: other candidates, see `BenchCandidate.parse`.
-        lengths: tokens of a prompt; 128, 512, 2048 and 8192 as far as the context reaches when left out, or all of a
-            shorter one.
-        batch_sizes: prompts side by side, all of one length.
-        new_tokens: after each prompt.
-        repeat: rounds that count, after one that warms up.
-        threads: of every candidate; 0 for the cores that this process may use.
-        on_cell: called with every finished cell.
+        lengths: prompt lengths in tokens; default: those of 128, 512, 2048 and 8192 that fit in the context, or the
+            whole context if that is shorter.
+        batch_sizes: numbers of prompts per batch, all of one length.
+        new_tokens: number of new tokens after each prompt, at least 2.
+        repeat: number of measured rounds, after one to warm up.
+        threads: threads of each candidate; 0 for the cores that this process may use.
+        on_cell: called with every finished measurement.
 
     Raises:
-        InputRefused: a candidate does not open.
-        UsageProblem: a length beyond the context, or a candidate that is none.
-        Inconclusive: no candidate ran anywhere.
+        InputRefused: a candidate cannot be opened.
+        UsageProblem: a length beyond the context, or an invalid candidate.
+        Inconclusive: no candidate ran at all.
     """
     _require_positive(lengths=lengths, batch_sizes=batch_sizes, repeat=(repeat,))
     require_least(new_tokens, 2, "new_tokens")
@@ -86,7 +86,7 @@ def bench(
 
 
 def _started(candidate: BenchCandidate, threads: int, stack: ExitStack) -> WorkerProcess:
-    """A candidate's process, which ends with the stack."""
+    """Starts the process of a candidate, which is closed with the stack."""
     worker = WorkerProcess(candidate, threads)
     stack.callback(worker.close)
     return worker
@@ -99,7 +99,7 @@ def _require_positive(**given: Sequence[int]) -> None:
 
 
 def _measure(workers: Sequence[WorkerProcess], prompts: list[list[int]], new: int, repeat: int) -> list[Measurement]:
-    """A round to warm up, in which tokens are compared, and `repeat` that count; every other one runs backwards."""
+    """One round to warm up, in which tokens are compared, and `repeat` measured ones; every other in reverse order."""
     cells = [Measurement(worker.candidate.name, len(prompts), len(prompts[0])) for worker in workers]
     pairs = list(zip(workers, cells, strict=True))
     expected: list[list[int]] | None = None
@@ -119,34 +119,46 @@ def _measure(workers: Sequence[WorkerProcess], prompts: list[list[int]], new: in
 
 
 def lengths_within(folder: Path, lengths: Sequence[int], new: int) -> list[int]:
-    """The lengths that were asked for, or the usual ones that leave room for the new tokens, or the longest that does.
+    """The given lengths, or else the default ones that leave room for the new tokens, or else the longest that does.
+
+    Args:
+        folder: of the model, for its context length.
+        lengths: given lengths; empty for the default.
+        new: number of new tokens.
 
     Raises:
-        UsageProblem: one was asked for that leaves none.
+        UsageProblem: a given length leaves no room.
     """
     context = context_length(folder)
     fitting = [length for length in lengths or LENGTHS if context is None or length + new <= context]
     if not lengths and not fitting and context is not None:
         fitting = [context - new] if context > new else []
     if len(fitting) < len(lengths) or not fitting:
-        asked = f"{new} tokens after {max(lengths)}" if lengths else f"{new} tokens and a prompt"
+        wanted = f"{new} tokens after {max(lengths)}" if lengths else f"{new} tokens and a prompt"
         raise UsageProblem(
-            f"{asked} are more than the model's context of {context}", hint="give smaller `--lengths` or `--new-tokens`"
+            f"{wanted} are more than the model's context of {context}",
+            hint="give smaller `--lengths` or `--new-tokens`",
         )
     return fitting
 
 
 def random_prompts(tokens: Sequence[int], batch: int, length: int) -> list[list[int]]:
-    """Tokens drawn with a fixed seed."""
+    """Random prompts of shape [batch, length], with a fixed seed.
+
+    Args:
+        tokens: to choose from.
+        batch: number of prompts.
+        length: tokens of each.
+    """
     found: list[list[int]] = np.random.default_rng([batch, length]).choice(tokens, (batch, length)).tolist()
     return found
 
 
 def _usable_tokens(folder: Path) -> list[int]:
-    """All tokens of the vocabulary but the special ones.
+    """All tokens of the vocabulary except special ones.
 
     Raises:
-        InputRefused: the configuration names no vocabulary.
+        InputRefused: the configuration has no `vocab_size`.
     """
     path = folder / "config.json"
     config: dict[str, Any] = read_json(path) if path.is_file() else {}
@@ -155,12 +167,12 @@ def _usable_tokens(folder: Path) -> list[int]:
     size = config.get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise InputRefused(f"`{folder}` has no config.json with a vocab_size", hint="copy the model's config.json")
-    said = [config.get(name) for name in SPECIAL]
-    special = {token for value in said for token in (value if isinstance(value, list) else [value])}
+    values = [config.get(name) for name in SPECIAL]
+    special = {token for value in values for token in (value if isinstance(value, list) else [value])}
     return [token for token in range(size) if token not in special] or list(range(size))
 
 
 def _require_distinct(candidates: Sequence[BenchCandidate]) -> None:
     names = [candidate.name for candidate in candidates]
     if len(set(names)) < len(names):
-        raise UsageProblem("a candidate is named twice", hint="give each `--against` once, FOLDER itself not again")
+        raise UsageProblem("duplicate candidate", hint="give each `--against` once, and not FOLDER itself")

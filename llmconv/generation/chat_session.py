@@ -58,7 +58,7 @@ class Chat:
         """The answer, piece by piece; if the iterator is closed early, the text so far is kept as the answer.
 
         Raises:
-            InputRefused: the template fails on the messages, or they are longer than the context; the chat is unchanged.
+            InputRefused: the template fails on the messages, or they are too long for the context.
         """
         if not isinstance(text, str):
             raise UsageProblem(f"the message is {kind_of(text)}, not a string", hint="give one `str`")

@@ -148,9 +148,7 @@ class CompletionFile:
         )
 
     def _failed(self, error: OSError) -> OutputFailed:
-        hint = (
-            "free disk space or give another `--output-file`; without `--overwrite` the command continues after the last line"
-        )
+        hint = "free disk space or give another `--output-file`; without `--overwrite` a run continues the file"
         if not self._path.parent.is_dir():
             hint = f"create the folder `{self._path.parent}` first"
         return OutputFailed(f"`{self._path}` cannot be written: {error.strerror or error}", hint=hint)

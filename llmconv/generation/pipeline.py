@@ -134,7 +134,7 @@ class TextGeneration:
             return [self.model.search(prompt, settings, count) for prompt in ids]
         if count > 1 and settings.is_greedy:
             raise UsageProblem(
-                f"{count} greedy sequences of one prompt would be the same", hint="give `do_sample=True`, or `num_beams`"
+                f"{count} greedy sequences of a prompt would be the same", hint="give `do_sample=True`, or `num_beams`"
             )
         several = [self._batches(ids, replace(settings, seed=settings.seed + n), shape) for n in range(count)]
         return [list(tokens) for tokens in zip(*several, strict=True)]

@@ -41,8 +41,8 @@ def clients(model: TextModel) -> Iterator[Clients]:
     def client(
         active: int = 2, waiting: int = 4, access: AccessRules | None = None, served: TextModel | None = None
     ) -> TestClient:
-        answering = ServedModel(served or model, "tiny-chat", max_new_tokens=64)
-        app = make_app(answering, Scheduler(active, waiting), access)
+        service = ServedModel(served or model, "tiny-chat", max_new_tokens=64)
+        app = make_app(service, Scheduler(active, waiting), access)
         made = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
         opened.append(made.__enter__())
         return made

@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
 from llmconv.serve.api_errors import ApiError
-from llmconv.serve.app import MOST_BODY
+from llmconv.serve.app import MAX_BODY_BYTES
 from llmconv.serve.openai_schema import chat_request, completion_request
 from tests.builders.chatting import CONTEXT
 from tests.serve.conftest import Clients
@@ -200,7 +200,7 @@ def test_what_a_form_of_another_site_could_send_is_refused(client: TestClient, k
 
 
 def test_too_large_a_body_is_refused(client: TestClient) -> None:
-    assert refusal(client, CHAT, b" " * (MOST_BODY + 1), 413)["code"] == "request_too_large"
+    assert refusal(client, CHAT, b" " * (MAX_BODY_BYTES + 1), 413)["code"] == "request_too_large"
 
 
 def test_a_body_that_hides_its_size_is_refused_too(client: TestClient) -> None:

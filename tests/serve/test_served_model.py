@@ -14,10 +14,10 @@ from llmconv.serve.served_model import ServedModel
 PROMPTS = ("Once there was a clever", "The old dragon", "A")
 
 
-def texts(answering: ServedModel, in_turns: bool) -> list[str]:
+def texts(served: ServedModel, in_turns: bool) -> list[str]:
     """The answers to three prompts, a step each in turn or one after another."""
     requests = [{"prompt": text, "max_tokens": 16, "temperature": 1, "seed": at} for at, text in enumerate(PROMPTS)]
-    answers = [answering.steps(answering.choices(completion_request(request))) for request in requests]
+    answers = [served.steps(served.choices(completion_request(request))) for request in requests]
     said = [""] * len(answers)
     waiting = list(range(len(answers)))
     while waiting:
@@ -51,11 +51,11 @@ def test_in_turns_every_answer_is_what_it_is_alone(chatting: Path, tmp_path: Pat
 
 
 def test_a_long_prompt_gives_others_their_turns(chatting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answering = ServedModel(TextModel.open(chatting), "tiny")
-    choices = answering.choices(completion_request({"prompt": "Once there was a clever dragon", "max_tokens": 2}))
-    whole = list(answering.steps(choices))
+    served = ServedModel(TextModel.open(chatting), "tiny")
+    choices = served.choices(completion_request({"prompt": "Once there was a clever dragon", "max_tokens": 2}))
+    whole = list(served.steps(choices))
     monkeypatch.setattr("llmconv.serve.served_model.PROMPT_STEP", 2)
-    found = list(ServedModel(answering.model, "tiny").steps(choices))
+    found = list(ServedModel(served.model, "tiny").steps(choices))
     turns = (len(choices[0].ids) - 1) // 2
     assert turns > 1 and [(delta.tokens, delta.text) for delta in found[:turns]] == [(0, "")] * turns
     assert found[turns:] == whole
