@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def bench(
     tokens = _usable_tokens(first.folder)
     cells: list[Measurement] = []
     with ExitStack() as stack:
-        workers = [_started(candidate, threads, stack) for candidate in candidates]
+        workers = [stack.enter_context(closing(WorkerProcess(candidate, threads))) for candidate in candidates]
         for batch, length in product(batch_sizes, lengths):
             for cell in _measure(workers, random_prompts(tokens, batch, length), new_tokens, repeat):
                 cells.append(cell)
@@ -83,13 +83,6 @@ def bench(
     if all(cell.error for cell in cells):
         raise Inconclusive(f"nothing could be measured: {cells[0].error}", hint="see `llmconv generate` on the folder")
     return BenchResult([candidate.name for candidate in candidates], versions, cells, new_tokens, repeat, threads)
-
-
-def _started(candidate: BenchCandidate, threads: int, stack: ExitStack) -> WorkerProcess:
-    """Starts the process of a candidate, which is closed with the stack."""
-    worker = WorkerProcess(candidate, threads)
-    stack.callback(worker.close)
-    return worker
 
 
 def _require_positive(**given: Sequence[int]) -> None:

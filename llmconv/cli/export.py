@@ -11,7 +11,7 @@ from llmconv.cli import options
 
 @click.command("export")
 @click.argument("model")
-@click.option("-o", "--output", type=options.Output(), help="New folder; by default graphs go into MODEL.")
+@click.option("-o", "--output", type=options.Output(), help="New folder to write. Default: graphs go into MODEL.")
 @click.option("--prefill", is_flag=True, help="Write prefill.onnx.")
 @click.option("--incremental", is_flag=True, help="Write decode.onnx.")
 @click.option("--unified", is_flag=True, help="Write model.onnx, one graph for both.")
@@ -19,35 +19,41 @@ from llmconv.cli import options
     "--layout",
     multiple=True,
     metavar="CLIENT",
-    help="Client that shall open the folder: onnxruntime (default), genai, optimum or transformersjs; may be repeated.",
+    help="Client that will open the folder: onnxruntime (default), genai, optimum or transformersjs. May be repeated.",
 )
-@click.option("--last-logits", is_flag=True, help="Logits of the last position only.")
+@click.option("--last-logits", is_flag=True, help="Return logits of the last position only.")
 @click.option(
-    "--postprocess", metavar="argmax|topk:K", help="Choose tokens in the graph: outputs `tokens` and `scores`."
+    "--postprocess", metavar="argmax|topk:K", help="Choose tokens in the graph, with outputs `tokens` and `scores`."
 )
 @click.option(
-    "--stages", type=click.IntRange(1), default=1, help="Split each graph into K, for K devices.", metavar="K"
+    "--stages", type=click.IntRange(1), default=1, help="Split each graph into K graphs, for K devices.", metavar="K"
 )
-@click.option("--prefix", metavar="PATH", help="Prefix or prompt tuning: PEFT adapter, pre_caches.npy.")
-@click.option("--opset", type=click.Choice([21, 23, 24]), help="21 is for older runtimes; default: 23, static: 24.")
+@click.option(
+    "--prefix",
+    metavar="PATH",
+    help="Tuned prefix to include: PEFT adapter of prefix or prompt tuning, or pre_caches.npy.",
+)
+@click.option(
+    "--opset", type=click.Choice([21, 23, 24]), help="ONNX opset; 21 for older runtimes. Default: 23, static: 24."
+)
 @click.option(
     "--shapes",
     type=click.Choice(["dynamic", "static"]),
     default="dynamic",
     show_default=True,
-    help="static: all axes fixed.",
+    help="Whether axes are symbolic or fixed.",
 )
-@click.option("--batch-size", type=click.IntRange(1), help="Static: sequences per call; default: 1.")
-@click.option("--max-seq-len", type=click.IntRange(1), help="Static: tokens that the cache holds.")
-@click.option("--prompt-len", type=click.IntRange(1), help="Static: tokens per call of prefill.onnx.")
+@click.option("--batch-size", type=click.IntRange(1), help="Sequences per call, with static shapes. Default: 1.")
+@click.option("--max-seq-len", type=click.IntRange(1), help="Tokens in the cache, with static shapes.")
+@click.option("--prompt-len", type=click.IntRange(1), help="Tokens per call of prefill.onnx, with static shapes.")
 @click.option(
     "--cache",
     type=click.Choice(["growing", "shared-buffer"]),
     default="growing",
     show_default=True,
-    help="shared-buffer: past and present are one buffer, filled in place.",
+    help="Form of the cache; shared-buffer: past and present are one buffer, filled in place.",
 )
-@click.option("--target", type=click.Choice(["ort-cpu"]), help="Use operators that this runtime alone has.")
+@click.option("--target", type=click.Choice(["ort-cpu"]), help="Use operators that only this runtime has.")
 @options.dtype
 @options.max_shard_size
 @options.overwrite
@@ -59,10 +65,11 @@ from llmconv.cli import options
 def command(model: str, output: Path | None, as_json: bool, **choices: object) -> None:
     """Write ONNX graphs that map the weights of MODEL, a Hugging Face folder.
 
-    Three layers are traced and the rest is replicated, so cost does not grow with depth. Graphs are written beside the
-    weights and copy none of them; with -o the weights are streamed once into a new folder, cast to --dtype. The graphs
-    compute in float32. Without --prefill, --incremental or --unified the first two are written, or what --layout wants:
-    genai, optimum and transformersjs want --unified. docs/clients.md tells how each client opens the folder.
+    Three layers are traced and the rest are replicated, so the cost does not grow with depth. Graphs are written next
+    to the weights and copy none of them; with -o the weights are streamed once to a new folder, cast to --dtype. The
+    graphs compute in float32. Without --prefill, --incremental or --unified the first two are written, or the graphs
+    that --layout needs: --unified for genai, optimum and transformersjs. docs/clients.md shows how to open the folder
+    in each client.
     """
     from llmconv.files.sources import require_own_folder
     from llmconv.model_kinds import require_causal_folder

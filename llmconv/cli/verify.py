@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COST = ("text", "max_divergence", "min_agreement")
 OF_GRAPHS, OF_FOLDER = ("input_map", *COST), ("low_memory", "allow_changed")
-"""Options that only graphs of any exporter, and only a folder of llmconv's, take."""
+"""Options that are only for `--graph`, and options that are only for FOLDER."""
 COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 
 
@@ -32,57 +32,68 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
     multiple=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="A graph of any exporter in the place of FOLDER; twice for those of prompt and steps.",
+    help="Graph of any exporter, instead of FOLDER; give it twice for prefill and decode.",
 )
 @click.option(
     "--input-map",
     metavar="NAME",
-    help="How it names its inputs: auto (default), genai, llmconv, mobius, optimum, transformers, a JSON file.",
+    help="Input names of --graph: auto (default), genai, llmconv, mobius, optimum, transformers, or a JSON file.",
 )
-@click.option("--reference", metavar="PATH", help="HF folder of the model; default: as recorded.")
+@click.option("--reference", metavar="PATH", help="Hugging Face folder of the model. Default: as recorded at export.")
 @click.option(
-    "--suite", type=click.Choice(["quick", "full"]), default="quick", show_default=True, help="Which scenarios to run."
+    "--suite",
+    type=click.Choice(["quick", "full"]),
+    default="quick",
+    show_default=True,
+    help="Which set of scenarios to run.",
 )
-@click.option("--scenario", "only", multiple=True, metavar="NAME", help="This scenario only; may be repeated.")
+@click.option("--scenario", "only", multiple=True, metavar="NAME", help="Run only this scenario. May be repeated.")
 @click.option(
     "--text",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="Text that the cost of a quantised --graph is measured on; default: random tokens.",
+    help="Text to measure the loss of a quantized --graph on. Default: random tokens.",
 )
 @click.option(
     "--max-divergence", type=click.FloatRange(0), metavar="NATS", help="Fail if the mean KL divergence exceeds this."
 )
 @click.option(
-    "--min-agreement", type=click.FloatRange(0, 1), metavar="SHARE", help="Fewer equal likeliest tokens fail."
+    "--min-agreement",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="Fail if fewer likeliest tokens agree than this.",
 )
-@click.option("--repeat", type=click.IntRange(1), default=1, help="Run every call so often; all must give equal bits.")
-@click.option("--report", "report_folder", type=options.Output(), help="Write JSON, JUnit, Markdown, HTML.")
-@click.option("--github", is_flag=True, help="Print failures as annotations of GitHub Actions, too.")
+@click.option(
+    "--repeat", type=click.IntRange(1), default=1, help="Number of runs of every call, which must agree bit for bit."
+)
+@click.option(
+    "--report", "report_folder", type=options.Output(), help="Folder for the report as JSON, JUnit, Markdown and HTML."
+)
+@click.option("--github", is_flag=True, help="Also print failures as annotations of GitHub Actions.")
 @click.option(
     "--bisect",
     is_flag=True,
-    help="Name the first node that differs; list those that the model does not have.",
+    help="Find the first node that differs; list nodes that the model does not have.",
 )
-@click.option("--minimize", type=options.Output(), help="Write the smallest failing piece to a new folder.")
-@click.option("--threads", type=click.IntRange(0), default=0, help="Of onnxruntime; 0 for one per core.")
+@click.option("--minimize", type=options.Output(), help="Write the smallest failing subgraph to a new folder.")
+@click.option("--threads", type=click.IntRange(0), default=0, help="Threads of onnxruntime; 0 for one per core.")
 @click.option(
     "--timeout",
     type=click.FloatRange(0, min_open=True),
     metavar="SECONDS",
-    help="That a run of a small graph may take; more weights and tokens may take more.  [default: 60]",
+    help="Time limit for a run of a small graph; larger models and prompts get more.  [default: 60]",
 )
 @click.option(
     "--low-memory/--no-low-memory",
     default=None,
-    help="Hold one layer of the model at a time, or all of it. Default: all, where memory suffices.",
+    help="Load one layer of the model at a time, or all. Default: all, if memory suffices.",
 )
-@click.option("--allow-changed", is_flag=True, help="A graph that was changed after its export is noted, not failed.")
+@click.option("--allow-changed", is_flag=True, help="Note graphs that were changed after export, instead of failing.")
 @options.trust_remote_code
 @options.as_json
 @partial(
     options.talk,
-    quiet="Print the verdict's line alone.",
+    quiet="Print only the verdict.",
     verbose="Print a line per graph and output; show the traceback of an error.",
 )
 @click.pass_context
@@ -100,11 +111,11 @@ def command(
 ) -> None:
     """Compare every output of the graphs in FOLDER with the eager model.
 
-    With --graph instead of FOLDER, those of another exporter's graph: optimum-onnx, the ONNX Runtime GenAI builder,
-    transformers' exporter, mobius-onnx. One with quantised weights is compared with the model of the same weights, and
-    what they cost is told: divergence from the full model, likeliest tokens, perplexity on --text.
+    With --graph instead of FOLDER, verifies a graph of another exporter: optimum-onnx, the ONNX Runtime GenAI builder,
+    transformers' exporter, mobius-onnx. A graph with quantized weights is compared with the model on the same weights,
+    and the loss against the full model is reported: divergence, agreement of likeliest tokens, perplexity on --text.
 
-    Prints a line per scenario; where something differs, the outputs that do.
+    Prints a line per scenario, and the outputs that differ.
 
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
@@ -138,7 +149,7 @@ Show = Callable[[list["Check"]], None]
 
 
 def _printer(*, every: bool) -> Show:
-    """Prints checks as they come: a line per scenario when it is over, or each check; given none, what is left."""
+    """A function that prints checks: a line per finished scenario, or each check; without checks, the rest."""
     from llmconv.verify.report.progress_lines import ScenarioLines
     from llmconv.verify.results.report import lines_of
 
@@ -159,7 +170,7 @@ def _verified(
     settings: SessionSettings,
     show: Show | None,
 ) -> Report:
-    """The report; `asked` are the options that the library takes under the same names."""
+    """The report; `asked` are the options that the library has under the same names."""
     from llmconv.verify import verify, verify_graphs
 
     of_both = {name: value for name, value in asked.items() if name not in {*OF_GRAPHS, *OF_FOLDER}}
@@ -170,18 +181,22 @@ def _verified(
 
 
 def _require_fitting(folder: str | None, graphs: tuple[Path, ...], asked: dict[str, Any]) -> None:
-    """Raises UsageProblem where options do not fit each other."""
+    """Raises UsageProblem if options exclude each other."""
     if (folder is None) is not bool(graphs):
-        raise UsageProblem("give either FOLDER or `--graph FILE`", hint="FOLDER is what `llmconv export` left")
+        raise UsageProblem(
+            "give either FOLDER or `--graph FILE`", hint="FOLDER is the folder that `llmconv export` wrote"
+        )
     if asked["input_map"] and not graphs:
-        raise UsageProblem("`--input-map` describes a `--graph`", hint="leave it out: FOLDER says what its graphs are")
+        raise UsageProblem(
+            "`--input-map` describes a `--graph`", hint="leave it out: FOLDER records the names of its graphs' inputs"
+        )
     searches = asked["bisect"] or asked["minimize"] is not None
     if asked["low_memory"] and (graphs or searches or asked["repeat"] > 1):
         raise UsageProblem(
-            "`--low-memory` takes FOLDER, runs every call once, and searches for no node",
+            "`--low-memory` needs FOLDER, and runs every call once without a search",
             hint="leave out `--low-memory`, or `--graph`, `--repeat`, `--bisect` and `--minimize`",
         )
     if graphs and asked["allow_changed"]:
-        raise UsageProblem("`--allow-changed` takes FOLDER", hint="leave it out: nothing is recorded of a `--graph`")
+        raise UsageProblem("`--allow-changed` needs FOLDER", hint="leave it out: a `--graph` has no recorded checksum")
     if folder is not None and any(asked[name] is not None for name in COST):
-        raise UsageProblem(f"{COST_OPTIONS} are for a `--graph` with quantised weights", hint="leave them out")
+        raise UsageProblem(f"{COST_OPTIONS} are for a `--graph` with quantized weights", hint="leave them out")

@@ -1,15 +1,14 @@
-"""Engines pick the next tokens: the protocol, and llmconv's own loop over the graphs or the eager model."""
+"""LoopEngine: llmconv's own loop over the graphs or the eager model; `genai` has the engine of ONNX Runtime GenAI."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from llmconv.generation.chat.conversation import PrefixCache
 from llmconv.generation.loop import Batch, grow
-from llmconv.generation.past import PositionRule
+from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, TextPiece
 from llmconv.generation.sampling.settings import GenerationSettings
 from llmconv.runtime.runner import Runner
@@ -18,14 +17,21 @@ Decode = Callable[[Sequence[int]], str]
 """Tokens to text."""
 
 
-class Engine(Protocol):
-    """Picks tokens, one by one or by beam search.
+@dataclass(frozen=True)
+class LoopEngine:
+    """llmconv's own loop: a prefill, then one step of the model per token.
 
     Attributes:
+        runner: the graphs or the eager model.
+        positions: the model's rule for position ids.
+        folder: has `config.json`, read for the size of the logits in a beam search.
         runs_last_token: whether the last new token also needs room in the context.
     """
 
-    runs_last_token: bool
+    runner: Runner
+    positions: PositionRule
+    folder: Path
+    runs_last_token = False
 
     def grow(
         self,
@@ -46,36 +52,6 @@ class Engine(Protocol):
             cache: tokens that have run before, see `TextModel.stream`.
             most: maximum number of prompt tokens per step; 0 for all.
         """
-
-    def beams(self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int) -> Sequence[list[int]]:
-        """The new tokens of the `count` best beams of one prompt, best first; at most `limit` tokens each."""
-
-
-@dataclass(frozen=True)
-class LoopEngine:
-    """llmconv's own loop: a prefill, then one step of the model per token.
-
-    Attributes:
-        runner: the graphs or the eager model.
-        positions: the model's rule for position ids.
-        folder: has `config.json`, read for the size of the logits in a beam search.
-    """
-
-    runner: Runner
-    positions: PositionRule
-    folder: Path
-    runs_last_token = False
-
-    def grow(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        settings: GenerationSettings,
-        decode: Decode,
-        cache: PrefixCache | None = None,
-        most: int = 0,
-    ) -> Generator[TextPiece]:
-        """See `Engine.grow`."""
         given = enumerate(zip(prompts, limits, strict=True))
         rows = [self._row(index, prompt, limit, settings, decode) for index, (prompt, limit) in given]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
@@ -95,7 +71,14 @@ class LoopEngine:
                 cache.keep(*((rows[0].ids[: batch.past.tokens], batch.past.cache) if is_whole and batch.past else ()))
 
     def beams(self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int) -> Sequence[list[int]]:
-        """See `Engine.beams`; transformers does the search."""
+        """The new tokens of the `count` best beams of one prompt, best first; transformers does the search.
+
+        Args:
+            prompt: token ids.
+            limit: maximum number of new tokens.
+            settings: include the number of beams.
+            count: number of continuations.
+        """
         if not limit:
             return [[]] * count
         from transformers import AutoConfig  # noqa: PLC0415 - takes seconds, and only beams need it

@@ -83,7 +83,7 @@ class GenaiEngine:
         decode: Callable[[Sequence[int]], str],
         *_: Any,
     ) -> Generator[TextPiece]:
-        """See `Engine.grow`; GenAI has its own cache and takes a prompt at once."""
+        """See `LoopEngine.grow`; GenAI has its own cache and takes a prompt at once."""
         _require_known(settings)
         settings = settings.but(eos_token_id=settings.eos_token_id | self.ends)
         rows = [Row(at, *given, settings, decode) for at, given in enumerate(zip(prompts, limits, strict=True))]

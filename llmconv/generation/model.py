@@ -13,10 +13,10 @@ from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching
 from llmconv.generation.chat.conversation import PrefixCache
 from llmconv.generation.chat.templates import TOKENIZER, encode_chat
-from llmconv.generation.engine import Engine, LoopEngine
+from llmconv.generation.engine import LoopEngine
+from llmconv.generation.genai import GenaiEngine
 from llmconv.generation.model_files import ModelFiles
-from llmconv.generation.past import PositionRule
-from llmconv.generation.positions import positions_of
+from llmconv.generation.positions import PositionRule, positions_of
 from llmconv.generation.prompts import token_lists
 from llmconv.generation.row import Row, TextPiece
 from llmconv.generation.runners import load_genai, load_runner
@@ -49,7 +49,7 @@ class TextModel:
     backend: str = "onnx"
     positions: PositionRule = default_positions
     folder: Path = Path()
-    engine: Engine | None = None
+    engine: GenaiEngine | None = None
 
     @classmethod
     @checked
@@ -77,36 +77,21 @@ class TextModel:
             UsageProblem: an unknown backend, or an adapter for the graphs.
         """
         with fetching() as fetched:
-            opened = cls._open(ModelFiles.find(model), backend, settings, adapter, trust_remote_code)
+            files = ModelFiles.find(model)
+            tokenizer = load_tokenizer(files.tokenizer or files.folder, trust_remote_code)
+            if backend == "genai":
+                engine = load_genai(files, settings, adapter)
+                runner, length = engine.model, engine.context_length
+            else:
+                engine = None
+                runner = load_runner(files, backend, settings, adapter=adapter, trust_remote_code=trust_remote_code)
+                lengths = [context_length(files.folder), getattr(runner, "slots", None)]
+                length = min((length for length in lengths if length), default=None)
+            defaults = GenerationSettings.of(files.generation_config or files.folder)
+            rule = positions_of(files.folder)
+            opened = cls(tokenizer, runner, defaults, length, backend, rule, files.folder, engine)
             fetched.keep_for(opened)
         return opened
-
-    @classmethod
-    def _open(
-        cls,
-        files: ModelFiles,
-        backend: str,
-        settings: SessionSettings | None,
-        adapter: str | Path | None,
-        trust_remote_code: bool,
-    ) -> TextModel:
-        tokenizer = load_tokenizer(files.tokenizer or files.folder, trust_remote_code)
-        if backend == "genai":
-            engine = load_genai(files, settings, adapter)
-            defaults = GenerationSettings.of(files.generation_config or files.folder)
-            length = engine.context_length
-            return cls(tokenizer, engine.model, defaults, length, backend, folder=files.folder, engine=engine)
-        runner = load_runner(files, backend, settings, adapter=adapter, trust_remote_code=trust_remote_code)
-        lengths = [context_length(files.folder), getattr(runner, "slots", None)]
-        return cls(
-            tokenizer,
-            runner,
-            GenerationSettings.of(files.generation_config or files.folder),
-            min((length for length in lengths if length), default=None),
-            backend,
-            positions_of(files.folder),
-            files.folder,
-        )
 
     @property
     def decode(self) -> Decoder:
@@ -120,7 +105,7 @@ class TextModel:
         return found
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> GenaiEngine | LoopEngine:
         return self.engine or LoopEngine(self.runner, self.positions, self.folder)
 
     def __repr__(self) -> str:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from llmconv.checkpoint import read_json
-from llmconv.generation.past import PositionRule
 from llmconv.runtime.runner import default_positions
+from llmconv.tensors import Array
 
 ENTRY_POINTS = "llmconv.input_maps"
+
+PositionRule = Callable[[Array, int], Array]
+"""Attention mask and number of new tokens to position ids, as `default_positions`."""
 
 
 def positions_of(folder: Path) -> PositionRule:

@@ -24,7 +24,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 """Role of a message to the role in chat templates."""
 
 WITHOUT_EFFECT = frozenset(
-    {
+    [
         "metadata",
         "moderation",
         "modalities",
@@ -38,7 +38,7 @@ WITHOUT_EFFECT = frozenset(
         "store",
         "user",
         "verbosity",
-    }
+    ]
 )
 """Fields that clients may send to any server, and that do not change the text."""
 

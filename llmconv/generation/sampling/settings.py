@@ -42,7 +42,7 @@ BEAMS_ONLY = frozenset({"early_stopping", "length_penalty"})
 """Fields of `NEUTRAL` that have no effect without beams."""
 
 NO_NEUTRAL = frozenset(
-    {
+    [
         "max_time",
         "top_h",
         "bad_words_ids",
@@ -56,7 +56,7 @@ NO_NEUTRAL = frozenset(
         "sequence_bias",
         "watermarking_config",
         "dola_layers",
-    }
+    ]
 )
 """Fields that change the text whenever they are set."""
 
