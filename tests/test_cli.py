@@ -290,7 +290,7 @@ def test_a_defect_has_a_code_of_its_own_and_one_line_to_report(monkeypatch: pyte
     assert done.exit_code == BUG_EXIT_CODE == 70
     assert line.startswith(f"error: llmconv {llmconv.__version__} has a bug: llmconv inspect: KeyError: ")
     assert line.isprintable() and "test_cli.py:" in line and not blank
-    assert hint.startswith("hint: report this line with the command that you gave; `-v` ")
+    assert hint.startswith("hint: report this line and the command that you ran; `-v` ")
     shown = CliRunner().invoke(llmconv.cli.main, ["inspect", "anything", "-v"])
     assert shown.exit_code == 70 and "Traceback" in shown.stderr
 

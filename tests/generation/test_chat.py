@@ -150,7 +150,7 @@ def test_every_line_of_a_pipe_is_a_message(chatting: Path) -> None:
     answers = found.stdout.splitlines()
     assert len(answers) == 3
     assert answers[0] == answers[2]
-    assert "the chat is forgotten" in found.stderr
+    assert "the chat is cleared" in found.stderr
 
 
 def test_answers_can_be_json_lines(chatting: Path) -> None:
@@ -232,7 +232,7 @@ def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_ends(chatting: Path) -
         read_until("> ")
         time.sleep(0.5)  # a signal between Python's last look and its wait for a key shows with the key
         process.send_signal(signal.SIGINT)
-        read_until("Ctrl-D or /quit ends")
+        read_until("Ctrl-D or /quit exits")
         read_until("> ")
         time.sleep(0.5)  # Ctrl-D is no key before the terminal waits for one
         type_in("\x04")

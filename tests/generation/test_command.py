@@ -86,7 +86,7 @@ def test_a_file_in_no_folder_is_told(talking: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("device", "more"), [("/dev/null", ("--overwrite",)), ("/dev/full", ())])
 def test_a_device_is_no_file_to_write_to(talking: Path, device: str, more: tuple[str, ...]) -> None:
     result = run(talking, "ab", "--output-file", device, *more)
-    assert result.exit_code == 3 and f"`{device}` is no file" in result.stderr
+    assert result.exit_code == 3 and f"`{device}` is not a file" in result.stderr
     assert Path(device).exists()
     assert not Path(device).with_name(f".{Path(device).name}.options.json").exists()
 
@@ -255,7 +255,7 @@ def test_prompts_that_cannot_be_read_are_told(talking: Path, tmp_path: Path, con
 
 def test_a_broken_line_behind_an_object_is_no_text(talking: Path) -> None:
     result = run(talking, stdin='{"prompt": "ab"}\n{"prompt": "hello"\n')
-    assert result.exit_code == 3 and "line 2 of the prompts is no JSON" in result.stderr
+    assert result.exit_code == 3 and "line 2 of the prompts is not valid JSON" in result.stderr
 
 
 def test_the_tokenizer_of_the_graphs_needs_no_torch(talking: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_beams_give_their_best_sequences_as_in_transformers(both: tuple[Any, Any
 
 
 def test_a_setting_that_is_none_is_refused_and_the_near_one_named(both: tuple[Any, Any]) -> None:
-    with pytest.raises(UsageProblem, match="`max_new_token` is not a setting") as caught:
+    with pytest.raises(UsageProblem, match="`max_new_token` is not a generation setting") as caught:
         both[0]("Once", max_new_token=5)
     assert "`max_new_tokens`" in caught.value.hint
     assert both[0]("Once", max_new_tokens=3, do_sample=False, use_cache=True)

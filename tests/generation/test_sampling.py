@@ -108,5 +108,5 @@ def test_logits_that_are_no_numbers_are_told() -> None:
     "fields", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 2.0}, {"num_beams": 0}]
 )
 def test_impossible_settings_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(UsageProblem, match="cannot be generated with"):
+    with pytest.raises(UsageProblem, match="invalid "):
         GenerationSettings(**fields)

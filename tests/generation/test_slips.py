@@ -186,8 +186,8 @@ def test_settings_of_onnxruntime_are_not_ignored_by_the_eager_model(chatting: Pa
     [
         (["--prefix", "x"], "tuned prefix"),
         (["--stream", "--json"], "both write to stdout"),
-        (["--overwrite"], "`--output-file`, which is not given"),
-        (["--max-length", "9", "--max-new-tokens", "3"], "both say when"),
+        (["--overwrite"], "`--overwrite` needs `--output-file`"),
+        (["--max-length", "9", "--max-new-tokens", "3"], "both set the length"),
         (["--backend", "torch", "--provider", "cuda"], "`--provider` is for onnxruntime"),
         (["--backend", "torch", "--prepack"], "`--prepack` is for onnxruntime"),
         (["--backend", "torch", "--session-config", "x.ini"], "`--session-config` is for onnxruntime"),
@@ -308,7 +308,7 @@ NULLS = {
 @pytest.mark.parametrize(("text", "where"), NULLS.values(), ids=NULLS)
 def test_a_content_of_null_is_refused_with_its_place(tmp_path: Path, text: str, where: str) -> None:
     (tmp_path / "p.jsonl").write_text(text)
-    with pytest.raises(InputRefused, match=f"`content` of message 1 in {where} is null, and must be a text"):
+    with pytest.raises(InputRefused, match=f"`content` of message 1 in {where} is null, but must be a text"):
         read_prompts(tmp_path / "p.jsonl")
 
 

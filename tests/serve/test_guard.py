@@ -40,7 +40,7 @@ def test_the_own_page_may_post(client: TestClient) -> None:
 
 @pytest.mark.parametrize("origin", ["foo", "https://a.example/page", "*"])
 def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
-    with pytest.raises(UsageProblem, match="is no origin"):
+    with pytest.raises(UsageProblem, match="is not an origin"):
         AccessRules(origins=[origin])
 
 

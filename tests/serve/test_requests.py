@@ -107,7 +107,7 @@ def test_a_message_without_a_text_is_told_that_it_must_have_one(
 ) -> None:
     error = refusal(client, CHAT, {"messages": [{"role": role, **message}]})
     assert error["param"] == "messages[0].content"
-    assert error["message"].startswith(f"`messages[0].content` {found} and must be a text")
+    assert error["message"].startswith(f"`messages[0].content` {found} but must be a text")
 
 
 @pytest.mark.parametrize(

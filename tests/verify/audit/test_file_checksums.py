@@ -128,4 +128,4 @@ def test_the_command_line_allows_a_changed_graph(folder: Path) -> None:
 
 def test_graphs_of_other_exporters_have_no_record_to_change(folder: Path) -> None:
     result = CliRunner().invoke(main, ["verify", "--graph", str(folder / "decode.onnx"), "--allow-changed"])
-    assert result.exit_code == 2 and "`--allow-changed` takes FOLDER" in result.stderr
+    assert result.exit_code == 2 and "`--allow-changed` needs FOLDER" in result.stderr

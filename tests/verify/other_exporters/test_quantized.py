@@ -117,7 +117,7 @@ def test_limits_that_hold_are_a_check_that_passes(quantized: Quantized, small: S
 
 def test_the_options_of_the_cost_are_for_graphs(small: Small) -> None:
     result = run(small("llama"), "--max-divergence", "1")
-    assert result.exit_code == 2 and "are for a `--graph` with quantised weights" in result.stderr
+    assert result.exit_code == 2 and "are for a `--graph` with quantized weights" in result.stderr
 
 
 def test_a_text_without_a_tokenizer_is_refused(quantized: Quantized, small: Small, tmp_path: Path) -> None:
