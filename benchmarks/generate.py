@@ -1,4 +1,4 @@
-"""Greedy generation: our loop over our graphs beside GenAI, optimum and transformers; what the loop and a step cost."""
+"""Greedy generation: llmconv compared with GenAI, optimum and transformers; the cost of the loop and of a step."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def bound_milliseconds() -> float:
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     chosen = candidates()
     names, specs = list(chosen), list(chosen.values())
     lengths, new, rounds = (LENGTHS[:1], 8, 1) if QUICK else (LENGTHS, NEW, ROUNDS)

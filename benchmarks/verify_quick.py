@@ -17,7 +17,7 @@ FORMS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> int:
-    """Measures, prints the table, and returns 1 where a target is missed."""
+    """Measures, prints the table, and returns 1 if a target is missed."""
     rows, targets = [], []
     for at, (name, options) in enumerate(FORMS.items()):
         folder, told = FOLDER / "verify-quick" / str(at), FOLDER / "verify-quick" / f"report-{at}"

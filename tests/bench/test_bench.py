@@ -1,4 +1,4 @@
-"""llmconv bench: candidates in turn, what they gave and whether it is the same."""
+"""llmconv bench: candidates in turn, their figures, and whether their tokens agree."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_speeds_count_all_rows_and_leave_the_first_token_out_of_the_steps() -> N
     assert figures["decode_tokens_per_second_max"] == pytest.approx(2 / 0.01)
 
 
-def test_the_earliest_different_token_of_all_rows_is_told() -> None:
+def test_the_earliest_different_token_of_all_rows_is_reported() -> None:
     assert first_difference([[1, 2, 3], [4, 5, 6]], [[1, 2, 9], [4, 8, 6]]) == (1, 1)
     assert first_difference([[1, 2]], [[1, 2]]) is None
     assert first_difference([[1, 2]], [[1]]) == (0, 1)
 
 
-def test_the_table_compares_with_the_first_and_tells_what_differs() -> None:
+def test_the_table_compares_with_the_first_candidate_and_reports_differences() -> None:
     slow, broken = cell("slow", 128, 2), Measurement("broken", 2, 128, error="no room")
     slow.differs = (1, 3)
 
@@ -83,7 +83,7 @@ def test_lengths_leave_room_for_the_new_tokens(talking: Path) -> None:
         lengths_within(talking, (97,), 32)
 
 
-def test_without_lengths_a_short_context_is_filled(talking: Path) -> None:
+def test_without_lengths_a_short_context_is_used_in_full(talking: Path) -> None:
     assert lengths_within(talking, (), 32) == [96]
     with pytest.raises(UsageProblem, match="128 tokens and a prompt are more than the model's context of 128"):
         lengths_within(talking, (), 128)
@@ -93,7 +93,7 @@ def test_prompts_are_the_same_every_time() -> None:
     assert random_prompts(range(9), 2, 5) == random_prompts(range(9), 2, 5)
 
 
-def test_a_plot_of_an_unknown_kind_is_refused_before_anything_runs(talking: Path) -> None:
+def test_an_unsupported_picture_format_is_refused_before_anything_runs(talking: Path) -> None:
     result = CliRunner().invoke(main, ["bench", str(talking), "--plot", "curves.txt"])
 
     assert result.exit_code == 2
@@ -101,13 +101,13 @@ def test_a_plot_of_an_unknown_kind_is_refused_before_anything_runs(talking: Path
 
 
 @pytest.mark.parametrize("option", ["--csv", "--plot"])
-def test_a_file_in_no_folder_is_refused_before_anything_runs(talking: Path, tmp_path: Path, option: str) -> None:
+def test_a_file_in_a_missing_folder_is_refused_before_anything_runs(talking: Path, tmp_path: Path, option: str) -> None:
     result = CliRunner().invoke(main, ["bench", str(talking), option, str(tmp_path / "none" / "curves.svg")])
     assert result.exit_code == 4
     assert "does not exist" in result.stderr
 
 
-def test_without_matplotlib_its_extra_is_named(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_hint_has_its_package(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = CliRunner().invoke(main, ["bench", str(talking), "--plot", "curves.png"])
 
@@ -124,7 +124,7 @@ def test_curves_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "write"), [("b.csv", write_csv), ("b.svg", write_plot), ("b.png", write_plot)])
-def test_another_name_of_the_old_file_keeps_its_content(
+def test_a_hard_link_of_the_old_file_keeps_its_content(
     tmp_path: Path, name: str, write: Callable[[BenchResult, Path], None]
 ) -> None:
     (tmp_path / "other name").write_text("dear")
@@ -151,7 +151,7 @@ def test_graphs_packed_or_not_and_the_eager_model_give_the_same_tokens(talking: 
 
 
 @pytest.mark.slow
-def test_other_weights_are_told_and_give_exit_code_1(talking: Path, tmp_path: Path) -> None:
+def test_different_tokens_are_reported_with_exit_code_1(talking: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     model = AutoModelForCausalLM.from_pretrained(talking)
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_other_weights_are_told_and_give_exit_code_1(talking: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_folder_that_does_not_open_is_refused(tiny: Callable[[str], Path]) -> None:
+def test_a_folder_that_cannot_be_opened_is_refused(tiny: Callable[[str], Path]) -> None:
     with pytest.raises(InputRefused, match="holds no graphs"):
         bench(tiny("llama"), lengths=(8,), new_tokens=4)
 

@@ -1,4 +1,4 @@
-"""Answers in turns say what each says alone, whatever keeps the cache."""
+"""Answers in turns equal answers alone, for every kind of cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def graphs(chatting: Path, tmp_path: Path, kind: str) -> TextModel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["onnx", "torch", "static", "shared-buffer"])
-def test_in_turns_every_answer_is_what_it_is_alone(chatting: Path, tmp_path: Path, kind: str) -> None:
+def test_answers_in_turns_equal_answers_alone(chatting: Path, tmp_path: Path, kind: str) -> None:
     model = graphs(chatting, tmp_path, kind)
     alone = texts(ServedModel(model, "tiny"), in_turns=False)
     assert texts(ServedModel(model, "tiny"), in_turns=True) == alone
@@ -50,7 +50,7 @@ def test_in_turns_every_answer_is_what_it_is_alone(chatting: Path, tmp_path: Pat
     assert len(set(alone)) == 3
 
 
-def test_a_long_prompt_gives_others_their_turns(chatting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_does_not_block_other_answers(chatting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = ServedModel(TextModel.open(chatting), "tiny")
     choices = served.choices(completion_request({"prompt": "Once there was a clever dragon", "max_tokens": 2}))
     whole = list(served.steps(choices))
