@@ -17,8 +17,8 @@ A graph in float16 or bfloat16 is judged twice: as it is, against the noise of t
 float32 copy with the same weights, against the noise and the gates of float32. `as it is` includes a few scenarios with
 every value rounded; bfloat16 is computed that way altogether. The graphs are float32 exports converted to half
 precision, norms and rotary angles excepted, as transformers computes them
-([half_precision.py](../tests/builders/half_precision.py)); weights are as they were made, then drawn as above, and rounded;
-each draw runs at onnxruntime's optimization all, basic and off
+([half_precision.py](../tests/builders/half_precision.py)); weights are as they were made, then drawn as above,
+and rounded; each draw runs at onnxruntime's optimization all, basic and off
 (on one thread; mostly with the same figures).
 
 The gate of an output is 1.5 times the largest sigma of a clean run, rounded up; that of a row 2.4 times the largest, as
@@ -129,7 +129,7 @@ def _hidden(dtype: str, families: list[dict[str, Any]]) -> list[str]:
 
 
 def render_half_plot(halves: dict[str, list[dict[str, Any]]]) -> str:
-    """Sigma, two rows per family: clean runs green; mutants red, hidden ones also in the copy, as rings."""
+    """Sigma as it is, two rows per family: clean runs green; mutants red, hidden ones also in the copy, as rings."""
     rows = [(dtype, family) for dtype, families in halves.items() for family in families]
     height = 40 + ROW * len(rows) + 24
     gates = {dtype: GATES[dtype].aggregate for dtype in halves}
