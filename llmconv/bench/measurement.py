@@ -112,11 +112,11 @@ class BenchResult:
         }
 
 
-def first_difference(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+def first_difference(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> tuple[int, int] | None:
     """Row and index of the earliest token that differs; None if all are the same."""
     places = [
         (at, row)
-        for row, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        for row, (a, b) in enumerate(zip(expected, found, strict=True))
         for at in range(max(len(a), len(b)))
         if at >= min(len(a), len(b)) or a[at] != b[at]
     ]

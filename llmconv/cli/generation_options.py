@@ -33,16 +33,16 @@ PICKING = (
     click.option(
         "--top-p",
         type=click.FloatRange(0, 1, min_open=True),
-        help="Sample from tokens with this total probability.",
+        help="Sample from the likeliest tokens with total probability p.",
     ),
     click.option("--min-p", type=click.FloatRange(0, 1), help="Sample from tokens at least p times the likeliest."),
-    click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), help="Penalty; 1 for none."),
+    click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), help="Repetition penalty; 1: none."),
     click.option("--num-beams", type=click.IntRange(1), help="Number of beams for beam search."),
-    click.option("--stop", "stop_strings", multiple=True, metavar="STRING", help="Text that ends it. May be repeated."),
+    click.option("--stop", "stop_strings", multiple=True, metavar="STRING", help="Stop string. May be repeated."),
     click.option("--seed", type=click.IntRange(0), help="Random seed for sampling."),
 )
 RUNNING = (
-    click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="What runs it."),
+    click.option("--backend", type=click.Choice(BACKENDS), default="onnx", show_default=True, help="Runtime to use."),
     click.option("--adapter", type=click.Path(path_type=Path), help="PEFT adapter folder, with `--backend torch`."),
     click.option("--provider", metavar="NAME", help="Provider of onnxruntime: cpu, cuda, …; the CPU runs the rest."),
     click.option("--threads", type=click.IntRange(0), help="Threads of onnxruntime or torch; 0 for one per core."),
@@ -80,7 +80,7 @@ def _with(command: Command, decorators: tuple[Callable[[Command], Command], ...]
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `GenerationSettings` from the options of `picking`; sampling options turn on `do_sample`."""
-    fields = {name: given[name] for name in NAMES if given[name] is not None}
+    fields = {name: value for name, value in given.items() if name not in OF_RUNNING and value is not None}
     if {"max_new_tokens", "max_length"} <= fields.keys():
         raise UsageProblem(
             "`--max-new-tokens` and `--max-length` both set the length",
@@ -93,21 +93,6 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     elif {"top_k", "top_p", "min_p"} & fields.keys():
         fields["do_sample"] = True
     return fields
-
-
-NAMES = [
-    "max_new_tokens",
-    "max_length",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "num_beams",
-    "stop_strings",
-    "seed",
-]
-"""The options of `picking`."""
 
 
 def opener(model: str, given: Mapping[str, Any]) -> Callable[[], TextModel]:

@@ -97,11 +97,7 @@ class GenaiEngine:
             searches = [(generator, group) for generator, group in searches if not all(row.finish for row in group)]
 
     def beams(self, prompt: Sequence[int], limit: int, settings: GenerationSettings, count: int) -> Sequence[list[int]]:
-        """Refused: GenAI's beams are not used.
-
-        Raises:
-            UsageProblem: always.
-        """
+        """Raises UsageProblem: GenAI's beam search is not used."""
         raise UsageProblem("beam search is not supported with GenAI", hint=OTHER)
 
     def _fit_together(self, rows: Sequence[Row], settings: GenerationSettings) -> bool:
