@@ -7,18 +7,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from llmconv.argument_checks import checked, require_least
 from llmconv.bench.measurement import BenchResult, Measurement, first_difference
 from llmconv.bench.runtimes import BenchCandidate, WorkerProcess
-from llmconv.checkpoint import read_json
 from llmconv.errors import Inconclusive, InputRefused, UsageProblem
 from llmconv.files.sources import fetches
 from llmconv.files.system_calls import cores
-from llmconv.runtime.context import context_length
+from llmconv.runtime.context import context_length, language_config
 
 LENGTHS = (128, 512, 2048, 8192)
 NEW_TOKENS, REPEAT = 32, 3
@@ -68,7 +66,8 @@ def bench(
         for other in against
     )
     candidates = [first, *others]
-    _require_distinct(candidates)
+    if len({candidate.name for candidate in candidates}) < len(candidates):
+        raise UsageProblem("duplicate candidate", hint="give each `--against` once, and not FOLDER itself")
     lengths = lengths_within(first.folder, lengths, new_tokens)
     tokens = _usable_tokens(first.folder)
     cells: list[Measurement] = []
@@ -153,19 +152,10 @@ def _usable_tokens(folder: Path) -> list[int]:
     Raises:
         InputRefused: the configuration has no `vocab_size`.
     """
-    path = folder / "config.json"
-    config: dict[str, Any] = read_json(path) if path.is_file() else {}
-    text = config.get("text_config")
-    config = {**config, **(text if isinstance(text, dict) else {})}
+    config = language_config(folder)
     size = config.get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise InputRefused(f"`{folder}` has no config.json with a vocab_size", hint="copy the model's config.json")
     values = [config.get(name) for name in SPECIAL]
     special = {token for value in values for token in (value if isinstance(value, list) else [value])}
     return [token for token in range(size) if token not in special] or list(range(size))
-
-
-def _require_distinct(candidates: Sequence[BenchCandidate]) -> None:
-    names = [candidate.name for candidate in candidates]
-    if len(set(names)) < len(names):
-        raise UsageProblem("duplicate candidate", hint="give each `--against` once, and not FOLDER itself")

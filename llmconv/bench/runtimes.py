@@ -105,8 +105,7 @@ class WorkerProcess:
             )
         except OSError as error:
             raise InputRefused(
-                f"`{candidate.interpreter}` cannot be started: {error.strerror}",
-                hint="give the path of a Python",
+                f"`{candidate.interpreter}` cannot be started: {error.strerror}", hint="give the path of a Python"
             ) from error
         answer = self._read()
         if "ready" not in answer:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from llmconv.cli import options
 from llmconv.errors import OutputFailed, UsageProblem
 from llmconv.progress import say
-
-if TYPE_CHECKING:
-    from llmconv.bench import Measurement
 
 
 class IntegerList(click.ParamType):  # type: ignore[type-arg] # generic for the type checker alone
@@ -95,7 +92,7 @@ def command(
         new_tokens=new_tokens,
         repeat=repeat,
         threads=threads,
-        on_cell=_say_cell,
+        on_cell=lambda cell: say(f"{cell.candidate}, batch {cell.batch}, {cell.length} tokens: {cell.error or 'done'}"),
     )
     if as_json:
         options.print_json(result.as_dict())
@@ -132,7 +129,3 @@ def _interpreters(given: tuple[str, ...]) -> dict[str, str]:
         if not runtime or not path:
             raise click.UsageError(f"`{text}` is not RUNTIME=PATH")
     return {runtime: path for runtime, _, path in pairs}
-
-
-def _say_cell(cell: Measurement) -> None:
-    say(f"{cell.candidate}, batch {cell.batch}, {cell.length} tokens: {cell.error or 'done'}")

@@ -18,13 +18,7 @@ from llmconv.cli import generation_options, options
 @options.trust_remote_code
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per answer on stdout.")
 @options.talk
-def command(
-    model: str,
-    system: str,
-    template: str,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def command(model: str, system: str, template: str, as_json: bool, **given: Any) -> None:
     """Chat with the model in FOLDER.
 
     Each line is a message: typed at the prompt of a terminal, or read from stdin. Each turn runs only the new tokens.

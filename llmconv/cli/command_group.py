@@ -107,12 +107,7 @@ class CommandGroup(click.Group):
             raise
         except OSError as error:
             problem = f"reading or writing failed: {error.strerror or error} ({error.filename or 'stdout'})"
-            self._fail(
-                ctx,
-                problem,
-                "check the free disk space, and that the files are readable and writable",
-                4,
-            )
+            self._fail(ctx, problem, "check the free disk space, and that the files are readable and writable", 4)
         except Exception as error:  # a bug: never exit code 1, which means a difference
             if says_no_memory(error):
                 self._fail(ctx, "out of memory", MEMORY_HINT, OutputFailed.exit_code)

@@ -79,9 +79,5 @@ def extract(base: str, tuned: str, as_json: bool, dry_run: bool, output: Path, *
 
 
 def _delta_fields(done: Extracted) -> dict[str, Any]:
-    low_rank = {
-        "captured": dict(done.captured),
-        "captured_overall": done.captured_overall,
-        "whole": list(done.whole),
-    }
+    low_rank = {"captured": dict(done.captured), "captured_overall": done.captured_overall, "whole": list(done.whole)}
     return {"kind": done.kind, "delta_bytes": done.nbytes, **(low_rank if done.kind == "low-rank" else {})}

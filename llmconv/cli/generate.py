@@ -44,12 +44,7 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
 @click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Number of prompts per batch.")
 @click.option("--stream", is_flag=True, help="Print the text while it is generated.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a user message, in the tokenizer's chat template.")
-@click.option(
-    "--template",
-    default="",
-    metavar="NAME",
-    help="As --chat, in alpaca, v1_2, vicuna, or a Jinja file.",
-)
+@click.option("--template", default="", metavar="NAME", help="As --chat, in alpaca, v1_2, vicuna, or a Jinja file.")
 @click.option("--system", default="", metavar="TEXT", help="System message at the start of each chat.")
 @click.option("--prompt-prefix", default="", metavar="TEXT", help="Text before every prompt, run only once.")
 @click.option("--prefix", hidden=True, expose_value=False, callback=refuse_prefix, help="See --prompt-prefix.")

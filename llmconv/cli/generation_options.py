@@ -47,10 +47,7 @@ RUNNING = (
     click.option("--provider", metavar="NAME", help="Provider of onnxruntime: cpu, cuda, …; the CPU runs the rest."),
     click.option("--threads", type=click.IntRange(0), help="Threads of onnxruntime or torch; 0 for one per core."),
     click.option(
-        "--session-config",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Session options, .ini or JSON.",
+        "--session-config", type=click.Path(path_type=Path), metavar="FILE", help="Session options, .ini or JSON."
     ),
     click.option(
         "--timeout",

@@ -42,12 +42,14 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
     """The lines of the table, as title and value."""
     names = found.config.get("architectures")
     architecture = ", ".join(map(str, names)) if isinstance(names, list) else ""
+    kind = found.kind or str(found.config.get("model_type") or "unknown")
+    model = [("model type", kind), ("architecture", architecture or "unknown")]
     rows = [
         ("path", str(found.path)),
         ("format", found.format),
         *([("version", found.version)] if found.version else []),
         *([("shards", f"{found.shards:,}")] if found.shards > 1 else []),
-        *(_adapter_rows(found.adapter) if found.adapter else _model_rows(found, architecture)),
+        *(_adapter_rows(found.adapter) if found.adapter else model),
         *([("quantization", found.quantization)] if found.quantization else []),
         ("parameters", f"{found.parameters:,}"),
         ("tensors", f"{len(found.tensors):,}"),
@@ -57,13 +59,6 @@ def shown_rows(found: Inspection) -> list[tuple[str, str]]:
     rows += [("other files", ", ".join(found.side_files))] if found.side_files else []
     rows += [("dropped", what) for what in found.dropped]
     return rows + [("warning", warning) for warning in found.warnings]
-
-
-def _model_rows(found: Inspection, architecture: str) -> list[tuple[str, str]]:
-    return [
-        ("model type", found.kind or str(found.config.get("model_type") or "unknown")),
-        ("architecture", architecture or "unknown"),
-    ]
 
 
 def _adapter_rows(adapter: Mapping[str, Any]) -> list[tuple[str, str]]:

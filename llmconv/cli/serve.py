@@ -36,20 +36,13 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 )
 @click.option("--allow-host", "allow_hosts", multiple=True, help="Host name of this server. May be repeated.")
 @click.option(
-    "--allow-origin",
-    "allow_origins",
-    multiple=True,
-    help="Site that may send requests, https://NAME. May be repeated.",
+    "--allow-origin", "allow_origins", multiple=True, help="Site that may send requests, https://NAME. May be repeated."
 )
 @generation_options.running
 @options.trust_remote_code
 @click.option("--json", "as_json", is_flag=True, help="Print address and model as one JSON object when ready.")
 @options.talk
-def command(
-    model: str,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def command(model: str, as_json: bool, **given: Any) -> None:
     """Serve FOLDER on localhost: OpenAI's API under /v1, a chat page at /.
 
     Stops on Ctrl-C or SIGTERM; running answers get three more seconds.

@@ -71,9 +71,7 @@ COST_OPTIONS = "`--text`, `--max-divergence` and `--min-agreement`"
 )
 @click.option("--github", is_flag=True, help="Also print failures as annotations of GitHub Actions.")
 @click.option(
-    "--bisect",
-    is_flag=True,
-    help="Find the first node that differs; list nodes that the model does not have.",
+    "--bisect", is_flag=True, help="Find the first node that differs; list nodes that the model does not have."
 )
 @click.option("--minimize", type=options.Output(), help="Write the smallest failing subgraph to a new folder.")
 @click.option("--threads", type=click.IntRange(0), default=0, help="Threads of onnxruntime; 0 for one per core.")
@@ -163,12 +161,7 @@ def _printer(*, every: bool) -> Show:
 
 
 def _verified(
-    folder: str | None,
-    graphs: tuple[Path, ...],
-    asked: dict[str, Any],
-    *,
-    settings: SessionSettings,
-    show: Show | None,
+    folder: str | None, graphs: tuple[Path, ...], asked: dict[str, Any], *, settings: SessionSettings, show: Show | None
 ) -> Report:
     """The report; `asked` are the options that the library has under the same names."""
     from llmconv.verify import verify, verify_graphs

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
 from llmconv.generation.row import Row, TextPiece
 from llmconv.generation.sampling.settings import BEAMS_ONLY, GenerationSettings
+from llmconv.runtime.context import language_config
 from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.session_settings import CPU, SessionSettings
 
@@ -72,7 +72,7 @@ class GenaiEngine:
             ends=frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)),
             padding=_integer(config, "pad_token_id"),
             vocabulary=_integer(config, "vocab_size"),
-            has_window=_has_window(folder),
+            has_window=bool(language_config(folder).get("sliding_window")),
         )
 
     def grow(
@@ -207,10 +207,3 @@ def _integer(config: dict[str, Any], name: str) -> int:
     """An integer of `genai_config.json`, which GenAI has validated by now; 0 if missing."""
     value = config.get(name)
     return value if isinstance(value, int) else 0
-
-
-def _has_window(folder: Path) -> bool:
-    path = folder / "config.json"
-    config = read_json(path) if path.is_file() else {}
-    text = config.get("text_config")
-    return bool({**config, **(text if isinstance(text, dict) else {})}.get("sliding_window"))

@@ -15,12 +15,17 @@ LONGEST = 1 << 40
 """Tokens; a larger number is no length of a context."""
 
 
-def context_length(folder: Path) -> int | None:
-    """Tokens that the positions of a folder's model reach; None where nothing says so."""
+def language_config(folder: Path) -> dict[str, Any]:
+    """A folder's `config.json`, with the fields of its `text_config` on top; empty if there is no such file."""
     path = folder / "config.json"
     config: dict[str, Any] = read_json(path) if path.is_file() else {}
     text = config.get("text_config")
-    config = {**config, **(text if isinstance(text, dict) else {})}
+    return {**config, **(text if isinstance(text, dict) else {})}
+
+
+def context_length(folder: Path) -> int | None:
+    """Tokens that the positions of a folder's model reach; None where nothing says so."""
+    config = language_config(folder)
     length = next((config[name] for name in LENGTHS if isinstance(config.get(name), int)), None)
     return int(min(length * _stretch(config), LONGEST)) if length and 0 < length <= LONGEST else None
 

@@ -12,6 +12,7 @@ from typing import Any
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.files.paths import kind_of, path_of
+from llmconv.runtime.context import language_config
 
 GENERATION_CONFIG = "generation_config.json"
 DEFAULT_NEW_TOKENS = 20
@@ -337,10 +338,8 @@ def changes_text(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _special_tokens(folder: Path) -> dict[str, Any]:
     """Start, end and padding tokens of `config.json`, used if `generation_config.json` has none."""
-    config = _read(folder / "config.json")
-    text = config.get("text_config")
-    merged = {**config, **(text if isinstance(text, dict) else {})}
-    return {name: merged.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = language_config(folder)
+    return {name: config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _read(path: Path) -> dict[str, Any]:
