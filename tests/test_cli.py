@@ -375,7 +375,7 @@ def test_resume_of_a_complete_output_says_so_and_exits_0(tmp_path: Path) -> None
     again = CliRunner().invoke(llmconv.cli.main, [*command, "--resume"])
     assert again.exit_code == 0 and "base` is complete: nothing to resume" in again.stderr
     assert again.stdout.startswith(f"found {tmp_path / 'base'}: llama")
-    told = json.loads(CliRunner().invoke(llmconv.cli.main, [*command, "--resume", "--json"]).stdout)
-    assert told["written"] is False
+    result = json.loads(CliRunner().invoke(llmconv.cli.main, [*command, "--resume", "--json"]).stdout)
+    assert result["written"] is False
     other = CliRunner().invoke(llmconv.cli.main, [*command, "--resume", "--dtype", "float16"])
     assert other.exit_code == 3 and "with other options" in other.stderr

@@ -148,9 +148,9 @@ def scale(height: int, gates: dict[str, float], legend: str) -> str:
         f'stroke-dasharray="5 4"/>'
         for gate in gates.values()
     )
-    said = ", ".join(f"{name} {gate:g}".strip() for name, gate in gates.items())
+    labels = ", ".join(f"{name} {gate:g}".strip() for name, gate in gates.items())
     texts = (
-        f'<text x="{_x(max(gates.values())) + 6:.1f}" y="26">gate {said}</text>'
+        f'<text x="{_x(max(gates.values())) + 6:.1f}" y="26">gate {labels}</text>'
         f'<text x="{LEFT}" y="14">{escape(legend)}</text>'
     )
     return marks + lines + texts

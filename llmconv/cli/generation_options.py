@@ -25,7 +25,7 @@ PICKING = (
     click.option(
         "--max-new-tokens",
         type=click.IntRange(1),
-        help="Maximum number of new tokens. Default: generation_config.json, else 64.",
+        help="Maximum number of new tokens. Default: generation_config.json, else 64 (chat: 2048).",
     ),
     click.option("--max-length", type=click.IntRange(1), help="Maximum number of tokens, prompt included."),
     click.option("--temperature", type=click.FloatRange(0), help="Sampling temperature; 0 means greedy decoding."),

@@ -59,7 +59,7 @@ def settings(model: TextModel, **given: Any) -> GenerationSettings:
     return model.defaults.but(**{"max_new_tokens": 12, "temperature": 1.0, "do_sample": True, "seed": 3, **given})
 
 
-def said(chat: Chat, text: str) -> str:
+def answer(chat: Chat, text: str) -> str:
     """One answer."""
     return "".join(piece.text for piece in chat.ask(text))
 
@@ -71,13 +71,13 @@ def afresh(model: TextModel, messages: Sequence[Mapping[str, str]], wanted: Gene
 
 def test_a_turn_runs_only_new_tokens_and_gives_the_text_of_a_fresh_run(model: TextModel) -> None:
     chat = Chat(model, settings(model), system="Be brief")
-    said(chat, "Hello")
-    second = said(chat, "And?")
+    answer(chat, "Hello")
+    second = answer(chat, "And?")
     assert isinstance(model.runner, Counting)
     new = len("[end][user]And?[end][assistant]")
     assert model.runner.prefills[1] == new + 1  # and the last token of the first answer
-    told = [{"role": "system", "content": "Be brief"}, *chat.messages[:-1]]
-    assert second == afresh(model, told, settings(model)) == chat.messages[-1]["content"]
+    messages = [{"role": "system", "content": "Be brief"}, *chat.messages[:-1]]
+    assert second == afresh(model, messages, settings(model)) == chat.messages[-1]["content"]
 
 
 def test_a_stopped_answer_keeps_its_text_so_far(model: TextModel) -> None:
@@ -86,7 +86,7 @@ def test_a_stopped_answer_keeps_its_text_so_far(model: TextModel) -> None:
     begun = "".join(next(pieces).text for _ in range(4))
     pieces.close()  # type: ignore[attr-defined]
     assert chat.messages[-1] == {"role": "assistant", "content": begun}
-    second = said(chat, "And?")
+    second = answer(chat, "And?")
     assert isinstance(model.runner, Counting)
     assert model.runner.prefills[1] < len("[user]Hello[end]") + len("[end][user]And?[end][assistant]")
     assert second == afresh(model, chat.messages[:-1], settings(model))
@@ -94,25 +94,25 @@ def test_a_stopped_answer_keeps_its_text_so_far(model: TextModel) -> None:
 
 def test_reset_clears_the_chat_and_the_system_message_can_change(model: TextModel) -> None:
     chat = Chat(model, settings(model))
-    first = said(chat, "Hello")
-    said(chat, "And?")
+    first = answer(chat, "Hello")
+    answer(chat, "And?")
     chat.reset()
     assert chat.messages == []
-    assert said(chat, "Hello") == first
+    assert answer(chat, "Hello") == first
     chat.reset()
     chat.system = "Be brief"
-    told = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}]
-    assert said(chat, "Hello") == afresh(model, told, settings(model)) != first
+    messages = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hello"}]
+    assert answer(chat, "Hello") == afresh(model, messages, settings(model)) != first
 
 
 def test_a_message_that_is_too_long_changes_nothing(model: TextModel) -> None:
     chat = Chat(model, settings(model))
-    said(chat, "Hello")
+    answer(chat, "Hello")
     before = list(chat.messages)
     with pytest.raises(InputRefused, match=f"context is {CONTEXT}"):
-        said(chat, "a" * CONTEXT)
+        answer(chat, "a" * CONTEXT)
     assert chat.messages == before
-    assert said(chat, "And?") == afresh(model, chat.messages[:-1], settings(model))
+    assert answer(chat, "And?") == afresh(model, chat.messages[:-1], settings(model))
 
 
 def test_an_answer_is_long_unless_something_sets_a_length() -> None:

@@ -188,13 +188,13 @@ def test_a_closed_pipe_ends_the_stream_quietly(talking: Path) -> None:
 
 def test_the_cost_is_reported_per_batch_and_in_total(talking: Path) -> None:
     result = run(talking, "a", "bcd", "ef", "--batch-size", 2, "--max-new-tokens", 4, "--json")
-    told = json.loads(result.stdout)
-    assert [(batch["prompts"], batch["prompt_tokens"], batch["new_tokens"]) for batch in told["batches"]] == [
+    result_json = json.loads(result.stdout)
+    assert [(batch["prompts"], batch["prompt_tokens"], batch["new_tokens"]) for batch in result_json["batches"]] == [
         (2, 4, 8),
         (1, 2, 4),
     ]
-    assert (told["prompt_tokens"], told["new_tokens"]) == (6, 12)
-    assert told["time_to_first_token"] > 0 and told["peak_bytes"] > 1e6
+    assert (result_json["prompt_tokens"], result_json["new_tokens"]) == (6, 12)
+    assert result_json["time_to_first_token"] > 0 and result_json["peak_bytes"] > 1e6
     assert result.stderr.count("first token after") == 2 and "prompts took" in result.stderr
 
 

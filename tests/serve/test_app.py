@@ -16,7 +16,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def ask(client: TestClient, path: str = CHAT, **body: Any) -> Any:
-    """The answer's JSON; a chat says hello unless told otherwise, greedily and shortly."""
+    """The answer's JSON; a chat says hello by default, greedily and shortly."""
     first: dict[str, Any] = {"messages": HELLO} if path == CHAT else {}
     response = client.post(path, json={"max_tokens": 8, "temperature": 0, **first, **body})
     assert response.status_code == 200, response.text
@@ -128,8 +128,8 @@ def test_without_a_seed_answers_differ(client: TestClient) -> None:
 
 def test_a_second_turn_runs_only_new_tokens(client: TestClient) -> None:
     answer = ask(client)
-    said = answer["choices"][0]["message"]["content"]
-    longer = [*HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    content = answer["choices"][0]["message"]["content"]
+    longer = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": "And?"}]
     second = ask(client, messages=longer)
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == answer["usage"]["total_tokens"] - 1
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -18,14 +18,14 @@ def texts(served: ServedModel, in_turns: bool) -> list[str]:
     """The answers to three prompts, a step each in turn or one after another."""
     requests = [{"prompt": text, "max_tokens": 16, "temperature": 1, "seed": at} for at, text in enumerate(PROMPTS)]
     answers = [served.steps(served.choices(completion_request(request))) for request in requests]
-    said = [""] * len(answers)
+    found = [""] * len(answers)
     waiting = list(range(len(answers)))
     while waiting:
         at = waiting.pop(0)
         if (delta := next(answers[at], None)) is not None:
-            said[at] += delta.text
+            found[at] += delta.text
             waiting.insert(len(waiting) if in_turns else 0, at)
-    return said
+    return found
 
 
 def graphs(chatting: Path, tmp_path: Path, kind: str) -> TextModel:

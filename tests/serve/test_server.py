@@ -205,16 +205,16 @@ def test_a_second_signal_ends_running_answers_with_an_error(chatting: Path) -> N
 def test_a_port_in_use_is_reported_at_once(chatting: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start(chatting, "--port", str(taken.getsockname()[1]))
-        _, told = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 4
-    assert told.startswith("error: cannot listen on 127.0.0.1 port")
-    assert "hint: give another `--port`" in told
+    assert stderr.startswith("error: cannot listen on 127.0.0.1 port")
+    assert "hint: give another `--port`" in stderr
 
 
 def test_a_folder_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     process = start(tmp_path)
-    _, told = process.communicate(timeout=60)
-    assert (process.returncode, told.splitlines()[0]) == (3, f"error: `{tmp_path}` is an empty folder")
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr.splitlines()[0]) == (3, f"error: `{tmp_path}` is an empty folder")
 
 
 def test_the_key_comes_from_the_environment_and_is_never_printed(chatting: Path) -> None:
