@@ -147,7 +147,7 @@ def test_settings_must_be_generation_settings(model: TextModel, settings: Any) -
 
 def test_a_system_message_turns_a_text_into_a_chat(model: TextModel) -> None:
     plain, briefed = (generate(model, "a", max_new_tokens=1, wording=Wording(system=text)) for text in ("", "Be brief"))
-    assert with_system.completions[0].prompt_tokens > plain.completions[0].prompt_tokens + len("Be brief")
+    assert briefed.completions[0].prompt_tokens > plain.completions[0].prompt_tokens + len("Be brief")
 
 
 @pytest.mark.parametrize(
