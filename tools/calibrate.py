@@ -25,10 +25,10 @@ from llmconv.verify.session import library_versions
 from tests.builders.mutants.mutants import MUTANTS, Mutant
 from tests.conftest import CONFIGS, save_tiny
 from tools.calibration_page import render_page, render_plot
-from tools.draws import SETTINGS, SIZES, draw_weights
-from tools.half_page import half_lines, render_half_plot
-from tools.half_runs import FAMILIES, half_runs
+from tools.half_precision_page import half_lines, render_half_plot
+from tools.half_precision_runs import FAMILIES, half_runs
 from tools.other_checks import RULES
+from tools.random_weights import SETTINGS, SIZES, draw_weights
 
 PAGE = Path("docs/calibration.md")
 

@@ -23,7 +23,7 @@ from llmconv.verify.results.report import Check
 from tests.builders.half_precision import round_weights, to_half
 from tests.builders.mutants.mutants import MUTANTS, VOID_IN, Mutant
 from tests.conftest import save_tiny
-from tools.draws import SETTINGS, SIZES, draw_weights
+from tools.random_weights import SETTINGS, SIZES, draw_weights
 
 ONE_THREAD = [settings for settings in SETTINGS if settings.threads == 1]
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt2")
