@@ -78,7 +78,7 @@ def test_a_folder_without_graphs_is_refused_and_export_is_named(talking: Path, t
 
 
 def test_an_unknown_backend_is_a_usage_problem(talking: Path) -> None:
-    with pytest.raises(UsageProblem, match="`tpu` is unknown"):
+    with pytest.raises(UsageProblem, match="unknown backend `tpu`"):
         generate(talking, ["a"], backend="tpu")
 
 

@@ -193,7 +193,7 @@ def test_settings_of_onnxruntime_are_not_ignored_by_the_eager_model(chatting: Pa
         (["--backend", "torch", "--session-config", "x.ini"], "`--session-config` is for onnxruntime"),
         ([str(CHECKPOINT)], "is the name of a file"),
         (["prompts.txt"], "is the name of a file, which does not exist"),
-        (["--prompt-prefix", str(CHECKPOINT)], "is the name of a file"),
+        (["--prompt-prefix", str(CHECKPOINT)], "is a file"),
     ],
     ids=str,
 )
