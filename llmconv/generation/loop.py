@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
+from llmconv.generation.past import Past
 from llmconv.generation.positions import PositionRule
 from llmconv.generation.row import Row, TextPiece
 from llmconv.runtime.array_cache import rows_of
-from llmconv.runtime.runner import Cache, Runner, Step, default_positions
+from llmconv.runtime.runner import Runner, Step, default_positions
 from llmconv.tensors import Array
-
-
-@dataclass(frozen=True)
-class Past:
-    """The cache of the first `tokens` columns of a batch, padding included."""
-
-    cache: Cache
-    tokens: int
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from llmconv.generation.loop import Past, goes_on, pad_left
+from llmconv.generation.loop import goes_on, pad_left
+from llmconv.generation.past import Past
 from llmconv.generation.positions import PositionRule
 from llmconv.runtime.array_cache import can_be_cut, cut, moved_right, rows_of
 from llmconv.runtime.runner import Cache, Runner, default_positions
