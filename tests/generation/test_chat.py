@@ -178,7 +178,7 @@ def test_an_unknown_template_is_reported_before_the_first_message(chatting: Path
 
 def test_a_misspelled_command_is_not_sent_as_a_message(chatting: Path) -> None:
     found = run(chatting, "/rest\n/2 is half of 4\n", "--max-new-tokens", "3")
-    assert "there is no /rest" in found.stderr
+    assert "unknown command /rest" in found.stderr
     assert len(found.stdout.splitlines()) == 1
 
 
