@@ -20,7 +20,7 @@ import llmconv.export
 import llmconv.generation
 import llmconv.verify
 from llmconv.argument_checks import checked
-from llmconv.bench.result import Cell, Comparison
+from llmconv.bench.measurement import BenchResult, Measurement
 from llmconv.checkpoint import open_checkpoint
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.runtime import SessionSettings
@@ -190,7 +190,7 @@ def test_results_are_one_short_line(tmp_path: Path) -> None:
         llmconv.convert.inspect(base),
         open_checkpoint(base),
         llmconv.verify.Report("a", "b", "quick", notes=["note"] * 1000),
-        Comparison(["a", "b"], {}, [Cell("a", 1, 8)] * 100, 1, 1, 1),
+        BenchResult(["a", "b"], {}, [Measurement("a", 1, 8)] * 100, 1, 1, 1),
     ]
     for result in results:
         assert "\n" not in repr(result)

@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from llmconv import __version__
 from llmconv.memory import telling_memory
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify.bisect.first_difference import localize
@@ -20,6 +19,7 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results.measure import GATES
 from llmconv.verify.results.report import Check, Report
 from llmconv.verify.scenarios.selection import Selection
+from llmconv.version import __version__
 
 OnChecks = Callable[[list[Check]], None]
 

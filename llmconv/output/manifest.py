@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmconv import __version__
 from llmconv.checkpoint import own_file, read_json
 from llmconv.errors import MalformedInput
 from llmconv.files.named_file import is_inner
+from llmconv.version import __version__
 
 MANIFEST = "llmconv.json"
 

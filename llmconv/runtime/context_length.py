@@ -14,12 +14,17 @@ LONGEST = 1 << 40
 """Maximum in tokens; larger numbers are not context lengths."""
 
 
-def context_length(folder: Path) -> int | None:
-    """Maximum number of tokens from a folder's `config.json`; None if it declares none."""
+def language_config(folder: Path) -> dict[str, Any]:
+    """A folder's `config.json`, with the fields of its `text_config` on top; empty if there is no such file."""
     path = folder / "config.json"
     config: dict[str, Any] = read_json(path) if path.is_file() else {}
     text = config.get("text_config")
-    config = {**config, **(text if isinstance(text, dict) else {})}
+    return {**config, **(text if isinstance(text, dict) else {})}
+
+
+def context_length(folder: Path) -> int | None:
+    """Maximum number of tokens from a folder's `config.json`; None if it declares none."""
+    config = language_config(folder)
     length = next((config[name] for name in LENGTHS if isinstance(config.get(name), int)), None)
     return int(min(length * _stretch(config), LONGEST)) if length and 0 < length <= LONGEST else None
 

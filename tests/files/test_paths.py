@@ -16,8 +16,8 @@ import llmconv.bench
 import llmconv.convert
 import llmconv.export
 import llmconv.verify
+from llmconv.bench.measurement import BenchResult
 from llmconv.bench.plot import write_plot
-from llmconv.bench.result import Comparison
 from llmconv.bench.table import write_csv
 from llmconv.cli import main
 from llmconv.cli.options import Output
@@ -49,7 +49,7 @@ COMMANDS = {
 }
 """Command lines that end before the place to write; nothing that they name exists, so that is not looked at first."""
 
-NOTHING = Comparison([], {}, [], 0, 0, 0)
+NOTHING = BenchResult([], {}, [], 0, 0, 0)
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "to_hf": lambda out: llmconv.convert.to_hf("missing", out),

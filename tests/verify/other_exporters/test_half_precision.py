@@ -19,7 +19,7 @@ from llmconv.verify.reference.eager import Eager
 from tests.builders.half_precision import round_weights, to_half
 from tests.builders.mutants.mutants import MUTANTS, VOID_IN, Mutant
 from tests.builders.other_exporters import changed, export_by_transformers
-from tools.half_runs import half_mutant
+from tools.half_precision_runs import half_mutant
 
 Tiny = Callable[[str], Path]
 ONE = ("prefill, 7 tokens",)

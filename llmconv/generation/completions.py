@@ -1,4 +1,4 @@
-"""What a run of generate gave, and what it cost: per prompt, per batch and in all."""
+"""The results of generate: completions, and the time and memory they took, per batch and in total."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 from llmconv.files import system_calls as unix
 
 STATUS = Path("/proc/self/status")
-"""`VmHWM` of `proc_pid_status(5)`; `getrusage` counts what the parent process had, too."""
+"""Has `VmHWM`, see `proc_pid_status(5)`; `getrusage` also counts memory of the parent process."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What one prompt gave.
+    """The continuation of one prompt.
 
     Attributes:
         prompt: as given, a text or a chat.
         text: the new text, without the prompt.
-        tokens: the new tokens, the end token left out.
-        prompt_tokens: how many tokens the prompt has.
-        finish: `eos`, `length` or `stop`.
+        tokens: the new tokens, without the end token.
+        prompt_tokens: number of tokens of the prompt.
+        finish: why it ended: `eos`, `length` or `stop`.
     """
 
     prompt: Any
@@ -37,15 +37,16 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What one batch cost, or several one after another.
+class GenerationCost:
+    """Time and memory of one batch, or of several batches in sequence.
 
     Attributes:
-        prompts: how many.
-        prompt_tokens, new_tokens: over all of them; an end token is a new token.
+        prompts: number of prompts.
+        prompt_tokens: total over all prompts.
+        new_tokens: total over all prompts, end tokens included.
         first_seconds: from the start to the first token of the batch; summed over batches.
         seconds: from the start to the last token.
-        peak_bytes: the process's largest resident memory so far, the mapped weights that were read among it.
+        peak_bytes: largest resident memory of the process so far, including mapped weights that were read.
     """
 
     prompts: int
@@ -62,7 +63,7 @@ class Cost:
 
     @property
     def rate(self) -> float:
-        """New tokens per second, the first of every prompt left out of both; all of both where they came at once."""
+        """New tokens per second after the first token of each prompt; over all tokens if they all came at once."""
         if self.first_seconds == self.seconds:
             return self.new_tokens / self.seconds if self.seconds else 0.0
         later, seconds = self.new_tokens - self.prompts, self.seconds - self.first_seconds
@@ -81,9 +82,15 @@ class Cost:
             "peak_bytes": self.peak_bytes,
         }
 
+    def summary(self, batches: int = 1) -> str:
+        """One line for a person; `batches` is the number of batches in the sum."""
+        counts = f"{self.prompt_tokens} tokens in, {self.new_tokens} out"
+        first = f"{'first token after' if batches == 1 else 'prompts took'} {self.first_seconds:.3f} s"
+        return f"{counts}; {first}, then {self.rate:.1f} tokens/s; peak memory {self.peak_bytes / 1e9:.2f} GB"
+
     @classmethod
-    def sum(cls, costs: Sequence[Cost]) -> Cost:
-        """Of batches one after another."""
+    def sum(cls, costs: Sequence[GenerationCost]) -> GenerationCost:
+        """The total of batches that ran in sequence."""
         names = ("prompts", "prompt_tokens", "new_tokens", "first_seconds", "seconds")
         totals: dict[str, Any] = {name: sum(getattr(cost, name) for cost in costs) for name in names}
         return cls(**totals, peak_bytes=max((cost.peak_bytes for cost in costs), default=0))
@@ -93,8 +100,8 @@ class Meter:
     """Measures one batch.
 
     Args:
-        prompts: how many tokens each has.
-        at_once: a text comes when all of it is there, as with beams.
+        prompts: number of tokens of each prompt.
+        at_once: all tokens of a text come together, as in a beam search.
     """
 
     def __init__(self, prompts: Sequence[int], at_once: bool = False) -> None:
@@ -102,15 +109,15 @@ class Meter:
         self._started, self._first, self._tokens = time.perf_counter(), 0.0, 0
 
     def count(self) -> None:
-        """One more token is there."""
+        """Counts one new token."""
         self._tokens += 1
         self._first = self._first or time.perf_counter()
 
-    def stop(self) -> Cost:
-        """What it was."""
+    def stop(self) -> GenerationCost:
+        """The cost of the batch, which ends now."""
         ended = time.perf_counter()
         self._first = 0.0 if self._at_once else self._first
-        return Cost(
+        return GenerationCost(
             len(self._prompts),
             sum(self._prompts),
             self._tokens,
@@ -122,17 +129,17 @@ class Meter:
 
 @dataclass(frozen=True)
 class Generation:
-    """All completions, in the order of the prompts, and what they cost.
+    """All completions, in the order of the prompts, and their cost.
 
     Attributes:
         completions: one per prompt.
-        backend: `onnx` or `torch`.
-        batches: in the order in which they ran.
+        backend: `onnx`, `torch` or `genai`.
+        batches: cost of each batch, in the order in which they ran.
     """
 
     completions: list[Completion]
     backend: str
-    batches: list[Cost]
+    batches: list[GenerationCost]
 
     def __repr__(self) -> str:
         tokens = sum(len(one.tokens) for one in self.completions)
@@ -140,18 +147,18 @@ class Generation:
         return f"<Generation: {len(self.completions)} completion(s), {tokens} tokens, {self.backend}{first}>"
 
     @property
-    def total(self) -> Cost:
-        """Of all batches."""
-        return Cost.sum(self.batches)
+    def total(self) -> GenerationCost:
+        """The total of all batches."""
+        return GenerationCost.sum(self.batches)
 
 
 def shortened(text: str, length: int = 60) -> str:
-    """The beginning of a text."""
+    """The first `length` characters of a text, with an ellipsis if there are more."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def peak_memory() -> int:
-    """Bytes of the process's largest resident set so far."""
+    """Largest resident set of the process so far, in bytes."""
     try:
         return 1024 * int(STATUS.read_text().split("VmHWM:")[1].split()[0])
     except (OSError, IndexError, ValueError):

@@ -1,4 +1,4 @@
-"""What a comparison gave: per batch size, length and candidate."""
+"""Measurement and BenchResult: the figures per batch size, prompt length and candidate."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 
 @dataclass
-class Cell:
-    """One candidate at one batch size and length; a figure per round.
+class Measurement:
+    """One candidate at one batch size and length, with one figure per round.
 
     Attributes:
         candidate: its name.
-        batch: prompts side by side.
+        batch: number of prompts.
         length: tokens of each prompt.
         first: seconds to the first token.
-        step: seconds per token of every prompt after that, over the rest of the run.
-        peak: bytes of its process's largest resident set.
-        differs: new tokens of which row, and from which on, are not those of the first candidate; None for none.
-        error: why there are no figures.
+        step: seconds per step after the first token; a step gives one token of every prompt.
+        peak: largest resident set of its process, in bytes.
+        differs: row and index of the earliest new token that differs from the first candidate's; None if none does.
+        error: why there are no figures; empty if there are.
     """
 
     candidate: str
@@ -33,7 +33,7 @@ class Cell:
     error: str = ""
 
     def take(self, answer: dict[str, Any]) -> None:
-        """Adds what a worker answered."""
+        """Adds the answer of a worker."""
         times = answer["times"]
         self.first.append(times[0])
         if len(times) > 1:
@@ -42,16 +42,16 @@ class Cell:
 
     @property
     def prefill(self) -> list[float]:
-        """Prompt tokens per second until the first new token, of every round."""
+        """Prompt tokens per second until the first new token, for every round."""
         return [self.batch * self.length / seconds for seconds in self.first]
 
     @property
     def decode(self) -> list[float]:
-        """New tokens per second after the first, of every round and over all rows."""
+        """New tokens per second after the first, over all rows, for every round."""
         return [self.batch / seconds for seconds in self.step]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON and CSV: medians with the least and the most."""
+        """The figures for JSON and CSV: median, minimum and maximum."""
         return {
             "candidate": self.candidate,
             "batch_size": self.batch,
@@ -67,41 +67,41 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """All cells, by batch size, then length, then candidate.
+class BenchResult:
+    """All measurements, by batch size, then length, then candidate.
 
     Attributes:
-        candidates: names, the one that the others are compared with first.
+        candidates: names; the others are compared with the first.
         versions: candidate to package to version.
-        cells: measured.
-        new: tokens after each prompt.
-        repeat: rounds.
-        threads: of every candidate.
+        cells: the measurements.
+        new: number of new tokens after each prompt.
+        repeat: number of rounds.
+        threads: threads of each candidate.
     """
 
     candidates: list[str]
     versions: dict[str, dict[str, str]]
-    cells: list[Cell]
+    cells: list[Measurement]
     new: int
     repeat: int
     threads: int
 
     def __repr__(self) -> str:
-        names, said = ", ".join(self.candidates), "same tokens" if self.agrees else "other tokens"
-        return f"<Comparison of {names}: {len(self.cells)} cells, {said}>"
+        names, tokens = ", ".join(self.candidates), "same tokens" if self.agrees else "different tokens"
+        return f"<BenchResult of {names}: {len(self.cells)} measurements, {tokens}>"
 
     @property
     def agrees(self) -> bool:
-        """Whether all candidates gave the same tokens wherever they ran."""
+        """Whether all candidates that ran gave the same tokens."""
         return not any(cell.differs for cell in self.cells)
 
-    def cell(self, candidate: str, batch: int, length: int) -> Cell:
-        """One of the cells."""
+    def cell(self, candidate: str, batch: int, length: int) -> Measurement:
+        """The measurement of a candidate at a batch size and length."""
         place = candidate, batch, length
         return next(cell for cell in self.cells if (cell.candidate, cell.batch, cell.length) == place)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result for JSON."""
         return {
             "new_tokens": self.new,
             "repeat": self.repeat,
@@ -112,11 +112,11 @@ class Comparison:
         }
 
 
-def first_difference(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-    """Row and place of the earliest token that differs; None where all are the same."""
+def first_difference(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> tuple[int, int] | None:
+    """Row and index of the earliest token that differs; None if all are the same."""
     places = [
         (at, row)
-        for row, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        for row, (a, b) in enumerate(zip(expected, found, strict=True))
         for at in range(max(len(a), len(b)))
         if at >= min(len(a), len(b)) or a[at] != b[at]
     ]

@@ -1,4 +1,4 @@
-"""Draws of weights and settings of onnxruntime for clean runs of the calibration."""
+"""Random weights and onnxruntime settings for the clean runs of the calibration."""
 
 from __future__ import annotations
 

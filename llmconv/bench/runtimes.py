@@ -1,4 +1,4 @@
-"""Candidate: one folder under one runtime, in a process of its own."""
+"""BenchCandidate and WorkerProcess: a folder with one of the runtimes, and the process that runs it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from llmconv.runtime.onnxruntime.genai_guard import CONFIG, read_genai_config
 
 WORKER = Path(__file__).with_name("worker.py")
 START = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-"""Unlike `python FILE` it leaves the file's folder out of the path: our module names are not meant for others."""
+"""Unlike `python FILE`, it keeps the file's folder off `sys.path`: its modules could shadow others."""
 
 RUNTIMES = {
     "onnx": "llmconv's loop over the graphs",
-    "packed": "the same, with weights that onnxruntime has packed",
+    "packed": "the same, with weights packed by onnxruntime",
     "torch": "transformers' generate over the eager model",
     "optimum": "optimum's ORTModelForCausalLM.generate",
     "genai": "ONNX Runtime GenAI",
@@ -30,13 +30,13 @@ RUNTIMES = {
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """What is measured.
+class BenchCandidate:
+    """A folder to measure, and its runtime.
 
     Attributes:
         kind: one of `RUNTIMES`.
-        folder: of the model or the graphs.
-        interpreter: a Python that has the runtime.
+        folder: has the model or the graphs.
+        interpreter: path of a Python that has the runtime.
     """
 
     kind: str
@@ -47,11 +47,19 @@ class Candidate:
         object.__setattr__(self, "folder", path_of(self.folder, "folder"))
 
     @classmethod
-    def parse(cls, text: str, first: Path | None = None, interpreters: Mapping[str, str] | None = None) -> Candidate:
-        """`FOLDER`, `RUNTIME:FOLDER`, or `RUNTIME` for the folder that is measured `first`.
+    def parse(
+        cls, text: str, first: Path | None = None, interpreters: Mapping[str, str] | None = None
+    ) -> BenchCandidate:
+        """Parses `FOLDER`, `RUNTIME:FOLDER`, or `RUNTIME` alone.
+
+        Args:
+            text: to parse.
+            first: the folder for `RUNTIME` alone.
+            interpreters: runtime to path of a Python; default: this one.
+
 
         Raises:
-            UsageProblem: it is none of these.
+            UsageProblem: the folder does not exist.
         """
         kind, _, rest = text.partition(":")
         if kind not in RUNTIMES or Path(text).is_dir():
@@ -66,22 +74,22 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """As it was asked for."""
+        """The folder, with the runtime before it unless that is `onnx`."""
         return str(self.folder) if self.kind == "onnx" else f"{self.kind}:{self.folder}"
 
 
-class Worker:
-    """A candidate's process.
+class WorkerProcess:
+    """The process of a candidate.
 
     Attributes:
         candidate: what it runs.
-        versions: of the packages that run it.
+        versions: versions of the packages that run it.
 
     Raises:
-        InputRefused: the runtime is not installed, or does not open the folder, or the folder is hostile.
+        InputRefused: the runtime is not installed, cannot open the folder, or the folder is unsafe.
     """
 
-    def __init__(self, candidate: Candidate, threads: int) -> None:
+    def __init__(self, candidate: BenchCandidate, threads: int) -> None:
         self.candidate = candidate
         if candidate.kind == "genai" and (candidate.folder / CONFIG).is_file():
             read_genai_config(candidate.folder)
@@ -97,18 +105,24 @@ class Worker:
             )
         except OSError as error:
             raise InputRefused(
-                f"`{candidate.interpreter}` cannot be started: {error.strerror}", hint="name an interpreter of Python"
+                f"`{candidate.interpreter}` cannot be started: {error.strerror}", hint="give the path of a Python"
             ) from error
         answer = self._read()
         if "ready" not in answer:
             self.close()
-            raise InputRefused(f"`{candidate.name}` does not open: {answer['error']}", hint=_way_out(candidate.kind))
+            raise InputRefused(f"`{candidate.name}` cannot be opened: {answer['error']}", hint=_hint(candidate.kind))
         self.versions: dict[str, str] = answer["ready"]
 
     def run(self, prompts: Sequence[Sequence[int]], new: int, expected: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
-        """What it answers to one batch, see `worker`."""
+        """The answer to one batch, see `worker`.
+
+        Args:
+            prompts: token ids, all of one length.
+            new: number of new tokens.
+            expected: new tokens of the first candidate; empty if this is the first.
+        """
         if self._process.poll() is not None:
-            return {"error": "its process has ended"}
+            return {"error": "the process has ended"}
         assert self._process.stdin
         self._process.stdin.write(json.dumps({"prompts": prompts, "new": new, "expected": expected}) + "\n")
         self._process.stdin.flush()
@@ -127,14 +141,14 @@ class Worker:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            return {"error": f"its process ended with {self._process.wait()}"}
+            return {"error": f"the process ended with exit code {self._process.wait()}"}
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
-def _way_out(kind: str) -> str:
+def _hint(kind: str) -> str:
     packages = {"genai": "onnxruntime-genai", "optimum": "optimum-onnx", "torch": "transformers"}
     if kind not in packages:
-        return "make the graphs: `llmconv export FOLDER`"
-    layout = f", and the folder has `llmconv export … --layout {kind}`" if kind != "torch" else ""
-    return f"see that `pip install {packages[kind]}` was done, here or where `--python {kind}=PATH` leads{layout}"
+        return "export the graphs: `llmconv export FOLDER`"
+    layout = f", and export with `llmconv export … --layout {kind}`" if kind != "torch" else ""
+    return f"`pip install {packages[kind]}` here, or give `--python {kind}=PATH` of a Python that has it{layout}"

@@ -23,7 +23,7 @@ from llmconv.verify.results.report import Check
 from tests.builders.half_precision import round_weights, to_half
 from tests.builders.mutants.mutants import MUTANTS, VOID_IN, Mutant
 from tests.conftest import save_tiny
-from tools.draws import SETTINGS, SIZES, draw_weights
+from tools.random_weights import SETTINGS, SIZES, draw_weights
 
 ONE_THREAD = [settings for settings in SETTINGS if settings.threads == 1]
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt2")
@@ -31,7 +31,7 @@ FAMILIES = ("llama", "qwen3", "gemma2", "gpt2")
 
 @dataclass
 class HalfClean:
-    """One draw of the weights: the largest sigma of an output and of a row, of the graph and of its float32 copy."""
+    """One set of random weights: the largest sigma of an output and of a row, of the graph and of its float32 copy."""
 
     sigma: float
     row_sigma: float
@@ -71,9 +71,9 @@ class HalfFamily:
 
 
 def half_runs(model_type: str, dtype: str, draws: int, folder: Path) -> Iterator[HalfFamily]:
-    """Everything of one family in one precision, as far as it has come.
+    """All runs of one family in one precision, as far as it has come.
 
-    The weights as they were made and every draw of them run at every level of optimisation.
+    The weights as they were made and every draw of them run at every level of optimization.
     """
     family = HalfFamily(model_type)
     model = save_tiny(model_type, folder / model_type)

@@ -1,4 +1,4 @@
-"""The half-precision part of docs/calibration.md and its plot, from the data of `tools/half_runs.py`."""
+"""The half-precision part of docs/calibration.md and its plot, from the data of `tools/half_precision_runs.py`."""
 
 from __future__ import annotations
 
