@@ -23,9 +23,11 @@ from llmconv.convert.adapters.other_tools.layer_sizes import Sizes, sizes_of
 from llmconv.convert.adapters.peft_file import CONFIG
 from llmconv.convert.algebra.operations import listing, permute_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
-from llmconv.convert.formats.mindformers import glm, gpt, llama
 from llmconv.convert.formats.mindformers.config import RunConfig, read_run_config
-from llmconv.convert.formats.mindformers.names import FUSED, LORA, Heads, layout_of, split_qkv, unfuse
+from llmconv.convert.formats.mindformers.converted_model import Heads
+from llmconv.convert.formats.mindformers.fused_weights import FUSED, layout_of, split_qkv, unfuse
+from llmconv.convert.formats.mindformers.lora_pairs import LORA
+from llmconv.convert.formats.mindformers.names import BLOOM, CORE, DENSE, GLM, GPT2, LLAMA, QWEN
 from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
@@ -36,11 +38,9 @@ FUSED_GLM = ".self_attention.query_key_value"
 LOW_BITS = 2.0**-7
 """Relative difference of two roundings of one number to half precision."""
 
-Placed = dict[str, Factors]
-
 
 @dataclass(frozen=True)
-class Family:
+class LoraFamily:
     """A kind of model under MindFormers' names.
 
     Attributes:
@@ -51,7 +51,7 @@ class Family:
 
     sign: re.Pattern[str]
     names: Mapping[str, str | None]
-    place: Callable[[Placed, RunConfig, Sizes, Mapping[str, str]], Placed]
+    place: Callable[[dict[str, Factors], RunConfig, Sizes, Mapping[str, str]], dict[str, Factors]]
 
 
 def is_mindformers_adapter(path: Path) -> bool:
@@ -109,7 +109,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (".ckpt", ".safetensors") and file.is_file())
 
 
-def _family(tensors: Mapping[str, LazyTensor], source: str) -> Family:
+def _family(tensors: Mapping[str, LazyTensor], source: str) -> LoraFamily:
     for family in FAMILIES:
         if any(family.sign.search(name) for name in tensors):
             return family
@@ -119,7 +119,9 @@ def _family(tensors: Mapping[str, LazyTensor], source: str) -> Family:
     )
 
 
-def _placed(factors: Placed, family: Family, run: RunConfig, base: Checkpoint, source: str) -> Placed:
+def _placed(
+    factors: dict[str, Factors], family: LoraFamily, run: RunConfig, base: Checkpoint, source: str
+) -> dict[str, Factors]:
     table = {name.removesuffix(".weight"): str(to).removesuffix(".weight") for name, to in family.names.items()}
     try:
         return family.place(factors, run, sizes_of(base), table)
@@ -130,10 +132,10 @@ def _placed(factors: Placed, family: Family, run: RunConfig, base: Checkpoint, s
         ) from error
 
 
-def _llama(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
+def _llama(factors: dict[str, Factors], run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> dict[str, Factors]:
     """Queries, keys and values, or gate and up, may be fused, each with the A of the whole."""
     heads = Heads(sizes.queries, sizes.keys, sizes.dim)
-    apart: Placed = {}
+    apart: dict[str, Factors] = {}
     for module, own in factors.items():
         name = f"{module}.weight"
         if not any(sign.fullmatch(name) for sign, _ in FUSED):
@@ -156,9 +158,9 @@ def _unfused(run: RunConfig, name: str, rows: LazyTensor, heads: Heads) -> Mappi
     return unfuse(run, {name: rows}, heads)
 
 
-def _glm(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
+def _glm(factors: dict[str, Factors], run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> dict[str, Factors]:
     heads = Heads(sizes.queries, sizes.keys, sizes.dim)
-    apart: Placed = {}
+    apart: dict[str, Factors] = {}
     for module, own in factors.items():
         root = module.removesuffix(FUSED_GLM)
         parts = split_qkv(own.b, heads, "plain") if root != module else []
@@ -177,17 +179,17 @@ def _glm(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]
     return join_modules(placed, sides, "mlp.gate_up_proj", (sizes.inner, sizes.inner), run.source)
 
 
-def _gpt2(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
+def _gpt2(factors: dict[str, Factors], run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> dict[str, Factors]:
     placed = renamed(factors, table, run.source, WHAT)
-    return join_modules(placed, gpt.PARTS, "c_attn", sizes.attention, run.source)
+    return join_modules(placed, DENSE, "c_attn", sizes.attention, run.source)
 
 
-def _bloom(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
+def _bloom(factors: dict[str, Factors], run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> dict[str, Factors]:
     plain = {module.removeprefix("transformer."): own for module, own in factors.items()}
     counts = [sizes.dim] * 3
     return join_modules(
         renamed(plain, table, run.source, WHAT),
-        gpt.PARTS,
+        DENSE,
         "query_key_value",
         sizes.attention,
         run.source,
@@ -196,16 +198,16 @@ def _bloom(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, st
 
 
 FAMILIES = (
-    Family(re.compile(r"^model\.(?:layers\.\d+|tok_embeddings)\."), llama.LLAMA, _llama),
-    Family(re.compile(r"^transformer\.(?:layers\.\d+|wte)\."), llama.QWEN, _llama),
-    Family(re.compile(r"^decoder\.layers\."), llama.CORE, _llama),
-    Family(re.compile(r"^backbone\."), gpt.GPT2, _gpt2),
-    Family(re.compile(r"^(?:transformer\.)?blocks\.\d+\."), gpt.BLOOM, _bloom),
-    Family(re.compile(r"^transformer\.encoder\."), glm.NAMES, _glm),
+    LoraFamily(re.compile(r"^model\.(?:layers\.\d+|tok_embeddings)\."), LLAMA, _llama),
+    LoraFamily(re.compile(r"^transformer\.(?:layers\.\d+|wte)\."), QWEN, _llama),
+    LoraFamily(re.compile(r"^decoder\.layers\."), CORE, _llama),
+    LoraFamily(re.compile(r"^backbone\."), GPT2, _gpt2),
+    LoraFamily(re.compile(r"^(?:transformer\.)?blocks\.\d+\."), BLOOM, _bloom),
+    LoraFamily(re.compile(r"^transformer\.encoder\."), GLM, _glm),
 )
 
 
-def _whole(others: Mapping[str, LazyTensor], family: Family, source: str) -> dict[str, LazyTensor]:
+def _whole(others: Mapping[str, LazyTensor], family: LoraFamily, source: str) -> dict[str, LazyTensor]:
     """Trained tensors that stand in the place of the base's, where the family keeps them as they are."""
     homes = {name: _home(name, family) for name in others}
     unknown = sorted(name for name, home in homes.items() if home is None)
@@ -214,7 +216,7 @@ def _whole(others: Mapping[str, LazyTensor], family: Family, source: str) -> dic
     return {home: others[name] for name, home in homes.items() if home is not None}
 
 
-def _home(name: str, family: Family) -> str | None:
+def _home(name: str, family: LoraFamily) -> str | None:
     """The tensor of the base that `name` is, row by row; None where it is another's part or turned around."""
     if family.place is not _llama or any(sign.fullmatch(name) for sign, _ in FUSED):
         return None
@@ -223,7 +225,7 @@ def _home(name: str, family: Family) -> str | None:
     return target.format(number[0]) if target and number else target
 
 
-def _require_base(others: Mapping[str, LazyTensor], family: Family, base: Checkpoint, source: str) -> None:
+def _require_base(others: Mapping[str, LazyTensor], family: LoraFamily, base: Checkpoint, source: str) -> None:
     """The file's own weights are the base's: the first block of each is compared.
 
     Raises:

@@ -1,7 +1,7 @@
 """MindSpore `.ckpt` read lazily: a walk over the headers, then positioned reads.
 
 Layout (mindspore `train/checkpoint.proto`, `train/serialization.py`): a stream of `Checkpoint.value` messages, each a
-`tag` and a TensorProto of `dims`, `tensor_type` and raw little-endian `tensor_content`. Tensors over 512 MiB are cut
+`tag` and a TensorProto of `dims`, `tensor_type` and raw little-endian `tensor_content`. dict[str, LazyTensor] over 512 MiB are cut
 into messages of one tag and the same dims. `crc_check` appends `crc_num` and ten bytes, the CRC-32 of all before.
 """
 
@@ -26,7 +26,7 @@ TYPES = {
 }
 TEXT = "str"
 VALUES, BYTES_PER_VALUE = 20_000, 256
-"""Tensors of a file, and one more per so many of its bytes."""
+"""dict[str, LazyTensor] of a file, and one more per so many of its bytes."""
 
 CRC_TAG = b"crc_num"
 CRC_TAIL = len(CRC_TAG) + 10
@@ -40,7 +40,7 @@ HEAD = 64
 
 
 @dataclass(frozen=True)
-class Value:
+class TensorMessage:
     """One message: the name and shape of a tensor, and where its content (or a part of it) lies."""
 
     tag: str
@@ -120,8 +120,8 @@ def _without_crc(source: ProtobufFile) -> tuple[int, tuple[str, ...]]:
     return end, ()
 
 
-def _values(source: ProtobufFile, end: int) -> list[Value]:
-    values: list[Value] = []
+def _values(source: ProtobufFile, end: int) -> list[TensorMessage]:
+    values: list[TensorMessage] = []
     for outer in source.fields(0, end):
         if outer.number != 1 or outer.wire != BYTES or len(values) == VALUES + source.size // BYTES_PER_VALUE:
             source.refuse(f"has something else than a tensor at byte {outer.start}")
@@ -129,7 +129,7 @@ def _values(source: ProtobufFile, end: int) -> list[Value]:
     return values
 
 
-def _value(source: ProtobufFile, outer: Field) -> Value:
+def _value(source: ProtobufFile, outer: Field) -> TensorMessage:
     parts = {field.number: field for field in source.fields(outer.start, outer.stop)}
     if 1 not in parts:
         source.refuse(f"has a tensor without a name at byte {outer.start}")
@@ -154,12 +154,12 @@ def _value(source: ProtobufFile, outer: Field) -> Value:
         source.refuse(f"describes tensor `{tag}` without content, or with an impossible shape")
     # older writers store a scalar with the dims [0]; an empty tensor is not written at all
     shape = () if dims == [0] and kind != TEXT else tuple(dims)
-    return Value(tag, kind, shape, content.start, content.stop)
+    return TensorMessage(tag, kind, shape, content.start, content.stop)
 
 
-def _tensors(source: ProtobufFile, values: Sequence[Value]) -> dict[str, LazyTensor]:
+def _tensors(source: ProtobufFile, values: Sequence[TensorMessage]) -> dict[str, LazyTensor]:
     """Tensor by name; what follows under the same name is the rest of its bytes."""
-    groups: list[list[Value]] = []
+    groups: list[list[TensorMessage]] = []
     for value in values:
         if value.kind == TEXT:
             continue
@@ -175,7 +175,7 @@ def _tensors(source: ProtobufFile, values: Sequence[Value]) -> dict[str, LazyTen
     return tensors
 
 
-def _tensor(source: ProtobufFile, parts: Sequence[Value]) -> LazyTensor:
+def _tensor(source: ProtobufFile, parts: Sequence[TensorMessage]) -> LazyTensor:
     first = parts[0]
     if first.kind not in TYPES:
         raise UnsupportedInput(

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmconv.convert.formats.mindformers.ckpt_file import TYPES
 from llmconv.convert.formats.mindformers.protobuf import BYTES, VARINT
-from llmconv.convert.formats.mindformers.strategy import Layout
+from llmconv.convert.formats.mindformers.strategy import ParallelLayout
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import BY_NAME, Array, LazyTensor, Piece
 
@@ -60,7 +60,7 @@ def _bytes_of(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
     return LazyTensor(BY_NAME["uint8"], (stop - start,), load)
 
 
-def strategy_bytes(layouts: Mapping[str, Layout]) -> bytes:
+def strategy_bytes(layouts: Mapping[str, ParallelLayout]) -> bytes:
     """A strategy file (`ParallelStrategyMap`) of the first pipeline stage; the reverse of `strategy.read_strategy`.
 
     Layouts that the optimizer divides further, or with several dimensions of the matrix on one axis, are not written.
@@ -69,7 +69,7 @@ def strategy_bytes(layouts: Mapping[str, Layout]) -> bytes:
     return number_field(1, 1) + b"".join(bytes_field(3, item) for item in items)
 
 
-def _layout(layout: Layout) -> bytes:
+def _layout(layout: ParallelLayout) -> bytes:
     axes = [axis[0] if axis else WHOLE for axis in layout.axes]
     rest = bytes_field(3, b"") + bytes_field(4, b"") + b"".join(number_field(number, 0) for number in (5, 6, 7))
     return bytes_field(1, _dims(layout.devices)) + bytes_field(2, _dims(axes)) + rest

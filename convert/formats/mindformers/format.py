@@ -14,7 +14,7 @@ from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.mindformers.config import OPTIONS, read_run_config
 from llmconv.convert.formats.mindformers.families import family_of
-from llmconv.convert.formats.mindformers.names import merge_lora
+from llmconv.convert.formats.mindformers.lora_pairs import merge_lora
 from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters, peek
 from llmconv.convert.formats.mindformers.write import save
 from llmconv.convert.models.config_file import with_architecture

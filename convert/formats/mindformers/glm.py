@@ -11,46 +11,22 @@ from typing import Any
 
 from llmconv.convert.algebra.operations import concat, inverted, permute_rows, rename
 from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.formats.mindformers.names import (
+from llmconv.convert.formats.mindformers.converted_model import (
+    ConvertedModel,
     Heads,
-    Model,
-    Shapes,
-    Stored,
-    Tensors,
+    MindFormersModel,
     finish,
-    fuse,
     heads_of,
     refuse_model,
-    split_qkv,
 )
+from llmconv.convert.formats.mindformers.fused_weights import fuse, split_qkv
+from llmconv.convert.formats.mindformers.names import EMBEDDING, GLM, HEAD
 from llmconv.convert.models.settings import Settings, refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LAYER = "transformer.encoder.layers.{}"
 QKV = re.compile(r"(.+\.self_attn)\.query_key_value\.(weight|bias)")
 SIDES = re.compile(r"(.+\.mlp)\.gate_proj\.weight")
-
-NAMES: dict[str, str | None] = {
-    "transformer.embedding.embedding_weight": EMBEDDING,
-    "transformer.embedding.embedding_table": EMBEDDING,
-    "transformer.embedding.word_embeddings.embedding_weight": EMBEDDING,
-    "transformer.embedding.word_embeddings.embedding_table": EMBEDDING,
-    "transformer.encoder.final_layernorm.weight": "model.norm.weight",
-    "transformer.output_layer.weight": HEAD,
-    f"{LAYER}.input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
-    f"{LAYER}.post_attention_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    f"{LAYER}.self_attention.dense.weight": "model.layers.{}.self_attn.o_proj.weight",
-    f"{LAYER}.mlp.dense_h_to_4h.weight": "model.layers.{}.mlp.gate_up_proj.weight",
-    f"{LAYER}.mlp.dense_left.weight": "model.layers.{}.mlp.gate_proj.weight",
-    f"{LAYER}.mlp.dense_right.weight": "model.layers.{}.mlp.up_proj.weight",
-    f"{LAYER}.mlp.dense_4h_to_h.weight": "model.layers.{}.mlp.down_proj.weight",
-}
-for _kind in ("weight", "bias"):
-    NAMES[f"{LAYER}.self_attention.query_key_value.{_kind}"] = f"model.layers.{{}}.self_attn.query_key_value.{_kind}"
-    for _one in "qkv":
-        NAMES[f"{LAYER}.self_attention.w{_one}.{_kind}"] = f"model.layers.{{}}.self_attn.{_one}_proj.{_kind}"
 
 FIXED = {
     "rmsnorm": True,
@@ -63,7 +39,7 @@ FIXED = {
 """Switches that `glm` does not have, at the value that it stands for."""
 
 
-def build_glm(run: RunConfig, tensors: Tensors) -> Model:
+def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """ChatGLM2 or ChatGLM3 as `glm`.
 
     Raises:
@@ -73,7 +49,7 @@ def build_glm(run: RunConfig, tensors: Tensors) -> Model:
     changed = [name for name, usual in FIXED.items() if run.fields.get(name) not in (None, usual)]
     if changed or run.fields.get("pre_seq_len"):
         raise refuse_model(run, f"a ChatGLM with `{(changed or ['pre_seq_len'])[0]}` set", "`glm` has no such switch")
-    renamed = {target: tensors[source] for target, source in rename(tensors, NAMES, run.source).items()}
+    renamed = {target: tensors[source] for target, source in rename(tensors, GLM, run.source).items()}
     embedding = renamed.get(EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
         raise MalformedInput(
@@ -112,9 +88,9 @@ def _heads(run: RunConfig, hidden: int) -> Heads:
     return heads_of(RunConfig(run.source, known, run.arch, run.lora), hidden)
 
 
-def _parts(run: RunConfig, renamed: Tensors, heads: Heads) -> Tensors:
+def _parts(run: RunConfig, renamed: dict[str, LazyTensor], heads: Heads) -> dict[str, LazyTensor]:
     """The tensors with queries, keys and values apart, in transformers' row order, and gate and up together."""
-    parts: Tensors = {}
+    parts: dict[str, LazyTensor] = {}
     try:
         for name, tensor in renamed.items():
             fused, left = QKV.fullmatch(name), SIDES.fullmatch(name)
@@ -141,7 +117,7 @@ def _neighbours(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
     return permute_rows(tensor, [row % 2 * (dim // 2) + row // 2 for row in range(dim)])
 
 
-def store_glm(settings: Settings, tensors: Tensors, source: str) -> Stored:
+def store_glm(settings: Settings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """`glm` as ChatGLM3, with queries, keys and values one after the other as all versions have them.
 
     Raises:
@@ -150,7 +126,7 @@ def store_glm(settings: Settings, tensors: Tensors, source: str) -> Stored:
     held = {"hidden_act": "silu", "mlp_bias": False, "partial_rotary_factor": 0.5, "rope_scaling": None}
     refuse_settings(source, settings, held, "MindFormers")
     parts = fuse(tensors, tuple(f"{one}_proj" for one in "qkv"), "query_key_value")
-    renamed = {target: parts[name] for target, name in rename(parts, inverted(NAMES), source).items()}
+    renamed = {target: parts[name] for target, name in rename(parts, inverted(GLM), source).items()}
     fields = {
         "type": "ChatGLM2Config",
         "num_layers": settings["num_hidden_layers"],
@@ -169,13 +145,13 @@ def store_glm(settings: Settings, tensors: Tensors, source: str) -> Stored:
         "tie_word_embeddings": settings["tie_word_embeddings"],
         **FIXED,
     }
-    return Stored(renamed, "ChatGLM2ForConditionalGeneration", fields)
+    return MindFormersModel(renamed, "ChatGLM2ForConditionalGeneration", fields)
 
 
-def _shapes(config: dict[str, Any], heads: Heads) -> Shapes:
+def _shapes(config: dict[str, Any], heads: Heads) -> dict[str, tuple[int, ...]]:
     hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     rows = {"q": heads.queries * heads.dim, "k": heads.keys * heads.dim, "v": heads.keys * heads.dim}
-    shapes: Shapes = {EMBEDDING: (vocabulary, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocabulary, hidden)}
     for layer in (f"model.layers.{number}" for number in range(config["num_hidden_layers"])):
         for one, count in rows.items():
             shapes[f"{layer}.self_attn.{one}_proj.weight"] = (count, hidden)

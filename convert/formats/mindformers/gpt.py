@@ -13,61 +13,20 @@ from llmconv.convert.algebra.operations import concat, inverted, rename, split
 from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
 from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.formats.mindformers.names import Model, Shapes, Stored, Tensors, finish, refuse_model
+from llmconv.convert.formats.mindformers.converted_model import ConvertedModel, MindFormersModel, finish, refuse_model
+from llmconv.convert.formats.mindformers.names import BLOOM, DENSE, GPT2
 from llmconv.convert.models.settings import Settings, refuse, refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
-
-PARTS = ("dense1", "dense2", "dense3")
-"""Queries, keys and values."""
 
 SEQ_LENGTH = 2048
 """What BLOOM was trained with; its positions have no end."""
 
 
-def _names(root: str, parts: dict[str, str]) -> dict[str, str | None]:
-    """A table for tensors with a weight and a bias (`gamma` and `beta` for norms), from module to module."""
-    names: dict[str, str | None] = {}
-    for source, target in parts.items():
-        pairs = (("gamma", "weight"), ("beta", "bias")) if "norm" in source or "ln_f" in source else ()
-        for old, new in pairs or (("weight", "weight"), ("bias", "bias")):
-            names[f"{root}{source}.{old}"] = f"{target}.{new}"
-    return names
-
-
-GPT2 = _names(
-    "backbone.",
-    {
-        "blocks.{}.layernorm1": "transformer.h.{}.ln_1",
-        "blocks.{}.layernorm2": "transformer.h.{}.ln_2",
-        **{f"blocks.{{}}.attention.{part}": f"transformer.h.{{}}.attn.{part}" for part in PARTS},
-        "blocks.{}.attention.projection": "transformer.h.{}.attn.c_proj",
-        "blocks.{}.output.mapping": "transformer.h.{}.mlp.c_fc",
-        "blocks.{}.output.projection": "transformer.h.{}.mlp.c_proj",
-        "layernorm": "transformer.ln_f",
-    },
-) | {
-    "backbone.embedding.word_embedding.embedding_table": "transformer.wte.weight",
-    "backbone.embedding.position_embedding.embedding_table": "transformer.wpe.weight",
-}
-
-BLOOM = _names(
-    "",
-    {
-        "embedding.norm": "transformer.word_embeddings_layernorm",
-        "blocks.{}.layernorm1": "transformer.h.{}.input_layernorm",
-        "blocks.{}.layernorm2": "transformer.h.{}.post_attention_layernorm",
-        **{f"blocks.{{}}.attention.{part}": f"transformer.h.{{}}.self_attention.{part}" for part in PARTS},
-        "blocks.{}.attention.projection": "transformer.h.{}.self_attention.dense",
-        "blocks.{}.output.mapping": "transformer.h.{}.mlp.dense_h_to_4h",
-        "blocks.{}.output.projection": "transformer.h.{}.mlp.dense_4h_to_h",
-        "ln_f": "transformer.ln_f",
-    },
-) | {"embedding.word_embedding.embedding_table": "transformer.word_embeddings.weight"}
 BLOOM_IN_OUT = re.compile(r"\.(?:dense|dense_h_to_4h|dense_4h_to_h)\.weight$")
 
 
-def build_gpt2(run: RunConfig, tensors: Tensors) -> Model:
+def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """GPT-2; its `c_attn` is the three matrices side by side, in×out.
 
     Raises:
@@ -96,7 +55,7 @@ def build_gpt2(run: RunConfig, tensors: Tensors) -> Model:
         "layer_norm_epsilon": 1e-5,
         **run.tokens(bos_token_id=50256, eos_token_id=50256),
     }
-    shapes: Shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "transformer.wte.weight": embedding.shape,
         "transformer.wpe.weight": (config["n_positions"], hidden),
     }
@@ -107,7 +66,7 @@ def build_gpt2(run: RunConfig, tensors: Tensors) -> Model:
     return _finish(run, joined, shapes | _norm("transformer.ln_f", hidden), config, heads)
 
 
-def build_bloom(run: RunConfig, tensors: Tensors) -> Model:
+def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """BLOOM; its `query_key_value` alternates the heads of the three matrices.
 
     Raises:
@@ -135,7 +94,7 @@ def build_bloom(run: RunConfig, tensors: Tensors) -> Model:
         "layer_norm_epsilon": 1e-5,
         **run.tokens(bos_token_id=1, eos_token_id=2, pad_token_id=3),
     }
-    shapes: Shapes = {"transformer.word_embeddings.weight": embedding.shape}
+    shapes: dict[str, tuple[int, ...]] = {"transformer.word_embeddings.weight": embedding.shape}
     shapes |= _norm("transformer.word_embeddings_layernorm", hidden)
     for layer in (f"transformer.h.{number}" for number in range(config["n_layer"])):
         shapes |= _norm(f"{layer}.input_layernorm", hidden)
@@ -149,7 +108,7 @@ def build_bloom(run: RunConfig, tensors: Tensors) -> Model:
     return _finish(run, flipped, shapes | _norm("transformer.ln_f", hidden), config, heads)
 
 
-def store_gpt2(settings: Settings, tensors: Tensors, source: str) -> Stored:
+def store_gpt2(settings: Settings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """GPT-2, its `c_attn` taken apart into three matrices, out×in.
 
     Raises:
@@ -164,10 +123,10 @@ def store_gpt2(settings: Settings, tensors: Tensors, source: str) -> Stored:
     }
     fields |= {"seq_length": settings["max_position_embeddings"]}
     renamed = rename(parts, inverted(GPT2), source)
-    return Stored({target: parts[name] for target, name in renamed.items()}, "GPT2LMHeadModel", fields)
+    return MindFormersModel({target: parts[name] for target, name in renamed.items()}, "GPT2LMHeadModel", fields)
 
 
-def store_bloom(settings: Settings, tensors: Tensors, source: str) -> Stored:
+def store_bloom(settings: Settings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """BLOOM, the heads of its `query_key_value` sorted into three matrices.
 
     Raises:
@@ -185,26 +144,28 @@ def store_bloom(settings: Settings, tensors: Tensors, source: str) -> Stored:
     parts = _apart(tensors, "query_key_value", heads, heads)
     flipped = {name: transposed(part) if BLOOM_IN_OUT.search(name) else part for name, part in parts.items()}
     renamed = rename(flipped, inverted(BLOOM), source)
-    return Stored({target: flipped[name] for target, name in renamed.items()}, "BloomLMHeadModel", fields)
+    return MindFormersModel({target: flipped[name] for target, name in renamed.items()}, "BloomLMHeadModel", fields)
 
 
-Cut = Callable[[LazyTensor], Sequence[LazyTensor]]
+SplitFunction = Callable[[LazyTensor], Sequence[LazyTensor]]
 
 
 def _thirds(bias: LazyTensor) -> Sequence[LazyTensor]:
     return split(bias, 0, 3)
 
 
-def _apart(tensors: Tensors, module: str, weights: Cut, biases: Cut) -> Tensors:
+def _apart(
+    tensors: dict[str, LazyTensor], module: str, weights: SplitFunction, biases: SplitFunction
+) -> dict[str, LazyTensor]:
     """The tensors with `dense1`, `dense2`, `dense3` in place of `module`; the reverse of `_with_attention`."""
-    parts: Tensors = {}
+    parts: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         root, _, kind = name.rpartition(f".{module}.")
         if not root:
             parts[name] = tensor
             continue
         pieces = (weights if kind == "weight" else biases)(tensor)
-        parts |= {f"{root}.{part}.{kind}": piece for part, piece in zip(PARTS, pieces, strict=True)}
+        parts |= {f"{root}.{part}.{kind}": piece for part, piece in zip(DENSE, pieces, strict=True)}
     return parts
 
 
@@ -235,7 +196,7 @@ def _require_gelu(run: RunConfig, what: str) -> None:
         )
 
 
-def _embedding(run: RunConfig, renamed: Tensors, name: str) -> LazyTensor:
+def _embedding(run: RunConfig, renamed: dict[str, LazyTensor], name: str) -> LazyTensor:
     """The word embedding, whose sizes are those of the configuration.
 
     Raises:
@@ -261,13 +222,15 @@ def _inner(run: RunConfig, hidden: int) -> int:
     return run.integer("expand_ratio", default=4) * hidden
 
 
-def _with_attention(run: RunConfig, renamed: Tensors, module: str, name: str, join: Any) -> Tensors:
+def _with_attention(
+    run: RunConfig, renamed: dict[str, LazyTensor], module: str, name: str, join: Any
+) -> dict[str, LazyTensor]:
     """The tensors with `dense1`, `dense2`, `dense3` of each layer joined under `name`."""
     first = re.compile(rf"(.+\.{module})\.dense1\.(weight|bias)")
     result = {key: tensor for key, tensor in renamed.items() if not re.search(rf"\.{module}\.dense[123]\.", key)}
     for key in renamed:
         if match := first.fullmatch(key):
-            parts = [renamed.get(f"{match[1]}.{part}.{match[2]}") for part in PARTS]
+            parts = [renamed.get(f"{match[1]}.{part}.{match[2]}") for part in DENSE]
             try:
                 if None in parts:
                     raise ValueError("one of the three is missing")
@@ -279,16 +242,22 @@ def _with_attention(run: RunConfig, renamed: Tensors, module: str, name: str, jo
     return result
 
 
-def _linear(name: str, first: int, second: int, *, rows: bool = False) -> Shapes:
+def _linear(name: str, first: int, second: int, *, rows: bool = False) -> dict[str, tuple[int, ...]]:
     """A weight of `first`×`second` with its bias, which is as long as the outputs (`rows`: out×in)."""
     return {f"{name}.weight": (first, second), f"{name}.bias": (first if rows else second,)}
 
 
-def _norm(name: str, size: int) -> Shapes:
+def _norm(name: str, size: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
 
 
-def _finish(run: RunConfig, tensors: Tensors, shapes: Shapes, config: dict[str, Any], heads: int) -> Model:
+def _finish(
+    run: RunConfig,
+    tensors: dict[str, LazyTensor],
+    shapes: dict[str, tuple[int, ...]],
+    config: dict[str, Any],
+    heads: int,
+) -> ConvertedModel:
     """Checks all; the head of both is the embedding (`GPTHead`, `BloomHead`), so there is none to write."""
     hidden = shapes[next(iter(shapes))][1]
     if hidden % heads:

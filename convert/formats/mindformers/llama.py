@@ -15,24 +15,20 @@ import numpy as np
 
 from llmconv.convert.algebra.operations import inverted, rename
 from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.formats.mindformers.names import (
+from llmconv.convert.formats.mindformers.converted_model import (
+    ConvertedModel,
     Heads,
-    Model,
-    Shapes,
-    Stored,
-    Tensors,
+    MindFormersModel,
     finish,
-    fuse,
     heads_of,
     refuse_model,
-    unfuse,
 )
+from llmconv.convert.formats.mindformers.fused_weights import fuse, unfuse
+from llmconv.convert.formats.mindformers.names import CORE, EMBEDDING, HEAD, LLAMA, QWEN
 from llmconv.convert.models.settings import Settings, refuse, refuse_settings
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.tensors import Array, LazyTensor
 
-LAYERS = re.compile(r"model\.layers\.(\d+)\.")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BAICHUAN2_VOCABULARY = 125696
 NORM_HEAD_EPS = 1e-5
 
@@ -49,50 +45,7 @@ SEQ_LENGTH = 4096
 WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 
-def _names(root: str, embedding: str, norm: str, gate: str, up: str) -> dict[str, str | None]:
-    """MindFormers' names to Hugging Face's; the models differ in a few words."""
-    layer, target = f"{root}.layers.{{}}", "model.layers.{}"
-    names: dict[str, str | None] = {
-        f"{root}.{embedding}.embedding_weight": EMBEDDING,
-        f"{root}.{embedding}.embedding_table": EMBEDDING,
-        f"{layer}.attention_norm.weight": f"{target}.input_layernorm.weight",
-        f"{layer}.ffn_norm.weight": f"{target}.post_attention_layernorm.weight",
-        f"{layer}.feed_forward.{gate}.weight": f"{target}.mlp.gate_proj.weight",
-        f"{layer}.feed_forward.{up}.weight": f"{target}.mlp.up_proj.weight",
-        f"{layer}.feed_forward.w2.weight": f"{target}.mlp.down_proj.weight",
-        f"{root}.{norm}.weight": "model.norm.weight",
-        "lm_head.weight": HEAD,
-    }
-    for kind in ("weight", "bias"):
-        names |= {f"{layer}.attention.w{one}.{kind}": f"{target}.self_attn.{one}_proj.{kind}" for one in "qkvo"}
-    return names
-
-
-LLAMA = _names("model", "tok_embeddings", "norm_out", "w1", "w3")
-# Qwen computes w1(x)·silu(w3(x)): its gate is w3 (research/qwen/qwen_model.py, QwenFeedForward)
-QWEN = _names("transformer", "wte", "ln_f", "w3", "w1")
-
-CORE: dict[str, str | None] = {
-    "embedding.word_embeddings.weight": EMBEDDING,
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": HEAD,
-    "decoder.layers.{}.input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
-    "decoder.layers.{}.pre_mlp_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "decoder.layers.{}.self_attention.q_layernorm.weight": "model.layers.{}.self_attn.q_norm.weight",
-    "decoder.layers.{}.self_attention.k_layernorm.weight": "model.layers.{}.self_attn.k_norm.weight",
-    "decoder.layers.{}.mlp.gating.weight": "model.layers.{}.mlp.gate_proj.weight",
-    "decoder.layers.{}.mlp.hidden.weight": "model.layers.{}.mlp.up_proj.weight",
-    "decoder.layers.{}.mlp.linear_fc2.weight": "model.layers.{}.mlp.down_proj.weight",
-    **{
-        f"decoder.layers.{{}}.self_attention.linear_{one}.{kind}": f"model.layers.{{}}.self_attn.{two}_proj.{kind}"
-        for one, two in (("q", "q"), ("k", "k"), ("v", "v"), ("proj", "o"))
-        for kind in ("weight", "bias")
-    },
-}
-"""Names since 1.6, which are Megatron's (`toolkit/weight_convert/qwen3`)."""
-
-
-def build_llama(run: RunConfig, tensors: Tensors) -> Model:
+def build_llama(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """A model under Llama's names; biases and the class of the run tell which it is.
 
     Raises:
@@ -106,17 +59,17 @@ def build_llama(run: RunConfig, tensors: Tensors) -> Model:
     return _build(run, tensors, LLAMA, "llama")
 
 
-def build_qwen(run: RunConfig, tensors: Tensors) -> Model:
+def build_qwen(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """Qwen 1 as `qwen2`, which computes the same within the length it was trained for."""
     fused = next((name for name in tensors if "w_gate_hidden" in name), None)
     if fused:
         raise refuse_model(run, f"a Qwen 1 with fused feed-forward (`{fused}`)", "the order of its parts is not known")
     model = _build(run, tensors, QWEN, "qwen2")
     note = "Qwen 1 became `qwen2`; its dynamic NTK and logn attention beyond the trained length have no equal there"
-    return Model(model.tensors, model.config, (*model.warnings, note))
+    return ConvertedModel(model.tensors, model.config, (*model.warnings, note))
 
 
-def build_core(run: RunConfig, tensors: Tensors) -> Model:
+def build_core(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """A model under Megatron's names: `qwen3` where queries and keys are normalised, otherwise by its biases.
 
     Raises:
@@ -128,7 +81,7 @@ def build_core(run: RunConfig, tensors: Tensors) -> Model:
     return _build(run, tensors, CORE, "qwen3" if normalised else "llama")
 
 
-def _build(run: RunConfig, tensors: Tensors, names: dict[str, str | None], kind: str) -> Model:
+def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str | None], kind: str) -> ConvertedModel:
     activation = run.fields.get("hidden_act") or "silu"
     if activation not in ("silu", "swiglu"):
         raise refuse_model(run, f"a Llama with `hidden_act` {str(activation)[:40]}", "its feed-forward is SwiGLU")
@@ -227,7 +180,7 @@ HELD: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "sliding_window
 QKV, GATE_UP = tuple(f"linear_{one}" for one in "qkv"), ("gating", "hidden")
 
 
-def store_llama(settings: Settings, tensors: Tensors, source: str) -> Stored:
+def store_llama(settings: Settings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """A Llama or Qwen 2 under Llama's names, with nothing fused, so that no question is open.
 
     Raises:
@@ -255,7 +208,7 @@ def store_llama(settings: Settings, tensors: Tensors, source: str) -> Stored:
         "qkv_concat": False,
         "tie_word_embeddings": settings["tie_word_embeddings"],
     }
-    return Stored(_renamed(tensors, LLAMA, source), f"{kind}ForCausalLM", fields)
+    return MindFormersModel(_renamed(tensors, LLAMA, source), f"{kind}ForCausalLM", fields)
 
 
 def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,7 +221,7 @@ def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def store_core(settings: Settings, tensors: Tensors, source: str) -> Stored:
+def store_core(settings: Settings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
     """A Qwen 3 under Megatron's names, fused in its order, with a configuration in transformers' words.
 
     Raises:
@@ -283,17 +236,17 @@ def store_core(settings: Settings, tensors: Tensors, source: str) -> Stored:
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names = (*sizes, "num_key_value_heads", "head_dim", *same)
     fields = {"type": "Qwen3Config", **{name: settings[name] for name in names if settings[name] is not None}}
-    return Stored(fuse(parts, GATE_UP, "linear_fc1", (1, 1)), "Qwen3ForCausalLM", fields)
+    return MindFormersModel(fuse(parts, GATE_UP, "linear_fc1", (1, 1)), "Qwen3ForCausalLM", fields)
 
 
-def _renamed(tensors: Tensors, names: Mapping[str, str | None], source: str) -> Tensors:
+def _renamed(tensors: dict[str, LazyTensor], names: Mapping[str, str | None], source: str) -> dict[str, LazyTensor]:
     return {target: tensors[name] for target, name in rename(tensors, inverted(names), source).items()}
 
 
-def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> Shapes:
+def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> dict[str, tuple[int, ...]]:
     hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     rows = {"q": heads.queries * heads.dim, "k": heads.keys * heads.dim, "v": heads.keys * heads.dim, "o": hidden}
-    shapes: Shapes = {EMBEDDING: (vocabulary, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (vocabulary, hidden)}
     for layer in (f"model.layers.{number}" for number in range(config["num_hidden_layers"])):
         for one, count in rows.items():
             shapes[f"{layer}.self_attn.{one}_proj.weight"] = (count, rows["q"] if one == "o" else hidden)
@@ -311,7 +264,7 @@ def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> Shapes:
     return shapes | {"model.norm.weight": (hidden,), HEAD: (vocabulary, hidden)}
 
 
-def _baichuan2(run: RunConfig, tensors: Tensors, vocabulary: int) -> Tensors:
+def _baichuan2(run: RunConfig, tensors: dict[str, LazyTensor], vocabulary: int) -> dict[str, LazyTensor]:
     """The tensors with the head of Baichuan 2 normalised, which the model does whenever it runs (`NormHead`).
 
     Raises:

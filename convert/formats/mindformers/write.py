@@ -10,9 +10,9 @@ import yaml
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats.mindformers.ckpt_writer import ckpt_pieces, strategy_bytes
 from llmconv.convert.formats.mindformers.config import RunConfig
+from llmconv.convert.formats.mindformers.converted_model import MindFormersModel
 from llmconv.convert.formats.mindformers.families import FAMILIES, family_of
-from llmconv.convert.formats.mindformers.names import Stored
-from llmconv.convert.formats.mindformers.ranks import ranks_of
+from llmconv.convert.formats.mindformers.split_ranks import ranks_of
 from llmconv.convert.models.llama_like import refuse_shards
 from llmconv.convert.models.settings import Settings, refuse_other_settings, settings_of, tied
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -54,7 +54,7 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     return Plan(checkpoint, tuple(files), {**small, **strategies}, warnings)
 
 
-def _stored(checkpoint: Checkpoint, settings: Settings) -> Stored:
+def _stored(checkpoint: Checkpoint, settings: Settings) -> MindFormersModel:
     known = {kind: store for family in FAMILIES for kind, store in family.store.items()}
     source, kind = checkpoint.path.name, settings["model_type"]
     if kind not in known:
@@ -70,7 +70,7 @@ def _stored(checkpoint: Checkpoint, settings: Settings) -> Stored:
         ) from error
 
 
-def _run(checkpoint: Checkpoint, stored: Stored) -> dict[str, Any]:
+def _run(checkpoint: Checkpoint, stored: MindFormersModel) -> dict[str, Any]:
     """The run's YAML: what MindFormers needs to build the model, and the types to build it with."""
     dtype = checkpoint.config.get("torch_dtype", checkpoint.config.get("dtype"))
     types = {"param_init_type": dtype, "compute_dtype": dtype}

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 
 from llmconv.convert.formats.mindformers.ckpt_file import is_mindspore_ckpt, read_ckpt
 from llmconv.convert.formats.mindformers.read import is_mindspore, open_parameters
-from llmconv.convert.formats.mindformers.strategy import Layout, read_strategy
+from llmconv.convert.formats.mindformers.strategy import ParallelLayout, read_strategy
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 
 Save = Callable[..., Path]
@@ -251,7 +251,7 @@ def test_parts_come_back_to_their_places(
     tmp_path: Path, save_ckpt: Save, encode_field: Encode, devices: Any, axes: Any
 ) -> None:
     whole = np.arange(64, dtype=np.float32).reshape(8, 8)
-    layout = Layout(devices, axes)
+    layout = ParallelLayout(devices, axes)
     for rank in range(4):
         part = whole
         for axis, (place, count) in enumerate(zip(layout.place(rank), layout.parts(), strict=True)):
@@ -309,7 +309,7 @@ def test_an_impossible_layout_is_refused(tmp_path: Path, encode_field: Encode, d
 def test_a_strategy_in_json_is_read(tmp_path: Path) -> None:
     item = '{"dev_matrix": [2, 2], "tensor_map": [0, -1], "param_split_shape": [], "indices_offset": []}'
     (tmp_path / "strategy.json").write_text(f'{{"parallel_layout_item": {{"a.weight": {item}}}}}')
-    assert read_strategy(tmp_path / "strategy.json") == {"a.weight": Layout((2, 2), ((0,), ()))}
+    assert read_strategy(tmp_path / "strategy.json") == {"a.weight": ParallelLayout((2, 2), ((0,), ()))}
 
 
 def test_ranks_that_keep_one_copy_of_each_part_are_joined(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from llmconv.convert.algebra.operations import listing, split
 from llmconv.convert.formats.mindformers.ckpt_writer import WHOLE
-from llmconv.convert.formats.mindformers.strategy import Layout
+from llmconv.convert.formats.mindformers.strategy import ParallelLayout
 from llmconv.errors import UsageProblem
 from llmconv.tensors import LazyTensor
 
@@ -30,28 +30,30 @@ CUT = (
 
 
 @dataclass(frozen=True)
-class Ranks:
+class SplitModel:
     """The tensors of each rank, and how they divide the whole ones."""
 
     tensors: list[dict[str, LazyTensor]]
-    layouts: dict[str, Layout]
+    layouts: dict[str, ParallelLayout]
 
 
-def ranks_of(tensors: Mapping[str, LazyTensor], count: int, source: str) -> Ranks:
+def ranks_of(tensors: Mapping[str, LazyTensor], count: int, source: str) -> SplitModel:
     """The tensors cut over `count` ranks; the reverse of `strategy.merge_ranks`.
 
     Raises:
         UsageProblem: a tensor does not divide among so many.
     """
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(count)]
-    layouts: dict[str, Layout] = {}
+    layouts: dict[str, ParallelLayout] = {}
     odd = []
     for name, tensor in tensors.items():
         axis = next((axis for sign, axis in CUT if sign.search(name)), WHOLE)
         if axis != WHOLE and tensor.shape[axis] % count:
             odd.append(f"{name} {list(tensor.shape)}")
             continue
-        layouts[name] = Layout((count,), tuple((0,) if place == axis else () for place in range(len(tensor.shape))))
+        layouts[name] = ParallelLayout(
+            (count,), tuple((0,) if place == axis else () for place in range(len(tensor.shape)))
+        )
         parts = [tensor] * count if axis == WHOLE else split(tensor, axis, count)
         for rank, part in zip(ranks, parts, strict=True):
             rank[name] = part
@@ -60,4 +62,4 @@ def ranks_of(tensors: Mapping[str, LazyTensor], count: int, source: str) -> Rank
             f"{len(odd)} tensors of `{source}` do not divide among {count} shards: {listing(odd)}",
             hint="choose another number for `--shards`",
         )
-    return Ranks(ranks, layouts)
+    return SplitModel(ranks, layouts)
