@@ -98,7 +98,7 @@ def _model(folder: Folder, chosen: str | None) -> tuple[tuple[str, ...], Mapping
         )
     raise UnsupportedInput(
         f"`{folder.path.name}` holds no language model; it has {listing([str(key)[:80] for key in folder.tree])}",
-        hint="its names must be Hugging Face's or torchtitan's; an optimizer's folder lies beside that of the model",
+        hint="its names must be Hugging Face's or torchtitan's; an optimizer's folder lies next to that of the model",
     )
 
 
@@ -127,7 +127,7 @@ def _tensors(
 
 
 def _leaves(folder: Folder, state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Tensors as LazyTensor, values as they are; what is nested below is no part of the state dict."""
+    """Tensors as LazyTensor, values as they are; what is nested below is not part of the state dict."""
     named = {str(name): item for name, item in state.items() if not isinstance(item, dict)}
     return {
         name: folder.tensor(name, item) if isinstance(item, TensorItem) else item
@@ -159,7 +159,7 @@ def _from_meta(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], sou
 
 
 def _without(tree: Mapping[Any, Any], place: Sequence[str]) -> dict[Any, Any]:
-    """The parts of the nested dict beside the model, at every level down to it."""
+    """The parts of the nested dict next to the model, at every level down to it."""
     if not place:
         return {key: value for key, value in tree.items() if isinstance(value, dict)}
     rest = {key: value for key, value in tree.items() if str(key) != place[0]}

@@ -51,7 +51,7 @@ FORMAT = Format(
     sign=Sign(keys=(VERSION,)),
     open=_open,
     covers="any causal language model of transformers, under any one attribute of the module; give its `config.json` "
-    "with `--config`; `--drop` leaves out what is no part of the model",
+    "with `--config`; `--drop` leaves out what is not part of the model",
     options=("drop",),
     peek=_peek,
 )

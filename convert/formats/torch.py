@@ -1,7 +1,7 @@
 """A plain torch state dict in Hugging Face's names: one `.bin`/`.pt`/`.pth` file, or a folder of `pytorch_model*.bin`.
 
 Layout: `convert/state_dicts/`. The state dict is flat, or under `model`, `state_dict`, `model_state_dict` or `module`;
-`config.json` lies beside it, or comes with `--config`.
+`config.json` lies next to it, or comes with `--config`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ FORMAT = Format(
     detect=_detect,
     open=_open,
     covers="any causal language model of transformers; flat or nested once; shards with or without an index; files "
-    "from before torch 1.6; models saved without their head; `--drop` leaves out what is no part of the model",
+    "from before torch 1.6; models saved without their head; `--drop` leaves out what is not part of the model",
     options=("drop",),
     peek=_peek,
 )

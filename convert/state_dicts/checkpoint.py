@@ -40,7 +40,7 @@ def config_folder(path: Path) -> Path:
 
 
 def stored_config(path: Path) -> dict[str, Any]:
-    """`config.json` in or beside `path`, or nothing; where it names only a class, as in 2019, with its `model_type`."""
+    """`config.json` in or next to `path`, or nothing; where it names only a class, as in 2019, with its `model_type`."""
     file = config_folder(path) / "config.json"
     config = read_json(file) if file.is_file() else {}
     said = config.get("architectures")
@@ -51,7 +51,7 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def side_files_of(path: Path, tokenizer: Path | None) -> dict[str, bytes]:
-    """Tokenizer and generation files in or beside `path`; with `tokenizer`, that one instead."""
+    """Tokenizer and generation files in or next to `path`; with `tokenizer`, that one instead."""
     beside = read_side_files(config_folder(path))
     if tokenizer is None:
         return beside

@@ -19,7 +19,7 @@ BINS = ("pytorch_model.bin", "pytorch_model_fsdp.bin")
 """The whole model; the second is what a Trainer with FSDP gathered."""
 
 RANK_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt|mp_rank_\d+_model_states\.pt")
-"""DeepSpeed's own files, beside or below: its format takes the float32 weights in them."""
+"""DeepSpeed's own files, next to or below: its format takes the float32 weights in them."""
 
 SHARD = re.compile(r"(?:pytorch_)?model-(\d+)-of-(\d+)\.bin")
 TORCHTUNE_SHARD = re.compile(r"hf_model_(\d+)_(\d+)\.pt")
@@ -95,7 +95,7 @@ def _open_indexed(folder: Path, index: str) -> StateFile:
 def _plain(index: str, shard: Any) -> str:
     if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".bin"):
         raise MalformedInput(
-            f"`{index}` names the shard {str(shard)[:80]!r}", hint="shards are plain file names beside the index"
+            f"`{index}` names the shard {str(shard)[:80]!r}", hint="shards are plain file names next to the index"
         )
     return shard
 

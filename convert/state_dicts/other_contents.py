@@ -1,4 +1,4 @@
-"""What a checkpoint holds that is no part of the model, in a few phrases for `inspect`."""
+"""What a checkpoint holds that is not part of the model, in a few phrases for `inspect`."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def place(stored: Sequence[str], model: ModelNames, source: str) -> Placement:
     if not found:
         raise MalformedInput(
             f"`{source}` holds no `{model.embedding or 'embed_tokens.weight'}`; it begins with {listing(stored)}",
-            hint="the configuration is of another model, or the checkpoint is partial",
+            hint="the configuration belongs to another model, or the checkpoint is partial",
         )
     if len(found) > 1:
         raise UnsupportedInput(

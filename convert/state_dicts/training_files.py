@@ -1,4 +1,4 @@
-"""What training leaves beside the weights, told by the names of files; no conversion needs it."""
+"""What training leaves next to the weights, told by the names of files; no conversion needs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ accelerate's (`utils/constants.py`)."""
 
 
 def what_is_left(name: str) -> str | None:
-    """What a file of this name holds, if training leaves it beside the weights: `the optimizer's state`."""
+    """What a file of this name holds, if training leaves it next to the weights: `the optimizer's state`."""
     return next((what for what, pattern in KINDS.items() if pattern.fullmatch(name)), None)
 
 

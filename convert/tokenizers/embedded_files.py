@@ -42,7 +42,7 @@ def restore_files(entries: Mapping[str, Any], source: str) -> tuple[dict[str, by
         try:
             files[name] = _encode(name, extension, entry.get("content"), source)
         except UnicodeEncodeError as error:
-            raise MalformedInput(f"`{source}` holds `{name}` with what is no text", hint=HINT) from error
+            raise MalformedInput(f"`{source}` holds `{name}` with what is not a text", hint=HINT) from error
     return files, tuple(left_out)
 
 

@@ -63,7 +63,7 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
         normalizer = _typed(next((value for number, value in fields if number == 3), b""), NORMALIZER)
         pieces = tuple(_piece(value) for number, value in fields if number == 1)
     except (IndexError, struct.error, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise MalformedInput("`tokenizer.model` is no sentencepiece model", hint="copy it again") from error
+        raise MalformedInput("`tokenizer.model` is not a sentencepiece model", hint="copy it again") from error
     if max(_signed(trainer.get(field, default)) for field, default in ((40, 0), (41, 1), (42, 2))) >= len(pieces):
         raise MalformedInput(
             f"`tokenizer.model` has {len(pieces)} pieces, and special ones beyond them", hint="copy it again"
@@ -130,7 +130,7 @@ def _typed(data: Any, kinds: Mapping[int, type]) -> dict[int, Any]:
     """The fields of a message that have a known number.
 
     Raises:
-        TypeError: one is of another kind than sentencepiece writes, or `data` is no message.
+        TypeError: one is of another kind than sentencepiece writes, or `data` is not a message.
     """
     if not isinstance(data, bytes):
         raise TypeError("a number in place of a message")

@@ -37,7 +37,7 @@ def parse_tiktoken(data: bytes) -> dict[bytes, int]:
         pairs = [line.split() for line in data.splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except (ValueError, binascii.Error) as error:
-        raise MalformedInput("`tokenizer.model` is no tiktoken vocabulary", hint="copy it again") from error
+        raise MalformedInput("`tokenizer.model` is not a tiktoken vocabulary", hint="copy it again") from error
     if sorted(ranks.values()) != list(range(len(pairs))) or not ranks:
         raise MalformedInput("the ranks in `tokenizer.model` are not 0, 1, 2, …", hint="copy it again")
     return ranks

@@ -21,10 +21,10 @@ from llmconv.convert.adapters.other_tools import AdapterFormat
 from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.other_tools.layer_sizes import sizes_of
 from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
-from llmconv.convert.formats.accessory.config import Params
+from llmconv.convert.formats.accessory.config import AccessoryParams
 from llmconv.convert.formats.accessory.names import ATTENTION, LINEAR, MLP, has_biases, table_of
 from llmconv.convert.formats.accessory.plugins import plugin_family
-from llmconv.convert.formats.accessory.read import DELTA_FILE, SHARD, Tensors, join, open_shards
+from llmconv.convert.formats.accessory.read import DELTA_FILE, SHARD, join, open_shards
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor, cast
 
@@ -85,9 +85,11 @@ def _experts(base: Checkpoint) -> int:
     return count if type(count) is int and 0 < count < 1 << 16 else 0
 
 
-def _placed(whole: Tensors, family: str, base: Checkpoint, source: str) -> tuple[dict[str, Factors], Tensors]:
+def _placed(
+    whole: dict[str, LazyTensor], family: str, base: Checkpoint, source: str
+) -> tuple[dict[str, Factors], dict[str, LazyTensor]]:
     """The factors by module and the other tensors by name, both the base's, rows in its order."""
-    params = Params(family, {"moe": {"num_experts": _experts(base)}}, 0, 0, 1, 1, 0)
+    params = AccessoryParams(family, {"moe": {"num_experts": _experts(base)}}, 0, 0, 1, 1, 0)
     names = table_of(params)
     table = {name.removesuffix(".weight"): to.removesuffix(".weight") for name, to in names.items() if to}
     biases = {f"{module}.bias": f"{to}.bias" for module, to in table.items() if LINEAR.search(module)}
@@ -111,7 +113,7 @@ def _placed(whole: Tensors, family: str, base: Checkpoint, source: str) -> tuple
     return factors, others
 
 
-def _homes(rest: Tensors, names: Mapping[str, str | None], source: str) -> dict[str, str]:
+def _homes(rest: dict[str, LazyTensor], names: Mapping[str, str | None], source: str) -> dict[str, str]:
     """The base's name to Accessory's."""
     try:
         return rename(rest, names, source)
@@ -127,7 +129,9 @@ def _is_known(name: str, names: Mapping[str, str | None]) -> bool:
     return name in names or re.sub(r"(?<=\.)\d{1,9}(?=\.)", "{}", name, count=1) in names
 
 
-def _with_biases(others: Tensors, base: Checkpoint, source: str) -> tuple[Tensors, dict[str, Any]]:
+def _with_biases(
+    others: dict[str, LazyTensor], base: Checkpoint, source: str
+) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
     """The tensors with zeros where another layer of the same switch has a bias, and the switches of the config."""
     biases = {name: tensor for name, tensor in others.items() if name.endswith(".bias")}
     if base.config.get("model_type") != "llama":

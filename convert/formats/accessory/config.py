@@ -39,7 +39,7 @@ NUMBER_LIMIT = 1e15
 
 
 @dataclass(frozen=True)
-class Params:
+class AccessoryParams:
     """The sizes of a model, whatever its family calls them.
 
     Attributes:
@@ -76,7 +76,7 @@ def is_field(name: str, value: Any) -> bool:
     return name in FIELDS and not (name == "rope_scaling" and isinstance(value, Mapping))
 
 
-def read_params(content: Mapping[str, Any], family: str, source: str) -> Params:
+def read_params(content: Mapping[str, Any], family: str, source: str) -> AccessoryParams:
     """The sizes of a model of `family`.
 
     Raises:
@@ -105,9 +105,9 @@ def read_params(content: Mapping[str, Any], family: str, source: str) -> Params:
     if dim % (2 * heads) or heads % kv_heads:
         raise MalformedInput(
             f"`{source}` has {heads} heads and {kv_heads} key/value heads for a size of {dim}",
-            hint="the configuration is of another model",
+            hint="the configuration belongs to another model",
         )
-    return Params(family, fields, dim, layers, heads, kv_heads, _intermediate(family, fields))
+    return AccessoryParams(family, fields, dim, layers, heads, kv_heads, _intermediate(family, fields))
 
 
 def _is_count(value: Any) -> bool:
@@ -138,11 +138,11 @@ def _intermediate(family: str, fields: Mapping[str, Any]) -> int:
     return -(-int(fields["hidden_size"] * (fields.get("mlp_ratio") or 8 / 3)) // multiple) * multiple
 
 
-def to_config(params: Params, vocabulary: int, source: str) -> dict[str, Any]:
+def to_config(params: AccessoryParams, vocabulary: int, source: str) -> dict[str, Any]:
     """config.json without dtype, biases and token ids; upstream, too, takes no word of the file for the vocabulary.
 
     Raises:
-        MalformedInput: the rope scaling is no positive number.
+        MalformedInput: the rope scaling is not a positive number.
     """
     common = {
         "hidden_size": params.dim,
@@ -159,7 +159,7 @@ def to_config(params: Params, vocabulary: int, source: str) -> dict[str, Any]:
     return (_falcon(params) if params.family == "falcon" else _llama(params)) | common
 
 
-def _llama(params: Params) -> dict[str, Any]:
+def _llama(params: AccessoryParams) -> dict[str, Any]:
     eps = "layer_norm_epsilon" if params.family == "internlm" else "norm_eps"
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -185,7 +185,7 @@ def _llama(params: Params) -> dict[str, Any]:
     return {name: value for name, value in config.items() if not name.endswith("_bias")} | mixture
 
 
-def _falcon(params: Params) -> dict[str, Any]:
+def _falcon(params: AccessoryParams) -> dict[str, Any]:
     # Accessory's code has one key/value head where `multi_query` is set, and one per head otherwise, whatever
     # `num_kv_heads` says (`falcon.py`, FalconAttention).
     newer, multi_query = (bool(params.fields.get(name, True)) for name in ("new_decoder_architecture", "multi_query"))
@@ -207,7 +207,7 @@ def _falcon(params: Params) -> dict[str, Any]:
     }
 
 
-def _max_positions(params: Params) -> int:
+def _max_positions(params: AccessoryParams) -> int:
     """The trained length; without it that of Llama 1 (eps 1e-6), of Llama 2, or of upstream's own default."""
     if stated := params.fields.get("max_seq_len"):
         return int(stated)

@@ -19,14 +19,15 @@ from llmconv.convert.adapters.placement.vocabulary import find_embedding
 from llmconv.convert.algebra.operations import equal, listing
 from llmconv.convert.deltas import DeltaFormat
 from llmconv.convert.deltas.additive import added, all_rounded, wider
-from llmconv.convert.formats.accessory.names import ATTENTION, MLP, has_biases, to_hugging_face
+from llmconv.convert.formats.accessory.convert_tensors import to_hugging_face
+from llmconv.convert.formats.accessory.names import ATTENTION, MLP, has_biases
 from llmconv.convert.formats.accessory.plugins import leave_out
-from llmconv.convert.formats.accessory.read import DELTA_FILE, Tensors, join, open_shards
+from llmconv.convert.formats.accessory.read import DELTA_FILE, join, open_shards
 from llmconv.convert.formats.accessory.write import whole_tensors
 from llmconv.convert.formats.accessory.write_config import args_of
 from llmconv.convert.models.dtype import with_dtype
 from llmconv.errors import MalformedInput
-from llmconv.tensors import DType
+from llmconv.tensors import DType, LazyTensor
 
 
 def is_accessory_delta(path: Path) -> bool:
@@ -38,7 +39,7 @@ def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
     """The tuned model in Hugging Face names; config, tokenizer and side files are the base's.
 
     Raises:
-        UnsupportedInput: the base is no model that Accessory has, or the delta has parts that transformers lacks.
+        UnsupportedInput: the base is not a model that Accessory has, or the delta has parts that transformers lacks.
         MalformedInput: a shard is missing, or the delta does not fit the base.
     """
     args = args_of(base)
@@ -56,7 +57,7 @@ def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
     return replace(base, tensors=tensors, config=with_dtype(config, tensors))
 
 
-def _types(base: Checkpoint, shards: Sequence[Tensors]) -> dict[str, DType]:
+def _types(base: Checkpoint, shards: Sequence[dict[str, LazyTensor]]) -> dict[str, DType]:
     """The element type that each tensor of the base keeps."""
     added_type = _common({name: tensor.dtype for name, tensor in shards[0].items()})
     return {name: wider(tensor.dtype, added_type) for name, tensor in base.items()}
@@ -66,7 +67,7 @@ def _common(types: Mapping[str, DType]) -> DType:
     return Counter(types.values()).most_common(1)[0][0]
 
 
-def _tied(tensors: Tensors, config: dict[str, Any]) -> dict[str, Any]:
+def _tied(tensors: dict[str, LazyTensor], config: dict[str, Any]) -> dict[str, Any]:
     """Drops a head that equals the embedding; the config then says so, and otherwise that it does not."""
     embedding = find_embedding(tensors)
     same = embedding is not None and equal(tensors[HEAD], tensors[embedding])
@@ -75,7 +76,7 @@ def _tied(tensors: Tensors, config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "tie_word_embeddings": same}
 
 
-def _plus(below: Tensors, delta: Tensors, source: str) -> Tensors:
+def _plus(below: dict[str, LazyTensor], delta: dict[str, LazyTensor], source: str) -> dict[str, LazyTensor]:
     """The union under Accessory's names, sums in float32 where the delta has something."""
     odd = [name for name, tensor in delta.items() if name in below and below[name].shape != tensor.shape]
     if odd:

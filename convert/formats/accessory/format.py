@@ -15,10 +15,11 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.algebra.operations import equal, listing
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.accessory.config import Params, is_field, read_params, to_config
-from llmconv.convert.formats.accessory.names import ATTENTION, MLP, has_biases, to_hugging_face
+from llmconv.convert.formats.accessory.config import AccessoryParams, is_field, read_params, to_config
+from llmconv.convert.formats.accessory.convert_tensors import to_hugging_face
+from llmconv.convert.formats.accessory.names import ATTENTION, MLP, has_biases
 from llmconv.convert.formats.accessory.plugins import kinds, leave_out, plugin_family
-from llmconv.convert.formats.accessory.read import DELTA_FILE, SHARD, Tensors, differing_copies, join, open_shards, peek
+from llmconv.convert.formats.accessory.read import DELTA_FILE, SHARD, differing_copies, join, open_shards, peek
 from llmconv.convert.formats.accessory.shapes import check_shapes
 from llmconv.convert.formats.accessory.write import BESIDE, save
 from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, load_tokenizer, without_tokenizer
@@ -26,6 +27,7 @@ from llmconv.convert.models.config_file import without_code
 from llmconv.convert.state_dicts.training_files import left_beside
 from llmconv.convert.tokenizers.ids import special_ids
 from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.tensors import LazyTensor
 
 
 def _detect(path: Path) -> bool:
@@ -81,7 +83,7 @@ def _stored_params(folder: Path) -> dict[str, Any]:
     return dict(content["model"]) if isinstance(content.get("model"), Mapping) else content
 
 
-def _join(folder: Path, shards: Sequence[Tensors], params: Params) -> Tensors:
+def _join(folder: Path, shards: Sequence[dict[str, LazyTensor]], params: AccessoryParams) -> dict[str, LazyTensor]:
     if params.family == "internlm" and len(shards) > 1:
         raise UnsupportedInput(
             f"`{folder.name}` is an InternLM in {len(shards)} shards, with which upstream's own code cannot compute",
@@ -91,7 +93,7 @@ def _join(folder: Path, shards: Sequence[Tensors], params: Params) -> Tensors:
     return join(shards, ("wk", "wv") if one_head else (), params.experts, folder.name)
 
 
-def _require_whole(folder: Path, whole: Tensors) -> None:
+def _require_whole(folder: Path, whole: dict[str, LazyTensor]) -> None:
     if not any(name.startswith(("tok_embeddings.", "word_embeddings.", "embedding.")) for name in whole):
         raise InputRefused(
             f"`{folder.name}` holds no whole model, only the {len(whole)} tensors that were trained",
@@ -99,7 +101,7 @@ def _require_whole(folder: Path, whole: Tensors) -> None:
         )
 
 
-def _config(path: Path, params: Params, tensors: Tensors) -> dict[str, Any]:
+def _config(path: Path, params: AccessoryParams, tensors: dict[str, LazyTensor]) -> dict[str, Any]:
     """The config, its sizes compared with the tensors; a head that equals the embedding is dropped as tied."""
     embedding = "transformer.word_embeddings.weight" if params.family == "falcon" else "model.embed_tokens.weight"
     settings = to_config(params, tensors[embedding].num_rows, path.name)

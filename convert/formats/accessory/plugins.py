@@ -8,7 +8,6 @@ from pathlib import Path
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.algebra.operations import listing
-from llmconv.convert.formats.accessory.read import Tensors
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -56,7 +55,7 @@ def _family_of(names: set[str]) -> str:
     return next((family for family, mark in marks.items() if any(mark in name for name in names)), "llama")
 
 
-def leave_out(whole: Tensors, family: str, source: str, *, drop: bool) -> list[str]:
+def leave_out(whole: dict[str, LazyTensor], family: str, source: str, *, drop: bool) -> list[str]:
     """Removes from `whole` what no language model of transformers holds; returns warnings that list it.
 
     Args:

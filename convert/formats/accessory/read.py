@@ -26,10 +26,8 @@ EXPERT = re.compile(r"\.feed_forward\.experts\.\d+\.")
 FUSED_EXPERTS = re.compile(r"(.*\.feed_forward)\.(w[123])")
 """mixtral_sparse: all experts in one matrix, and no `.weight` behind the name."""
 
-Tensors = dict[str, LazyTensor]
 
-
-def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[Tensors]:
+def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, LazyTensor]]:
     """The shards in order, by name without the `llma.` in front.
 
     Args:
@@ -92,17 +90,17 @@ def _check_numbers(folder: Path, numbers: Mapping[int, str], count: int) -> None
         )
 
 
-def _open_shard(path: Path) -> Tensors:
+def _open_shard(path: Path) -> dict[str, LazyTensor]:
     file = open_torch_file(path)
     content = file.content
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]
     if not isinstance(content, dict) or not all(isinstance(ref, TensorRef) for ref in content.values()):
-        raise MalformedInput(f"`{path.name}` is no plain state dict", hint="it should hold tensors and nothing else")
+        raise MalformedInput(f"`{path.name}` is not a plain state dict", hint="it should hold tensors and nothing else")
     return {str(name).removeprefix("llma."): file.tensor(str(name), ref) for name, ref in content.items()}
 
 
-def _check_same(folder: Path, shards: Sequence[Tensors]) -> None:
+def _check_same(folder: Path, shards: Sequence[dict[str, LazyTensor]]) -> None:
     """Every shard has the same names, shapes and dtypes, but for whole experts, which one shard has each."""
     layouts = [
         {name: (tensor.dtype.name, tensor.shape) for name, tensor in shard.items() if not EXPERT.search(name)}
@@ -122,7 +120,9 @@ def _check_same(folder: Path, shards: Sequence[Tensors]) -> None:
         )
 
 
-def join(shards: Sequence[Tensors], repeated: Iterable[str], experts: int, source: str) -> Tensors:
+def join(
+    shards: Sequence[dict[str, LazyTensor]], repeated: Iterable[str], experts: int, source: str
+) -> dict[str, LazyTensor]:
     """Whole tensors under Accessory's names; experts in one matrix become one tensor each, as in the other layout.
 
     Args:
@@ -134,7 +134,7 @@ def join(shards: Sequence[Tensors], repeated: Iterable[str], experts: int, sourc
     Raises:
         MalformedInput: the parts do not fit together.
     """
-    whole: Tensors = {}
+    whole: dict[str, LazyTensor] = {}
     copies = set(repeated)
     for name in dict.fromkeys(name for shard in shards for name in shard):
         parts = [shard[name] for shard in shards if name in shard]
@@ -146,19 +146,19 @@ def join(shards: Sequence[Tensors], repeated: Iterable[str], experts: int, sourc
                 whole[name] = parts[0] if dim is None else concat(parts, dim)
         except ValueError as error:
             raise MalformedInput(
-                f"`{name}` of `{source}` does not join: {error}", hint="the configuration is of another model"
+                f"`{name}` of `{source}` does not join: {error}", hint="the configuration belongs to another model"
             ) from error
     return whole
 
 
-def peek(folder: Path) -> Tensors:
+def peek(folder: Path) -> dict[str, LazyTensor]:
     """The tensors under Accessory's own names, joined as far as the names alone tell.
 
     Raises:
         InputRefused: see `open_shards`.
     """
     shards = open_shards(folder)
-    whole: Tensors = {}
+    whole: dict[str, LazyTensor] = {}
     for name in dict.fromkeys(name for shard in shards for name in shard):
         parts = [shard[name] for shard in shards if name in shard]
         dim = 0 if FUSED_EXPERTS.fullmatch(name) else None if EXPERT.search(name) else split_dim(name)
@@ -166,7 +166,7 @@ def peek(folder: Path) -> Tensors:
     return whole
 
 
-def _split_experts(prefix: str, layer: str, parts: Sequence[LazyTensor], experts: int) -> Tensors:
+def _split_experts(prefix: str, layer: str, parts: Sequence[LazyTensor], experts: int) -> dict[str, LazyTensor]:
     """Each shard holds a part of every expert (`mixtral_sparse.py`, `_sparse_expert_merge`); w2 lies transposed."""
     rows = parts[0].num_rows
     if not experts or rows % experts:
@@ -182,6 +182,6 @@ def _split_experts(prefix: str, layer: str, parts: Sequence[LazyTensor], experts
     }
 
 
-def differing_copies(shards: Sequence[Tensors], names: Iterable[str]) -> list[str]:
+def differing_copies(shards: Sequence[dict[str, LazyTensor]], names: Iterable[str]) -> list[str]:
     """Those of the (small) tensors `names` that are not the same in every shard, though each holds them whole."""
     return [name for name in names if name in shards[0] and len({shard[name].read().tobytes() for shard in shards}) > 1]

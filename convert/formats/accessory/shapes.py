@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmconv.convert.algebra.operations import listing
-from llmconv.convert.formats.accessory.config import Params
+from llmconv.convert.formats.accessory.config import AccessoryParams
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
 
-def check_shapes(tensors: Mapping[str, LazyTensor], params: Params, settings: Mapping[str, Any], source: str) -> None:
+def check_shapes(
+    tensors: Mapping[str, LazyTensor], params: AccessoryParams, settings: Mapping[str, Any], source: str
+) -> None:
     """Every matrix has the shape that transformers expects.
 
     Args:
@@ -38,6 +40,6 @@ def check_shapes(tensors: Mapping[str, LazyTensor], params: Params, settings: Ma
             wrong.append(f"{name} {list(tensor.shape)}")
     if wrong:
         raise MalformedInput(
-            f"`{source}` has {len(wrong)} tensors of another shape than its configuration says: {listing(wrong)}",
-            hint="the configuration is of another model, or a shard is missing",
+            f"`{source}` has {len(wrong)} tensors of another shape than its configuration declares: {listing(wrong)}",
+            hint="the configuration belongs to another model, or a shard is missing",
         )

@@ -12,11 +12,11 @@ from functools import partial
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.algebra.operations import inverse_order, inverted, permute_rows, rename, require, rope_order, split
 from llmconv.convert.algebra.row_groups import pick_rows
-from llmconv.convert.formats.accessory.config import Params
-from llmconv.convert.formats.accessory.names import Table, table_of
+from llmconv.convert.formats.accessory.config import AccessoryParams
+from llmconv.convert.formats.accessory.names import NameTable, table_of
 from llmconv.convert.formats.accessory.read import EXPERT
 from llmconv.convert.formats.accessory.shapes import check_shapes
-from llmconv.convert.formats.accessory.write_config import Args, args_of
+from llmconv.convert.formats.accessory.write_config import AccessoryArgs, args_of
 from llmconv.convert.formats.meta.names import split_dim
 from llmconv.convert.models.llama_like import refuse_shards, with_head
 from llmconv.files.torch.writer import torch_pieces
@@ -31,12 +31,12 @@ BESIDE = ("chat_template.jinja", "generation_config.json", "special_tokens_map.j
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
-    """The files of an Accessory checkpoint; `open` of the format gives the same tensors back, bit for bit.
+    """The files of an Accessory checkpoint; `open` of the format returns the same tensors, bit for bit.
 
     Raises:
         UnsupportedInput: no plugin of Accessory's is such a model.
         MalformedInput: config and tensors contradict each other.
-        UsageProblem: the model does not divide among so many shards.
+        UsageProblem: the model does not divide among this number of shards.
     """
     args = args_of(checkpoint)
     refuse_shards(checkpoint.path.name, shards, args.shared)
@@ -54,11 +54,11 @@ def save(checkpoint: Checkpoint, shards: int) -> Plan:
     return Plan(checkpoint, tuple(files), {**words, **small}, warnings)
 
 
-def whole_tensors(checkpoint: Checkpoint, args: Args) -> dict[str, LazyTensor]:
+def whole_tensors(checkpoint: Checkpoint, args: AccessoryArgs) -> dict[str, LazyTensor]:
     """Whole tensors under Accessory's names and in its order of rows; a tied head is written out.
 
     Raises:
-        MalformedInput: a tensor is missing, left over, or of another shape than the config says.
+        MalformedInput: a tensor is missing, left over, or of another shape than the config declares.
     """
     params, source = args.params, checkpoint.path.name
     table = _with_biases(table_of(params), args.biases)
@@ -74,7 +74,7 @@ def whole_tensors(checkpoint: Checkpoint, args: Args) -> dict[str, LazyTensor]:
     return whole
 
 
-def _with_biases(table: Table, layers: Sequence[str]) -> Table:
+def _with_biases(table: NameTable, layers: Sequence[str]) -> NameTable:
     """The table with a row for the bias of each of the `layers`, by Hugging Face's name."""
     biased = {
         source.removesuffix("weight") + "bias": target.removesuffix("weight") + "bias"
@@ -84,7 +84,7 @@ def _with_biases(table: Table, layers: Sequence[str]) -> Table:
     return {**table, **biased}
 
 
-def _placed(name: str, tensor: LazyTensor, params: Params) -> dict[str, LazyTensor]:
+def _placed(name: str, tensor: LazyTensor, params: AccessoryParams) -> dict[str, LazyTensor]:
     """One tensor as Accessory has it: rows in Meta's order, a fused matrix of Falcon's in three."""
     if params.family == "falcon" and (fused := QKV.fullmatch(name)):
         size, heads = params.head_dim, 1 if params.fields["multi_query"] else params.heads
@@ -98,7 +98,7 @@ def _placed(name: str, tensor: LazyTensor, params: Params) -> dict[str, LazyTens
     return {name: tensor}
 
 
-def _parts(name: str, tensor: LazyTensor, params: Params, shards: int) -> Mapping[int, LazyTensor]:
+def _parts(name: str, tensor: LazyTensor, params: AccessoryParams, shards: int) -> Mapping[int, LazyTensor]:
     """What each rank holds of a tensor."""
     if EXPERT.search(name):
         number = int(name.split(".experts.")[1].partition(".")[0])

@@ -8,7 +8,7 @@ from math import inf, nextafter
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.formats.accessory.config import Params, read_params, to_config
+from llmconv.convert.formats.accessory.config import AccessoryParams, read_params, to_config
 from llmconv.convert.formats.accessory.names import ATTENTION, MLP
 from llmconv.convert.formats.meta.write_config import feed_forward_of
 from llmconv.convert.models.llama_like import Decoder, read_decoder, refuse_fields, refuse_other_values
@@ -27,7 +27,7 @@ FALCON_DEFAULTS = {"bias": False, "multi_query": True, "new_decoder_architecture
 
 
 @dataclass(frozen=True)
-class Args:
+class AccessoryArgs:
     """How Accessory describes a model.
 
     Attributes:
@@ -39,13 +39,13 @@ class Args:
     """
 
     plugin: str
-    params: Params
+    params: AccessoryParams
     shared: Mapping[str, int]
     settings: Mapping[str, Any]
     biases: tuple[str, ...] = ()
 
 
-def args_of(checkpoint: Checkpoint) -> Args:
+def args_of(checkpoint: Checkpoint) -> AccessoryArgs:
     """The plugin and arguments of a model.
 
     Raises:
@@ -63,7 +63,7 @@ def args_of(checkpoint: Checkpoint) -> Args:
     params = read_params(fields, decoder.model_type, decoder.source)
     settings = to_config(params, decoder.vocabulary, decoder.source)
     _refuse_others(decoder, params, settings)
-    return Args(str(plugin), params, _shared(decoder, params), settings, biases)
+    return AccessoryArgs(str(plugin), params, _shared(decoder, params), settings, biases)
 
 
 def _fields(decoder: Decoder) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _like_a_llama(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, config={**config, **sizes})
 
 
-def _refuse_others(decoder: Decoder, params: Params, settings: Mapping[str, Any]) -> None:
+def _refuse_others(decoder: Decoder, params: AccessoryParams, settings: Mapping[str, Any]) -> None:
     """What upstream's code makes of its fields must be the model; it has no field for the rest."""
     told = {"head_dim": params.head_dim, "intermediate_size": params.intermediate, "rope": {}}
     if settings["rope_scaling"]:  # but for the last bit of the division
@@ -120,7 +120,7 @@ def _refuse_others(decoder: Decoder, params: Params, settings: Mapping[str, Any]
     refuse_other_values(decoder, own, told, CODE)
 
 
-def _shared(decoder: Decoder, params: Params) -> dict[str, int]:
+def _shared(decoder: Decoder, params: AccessoryParams) -> dict[str, int]:
     """What ranks share out; Falcon's single key/value head is in all of them."""
     sizes = {"hidden_size": decoder.hidden, "num_attention_heads": decoder.heads, "vocab_size": decoder.vocabulary}
     if params.family != "falcon" or decoder.kv_heads > 1:

@@ -1,4 +1,4 @@
-"""What becomes of the adapter of a PEFT run: merged into its base, written beside it, or alone."""
+"""What becomes of the adapter of a PEFT run: merged into its base, written next to it, or alone."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def differences(stored: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]
     """A warning where the run's configuration is not that of the base folder; fields that only one has do not count.
 
     Raises:
-        MalformedInput: they are of different model types.
+        MalformedInput: they belong to different model types.
     """
     differing = sorted(name for name in stored.keys() & base.keys() if stored[name] != base[name])
     if "model_type" in differing:

@@ -25,7 +25,7 @@ class Run:
         content: the nested dict, as `torch.load` of one whole file would give it; its tensors are leaves for `tensor`.
         tensor: `tensor(name, leaf)` gives the LazyTensor of a leaf; the name is for error messages.
         shards: files that the weights lie in.
-        beside: what lies beside `content` and is not converted, and how many bytes of it.
+        beside: what lies next to `content` and is not converted, and how many bytes of it.
     """
 
     content: Mapping[str, Any]

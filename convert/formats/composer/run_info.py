@@ -1,4 +1,4 @@
-"""What a Composer run tells of its writer, and what it holds that is no part of the model.
+"""What a Composer run tells of its writer, and what it holds that is not part of the model.
 
 Layout (mosaicml/composer `core/state.py`): beside `model` and `integrations`, `state` holds what resuming needs.
 """
@@ -28,7 +28,7 @@ PARTS = {
     "timestamp": "the time stamp",
     "rng": "the random number generators",
 }
-"""In the state, or (generators, and in old sharded runs the optimizer) beside it."""
+"""In the state, or (generators, and in old sharded runs the optimizer) next to it."""
 
 KEPT = {"model", "integrations", "metadata", "run_name", "rank_zero_seed"}
 VERSION = re.compile(r"[\w.+-]{1,60}")

@@ -20,7 +20,7 @@ from llmconv.tensors import LazyTensor
 
 MODEL = "model"
 TRACES = {"integrations", "metadata", "timestamp", "run_name", "rank_zero_seed"}
-"""Keys of a Composer state beside the model; one of them is there whatever was left out."""
+"""Keys of a Composer state next to the model; one of them is there whatever was left out."""
 
 WAY_OUT = (
     "load all ranks' files with the Composer that wrote them, in as many processes, and save once with "

@@ -45,7 +45,7 @@ def content(folder: Path, model: Any) -> dict[str, Any]:
         model: the state dict.
 
     Raises:
-        MalformedInput: the metadata is not JSON, or `model` is no dict.
+        MalformedInput: the metadata is not JSON, or `model` is not a dict.
     """
     if not isinstance(model, dict):
         raise MalformedInput(f"`{folder.name}/{MODEL}` holds no state dict", hint="copy the folder again")

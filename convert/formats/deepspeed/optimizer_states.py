@@ -54,7 +54,7 @@ class Rank:
         if type(value) is not int or value not in (1, 2, 3):
             raise UnsupportedInput(
                 f"`{self.path.name}` tells no ZeRO stage from 1 to 3",
-                hint="old releases are not read; convert it with the `zero_to_fp32.py` beside it, in a safe place",
+                hint="old releases are not read; convert it with the `zero_to_fp32.py` next to it, in a safe place",
             )
         return max(2, value)
 
@@ -108,13 +108,13 @@ def open_ranks(save: Save) -> list[Rank]:
     """The optimizer states of all ranks, in order.
 
     Raises:
-        MalformedInput: the file of a rank is missing, or there are too many, or they are of different runs.
+        MalformedInput: the file of a rank is missing, or there are too many, or they belong to different runs.
     """
     ranks = [Rank(file) for file in save.optimizers.values()]
     check_ranks(save, save.optimizers, ranks[0].count)
     if len({(rank.stage, rank.count) for rank in ranks}) > 1:
         odd = next(rank for rank in ranks if (rank.stage, rank.count) != (ranks[0].stage, ranks[0].count))
-        refuse(odd.path, f"is of another run than `{ranks[0].path.name}`: its stage or number of ranks differs")
+        refuse(odd.path, f"belongs to another run than `{ranks[0].path.name}`: its stage or number of ranks differs")
     return ranks
 
 

@@ -93,7 +93,7 @@ def _rest(save: Save, states: ModelStates, known: Mapping[str, LazyTensor]) -> d
 
     Raises:
         MalformedInput: there is nothing but a placeholder.
-        UnsupportedInput: there is an object that is no plain tensor.
+        UnsupportedInput: there is an object that is not a plain tensor.
     """
     objects = [name for name in states.objects("module") if name not in known and not name.endswith("_extra_state")]
     if objects:

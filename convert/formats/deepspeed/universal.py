@@ -1,7 +1,7 @@
 """Universal checkpoints: one folder per parameter, whose `fp32.pt` holds the whole float32 master weight.
 
 Layout (deepspeedai/DeepSpeed `checkpoint/ds_to_universal.py`, `merge_tp_slices`): `zero/NAME/fp32.pt`, a dict with
-`param`; beside it the optimizer's moments.
+`param`; next to it the optimizer's moments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LitGPT's LoRA: `lit_model.pth.lora` beside `hyperparameters.yaml` and `model_config.yaml`.
+"""LitGPT's LoRA: `lit_model.pth.lora` next to `hyperparameters.yaml` and `model_config.yaml`.
 
 Layout (Lightning-AI/litgpt `lora.py`): `<module>.lora_A` (r×in) and `.lora_B` (out×r), scale lora_alpha/lora_r; in the
 fused `attn.qkv` (`attn.attn` until the end of 2024) an A for each trained one of queries, keys and values below the
@@ -66,7 +66,7 @@ def open_litgpt_adapter(path: Path, base: Checkpoint, alpha: float | None = None
     if lit.n_expert > len(base):
         raise MalformedInput(
             f"`{source}` says that its model has {lit.n_expert} experts, more than the base has tensors",
-            hint="`model_config.yaml` is of another model; copy the adapter's folder again",
+            hint="`model_config.yaml` belongs to another model; copy the adapter's folder again",
         )
     settings = file.parent / HYPERPARAMETERS
     said = read_config_file(settings) if settings.is_file() else {}
@@ -107,7 +107,7 @@ def _apart(
             raise MalformedInput(
                 f"`{name}` of `{source}` has {tensor.num_rows} rows, which are not those of "
                 f"{', '.join(PARTS[one] for one, _ in trained) or 'nothing'}",
-                hint=f"copy `{HYPERPARAMETERS}` of the run beside it, which says what of the fused matrix was trained",
+                hint=f"copy `{HYPERPARAMETERS}` of the run next to it, which says what of the fused matrix was trained",
             )
         for (one, _), piece in zip(trained, _cut(tensor, sizes), strict=True):
             apart[f"{match['root']}.{one}.{match['part']}"] = piece
@@ -155,7 +155,7 @@ def _without_padding(own: Factors, weight: LazyTensor | None, lit: LitConfig) ->
 
 
 ADAPTER = AdapterFormat(
-    title="LitGPT (`lit_model.pth.lora` beside `hyperparameters.yaml`)",
+    title="LitGPT (`lit_model.pth.lora` next to `hyperparameters.yaml`)",
     detect=is_litgpt_adapter,
     open=open_litgpt_adapter,
 )

@@ -17,7 +17,7 @@ SAME_FUNCTION = {
     "llama": ("llama", "mistral", "phi3"),
     "mistral": ("mistral", "phi3"),
 }
-"""Families that compute the same and differ in names, so that a `config.json` beside the weights decides."""
+"""Families that compute the same and differ in names, so that a `config.json` next to the weights decides."""
 
 LLAMA_3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
 GELU = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
@@ -222,7 +222,7 @@ def _is_number(value: Any) -> bool:
 
 
 def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) -> dict[str, Any]:
-    """The `config.json` beside the weights, with LitGPT's vocabulary, once it says what `model_config.yaml` says.
+    """The `config.json` next to the weights, with LitGPT's vocabulary, once it says what `model_config.yaml` says.
 
     Raises:
         MalformedInput: they contradict each other.
@@ -239,7 +239,7 @@ def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) 
     if odd:
         said = f"`{odd[0]}` {str(flat.get(odd[0]))[:40]}, `model_config.yaml` {computed.get(odd[0])}"
         raise MalformedInput(
-            f"`config.json` beside `{source}` says {said}",
-            hint="one of the two is of another model; take the wrong one away",
+            f"`config.json` next to `{source}` says {said}",
+            hint="one of the two belongs to another model; take the wrong one away",
         )
     return {**computed, **stored, "vocab_size": computed["vocab_size"]}

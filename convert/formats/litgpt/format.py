@@ -1,7 +1,7 @@
-"""LitGPT: `lit_model.pth` beside `model_config.yaml`, with the tokenizer and often the `config.json` of the origin.
+"""LitGPT: `lit_model.pth` next to `model_config.yaml`, with the tokenizer and often the `config.json` of the origin.
 
 Layout (Lightning-AI/litgpt `utils.py`, `save_config`, `copy_config_files`): a state dict, flat or under `model`.
-Without a `config.json` the YAML gives one; beside one it must say the same.
+Without a `config.json` the YAML gives one; next to one it must say the same.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = whole(tensors, settings, path.name, warnings)
     side_files = side_files_of(path, tokenizer)
     if not set(side_files) - {"generation_config.json"}:
-        warnings.append(f"`{path.name}` has no tokenizer beside it; give one with `--tokenizer` if you need it")
+        warnings.append(f"`{path.name}` has no tokenizer next to it; give one with `--tokenizer` if you need it")
     return Checkpoint(
         path, FORMAT.name, tensors, settings, side_files, tuple(warnings), _version(found), 1, left_around(found)
     )
@@ -113,7 +113,7 @@ def _version(found: StateFile) -> str:
 
 FORMAT = Format(
     name="litgpt",
-    title="LitGPT: `lit_model.pth` beside `model_config.yaml`, or the folder of both",
+    title="LitGPT: `lit_model.pth` next to `model_config.yaml`, or the folder of both",
     detect=_detect,
     sign=Sign(names=OWN_NAMES),
     open=_open,

@@ -97,8 +97,8 @@ def read_settings(folder: Path, source: str) -> LitConfig:
     file = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if file is None:
         raise InputRefused(
-            f"`{source}` has no `{FILES[0]}` beside it, without which its fused matrices cannot be taken apart",
-            hint="copy the file beside the weights; `litgpt download` and `litgpt finetune` write it",
+            f"`{source}` has no `{FILES[0]}` next to it, without which its fused matrices cannot be taken apart",
+            hint="copy the file next to the weights; `litgpt download` and `litgpt finetune` write it",
         )
     return settings_of(read_config_file(file), file.name)
 

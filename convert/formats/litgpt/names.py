@@ -88,12 +88,12 @@ def to_hugging_face(stored: Mapping[str, LazyTensor], lit: LitConfig, family: st
     """The tensors of the model, each lazily cut out of or joined from what is stored.
 
     Raises:
-        MalformedInput: a tensor is missing or unknown, or has another shape than the configuration says.
+        MalformedInput: a tensor is missing or unknown, or has another shape than the configuration declares.
     """
     if lit.n_layer * max(1, lit.n_expert) > len(stored):
         raise MalformedInput(
             f"`{source}` holds {len(stored)} tensors, too few for {lit.n_layer} layers",
-            hint="`model_config.yaml` is of another model, or the checkpoint is partial",
+            hint="`model_config.yaml` belongs to another model, or the checkpoint is partial",
         )
     expected = _shapes(lit)
     current = {_new_name(name): tensor for name, tensor in stored.items()}
@@ -104,7 +104,7 @@ def to_hugging_face(stored: Mapping[str, LazyTensor], lit: LitConfig, family: st
     if wrong:
         raise MalformedInput(
             f"`{source}` has {len(wrong)} tensors that `model_config.yaml` has no place for: {listing(wrong)}",
-            hint="the configuration is of another model, or the weights have adapters that are not merged",
+            hint="the configuration belongs to another model, or the weights have adapters that are not merged",
         )
     by_group = any(_new_name(name) != name for name in stored)
     parts: Tensors = {}

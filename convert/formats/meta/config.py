@@ -38,7 +38,7 @@ SMALL_DIMS = (2048, 3072)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class WeightSizes:
     """What the shapes of the weights say."""
 
     vocabulary: int
@@ -50,14 +50,14 @@ def read_params(content: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The fields of `params.json`, taken out of `model` where they are nested.
 
     Raises:
-        MalformedInput: a field that no model can do without is missing, or one is no positive number.
+        MalformedInput: a field that no model can do without is missing, or one is not a positive number.
     """
     params = dict(content["model"]) if isinstance(content.get("model"), Mapping) else dict(content)
     for name in REQUIRED:
         if not params.get(name):
             raise MalformedInput(
                 f"`{source}` has no `params.json` with `{name}`",
-                hint="copy `params.json` beside the shards, or give it with `--config PATH`",
+                hint="copy `params.json` next to the shards, or give it with `--config PATH`",
             )
     for name in (*COUNTS, *NUMBERS):
         if params.get(name) and not _is_positive(params[name], whole=name in COUNTS):
@@ -68,7 +68,7 @@ def read_params(content: Mapping[str, Any], source: str) -> dict[str, Any]:
     if params["dim"] % params["n_heads"]:
         raise MalformedInput(
             f"`params.json` of `{source}` has {params['n_heads']} heads, which do not divide `dim` {params['dim']}",
-            hint="it is of another model; give the right one with `--config PATH`",
+            hint="it belongs to another model; give the right one with `--config PATH`",
         )
     return params
 
@@ -100,7 +100,7 @@ def intermediate_of(params: Mapping[str, Any]) -> int:
     return -(-hidden // multiple) * multiple
 
 
-def to_config(params: Mapping[str, Any], sizes: Sizes, source: str) -> dict[str, Any]:
+def to_config(params: Mapping[str, Any], sizes: WeightSizes, source: str) -> dict[str, Any]:
     """config.json of a Llama, without dtype and token ids.
 
     Raises:
@@ -111,7 +111,7 @@ def to_config(params: Mapping[str, Any], sizes: Sizes, source: str) -> dict[str,
         raise MalformedInput(
             f"`params.json` of `{source}` gives the feed-forward layers {expected} rows, the shards have "
             f"{sizes.intermediate}",
-            hint="a shard is missing or there is one too many, or `params.json` is of another model",
+            hint="a shard is missing or there is one too many, or `params.json` belongs to another model",
         )
     dim, heads = int(params["dim"]), int(params["n_heads"])
     return {

@@ -50,7 +50,7 @@ class MetaTokenizer:
 
 
 def find_tokenizer(folder: Path) -> Path | None:
-    """`tokenizer.model` beside the shards, or one folder up, where Meta's downloads put it."""
+    """`tokenizer.model` next to the shards, or one folder up, where Meta's downloads put it."""
     return next(
         (place for place in (folder / TOKENIZER, folder.absolute().parent / TOKENIZER) if place.is_file()), None
     )
@@ -92,7 +92,7 @@ def _from_sentencepiece(data: bytes, model: SentencePieceModel) -> MetaTokenizer
     if model.is_bpe and min(names.values()) >= 0:
         files["tokenizer.json"] = _json(tokenizer_json(model), indent=None)
     else:
-        warnings = ("the sentencepiece model is no BPE with bos, eos and unk; only `tokenizer.model` is written",)
+        warnings = ("the sentencepiece model is not a BPE with bos, eos and unk; only `tokenizer.model` is written",)
     return MetaTokenizer(files, model.bos, model.eos, (model.eos,), len(model.pieces), warnings)
 
 

@@ -30,12 +30,12 @@ from llmconv.tensors import LazyTensor
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
-    """The files of a Meta checkpoint; `open` of the format gives the same tensors back, bit for bit.
+    """The files of a Meta checkpoint; `open` of the format returns the same tensors, bit for bit.
 
     Raises:
         UnsupportedInput: Meta's code cannot hold the model.
         MalformedInput: config and tensors contradict each other.
-        UsageProblem: the model does not divide among so many shards.
+        UsageProblem: the model does not divide among this number of shards.
     """
     decoder = read_decoder(checkpoint)
     params = params_of(decoder, shards)
@@ -55,7 +55,7 @@ def llama_tensors(checkpoint: Checkpoint, decoder: Decoder) -> dict[str, LazyTen
     """The whole tensors of a llama under Meta's names and in its order of rows; a tied head is written out.
 
     Raises:
-        MalformedInput: a tensor is missing, left over, or of another shape than the config says.
+        MalformedInput: a tensor is missing, left over, or of another shape than the config declares.
     """
     tensors = with_head(checkpoint, "model.embed_tokens.weight", tied=False)
     shapes = decoder.shapes()
@@ -78,8 +78,8 @@ def check_shapes(tensors: Mapping[str, LazyTensor], shapes: Mapping[str, tuple[i
     odd = [f"{name} {list(tensors[name].shape)}" for name, shape in shapes.items() if tensors[name].shape != shape]
     if odd:
         raise MalformedInput(
-            f"`{source}` has {len(odd)} tensors of another shape than its `config.json` says: {listing(odd)}",
-            hint="the config is of another model; copy the folder again",
+            f"`{source}` has {len(odd)} tensors of another shape than its `config.json` declares: {listing(odd)}",
+            hint="the config belongs to another model; copy the folder again",
         )
 
 

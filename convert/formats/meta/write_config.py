@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import floor
 from typing import Any
 
-from llmconv.convert.formats.meta.config import SMALL_DIMS, Sizes, intermediate_of, to_config
+from llmconv.convert.formats.meta.config import SMALL_DIMS, WeightSizes, intermediate_of, to_config
 from llmconv.convert.models.llama_like import Decoder, refuse_fields, refuse_other_values
 
 CODE = "Meta's code"
@@ -51,7 +51,7 @@ def params_of(decoder: Decoder, shards: int) -> dict[str, Any]:
 
 def config_of(params: Mapping[str, Any], decoder: Decoder) -> dict[str, Any]:
     """What `to-hf` makes of `params.json`."""
-    return to_config(params, Sizes(decoder.vocabulary, decoder.intermediate, decoder.kv_heads), decoder.source)
+    return to_config(params, WeightSizes(decoder.vocabulary, decoder.intermediate, decoder.kv_heads), decoder.source)
 
 
 def _scaling(decoder: Decoder) -> dict[str, Any]:

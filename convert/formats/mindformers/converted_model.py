@@ -1,4 +1,4 @@
-"""What the model families of MindFormers share: LoRA merged, fused matrices taken apart, results checked."""
+"""Types and checks that all model families of MindFormers share: head sizes, the converted model, its tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmconv.tensors import LazyTensor
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of the attention: queries, keys/values, and elements of each head."""
+    """Number of query heads and of key/value heads, and the elements of each head."""
 
     queries: int
     keys: int
@@ -25,7 +25,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class ConvertedModel:
-    """A converted model: tensors in Hugging Face names, their config, and what a user should know."""
+    """A model in Hugging Face names: tensors, content of `config.json`, and warnings for the user."""
 
     tensors: dict[str, LazyTensor]
     config: dict[str, Any]
@@ -34,7 +34,7 @@ class ConvertedModel:
 
 @dataclass(frozen=True)
 class MindFormersModel:
-    """A model as MindFormers has it: tensors under its names, its class, and the fields of its `model_config`."""
+    """A model in MindFormers' names: tensors, class of the model, and the fields of its `model_config`."""
 
     tensors: dict[str, LazyTensor]
     arch: str
@@ -43,12 +43,12 @@ class MindFormersModel:
 
 @dataclass(frozen=True)
 class MindFormersFamily:
-    """One kind of model.
+    """The conversion of one model family in both directions.
 
     Attributes:
-        sign: a tensor name that only this kind has.
-        build: makes the model, or raises where transformers has no exact equal.
-        store: the way back, by `model_type`: `store(settings, tensors, source)`; a ValueError tells of an odd shape.
+        sign: matches a tensor name that only this family has.
+        build: MindFormers' tensors to Hugging Face's; raises where transformers has no exact equivalent.
+        store: the way back, by `model_type`: `store(settings, tensors, source)`; raises ValueError for a wrong shape.
     """
 
     sign: re.Pattern[str]
@@ -59,10 +59,10 @@ class MindFormersFamily:
 
 
 def heads_of(run: RunConfig, hidden: int) -> Heads:
-    """The head sizes that the configuration says.
+    """The head sizes in the configuration.
 
     Raises:
-        MalformedInput: they do not fit the hidden size.
+        MalformedInput: they contradict the hidden size.
     """
     queries = run.integer("num_heads", "num_attention_heads")
     keys = run.integer(
@@ -71,8 +71,8 @@ def heads_of(run: RunConfig, hidden: int) -> Heads:
     dim = run.integer("head_dim", "kv_channels", default=max(1, hidden // queries))
     if queries % keys or ("head_dim" not in run.fields and "kv_channels" not in run.fields and queries * dim != hidden):
         raise MalformedInput(
-            f"{queries} heads and {keys} key/value heads do not fit the hidden size {hidden} of `{run.source}`",
-            hint="the configuration is of another model; give the YAML file of the run with `--config`",
+            f"{queries} heads and {keys} key/value heads do not match the hidden size {hidden} of `{run.source}`",
+            hint="the configuration belongs to another model; give the YAML file of the run with `--config`",
         )
     return Heads(queries, keys, dim)
 
@@ -85,39 +85,48 @@ def finish(
     head: str,
     embedding: str,
 ) -> ConvertedModel:
-    """Checks the tensors against `shapes`, in whose order they are written, and ties an output head that is shared.
+    """Compares the tensors with the expected shapes, and ties an output head that equals the embedding.
 
     Args:
-        run: for messages, and whether the run ties them.
-        tensors: by Hugging Face name.
-        shapes: all that the model has.
+        run: its `tie_word_embeddings` allows a missing output head; its source is named in messages.
+        tensors: Hugging Face name to tensor.
+        shapes: every tensor of the model with its shape, in the order in which they are written.
         config: the content of `config.json`; `tie_word_embeddings` is added.
         head: name of the output head.
         embedding: name of the input embedding.
 
     Raises:
-        MalformedInput: a tensor is missing, left over or of another shape.
+        MalformedInput: missing keys, unexpected keys, or a shape mismatch.
     """
     tied = head not in tensors
     if tied and not run.flag("tie_word_embeddings"):
         raise MalformedInput(
             f"`{run.source}` has no output head, and its configuration does not tie it to the embedding",
-            hint="if it was trained so, give a configuration with `tie_word_embeddings: True`",
+            hint="if it was trained this way, give a configuration with `tie_word_embeddings: True`",
         )
-    wanted = {name: shape for name, shape in shapes.items() if name != head or not tied}
-    require(wanted, tensors, run.source)
-    over = [name for name in tensors if name not in wanted]
-    odd = [name for name, shape in wanted.items() if tensors[name].shape != shape]
-    if over or odd:
-        found = f"has {list(tensors[odd[0]].shape)}, not {list(wanted[odd[0]])}" if odd else "has no place in the model"
+    expected = {name: shape for name, shape in shapes.items() if name != head or not tied}
+    require(expected, tensors, run.source)
+    unexpected = [name for name in tensors if name not in expected]
+    mismatched = [name for name, shape in expected.items() if tensors[name].shape != shape]
+    if unexpected or mismatched:
         raise MalformedInput(
-            f"{len(over + odd)} tensors of `{run.source}` do not fit its configuration: {listing(odd + over)} {found}",
-            hint="the configuration is of another model, or these are the shards of one rank",
+            f"{len(unexpected + mismatched)} tensors of `{run.source}` contradict its configuration: "
+            + _contradiction(tensors, expected, unexpected, mismatched),
+            hint="the configuration belongs to another model, or these are the shards of one rank",
         )
     if not tied and equal(tensors[head], tensors[embedding]):
-        del wanted[head]
+        del expected[head]
         tied = True
-    return ConvertedModel({name: tensors[name] for name in wanted}, {**config, "tie_word_embeddings": tied})
+    return ConvertedModel({name: tensors[name] for name in expected}, {**config, "tie_word_embeddings": tied})
+
+
+def _contradiction(
+    tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]], unexpected: list[str], wrong: list[str]
+) -> str:
+    if not wrong:
+        return f"unexpected keys: {listing(unexpected)}"
+    name = wrong[0]
+    return f"shape mismatch for `{name}`: expected {list(expected[name])}, got {list(tensors[name].shape)}"
 
 
 def refuse_model(run: RunConfig, what: str, reason: str) -> UnsupportedInput:
@@ -126,3 +135,33 @@ def refuse_model(run: RunConfig, what: str, reason: str) -> UnsupportedInput:
         f"`{run.source}` is {what}, which has no exact equal in transformers: {reason}",
         hint="convert it with MindFormers' own `convert_weight.py --reversed` and run it with the model's own code",
     )
+
+
+def require_embedding(run: RunConfig, embedding: LazyTensor | None) -> LazyTensor:
+    """The word embedding, [vocabulary, hidden].
+
+    Raises:
+        MalformedInput: there is none, or it is not a matrix.
+    """
+    if embedding is None or len(embedding.shape) != 2:
+        raise MalformedInput(
+            f"`{run.source}` has no embedding", hint="the checkpoint is partial, or of one pipeline stage"
+        )
+    return embedding
+
+
+def check_embedding_sizes(run: RunConfig, embedding: LazyTensor) -> dict[str, int]:
+    """`vocab_size` and `hidden_size` from the shape of the embedding.
+
+    Raises:
+        MalformedInput: the configuration declares other sizes.
+    """
+    sizes = dict(zip(("vocab_size", "hidden_size"), embedding.shape, strict=True))
+    for name, size in sizes.items():
+        if run.integer(name, default=size) != size:
+            raise MalformedInput(
+                f"shape mismatch for the embedding of `{run.source}`: it is {list(embedding.shape)}, the configuration "
+                f"declares `{name}` {run.integer(name)}",
+                hint="the configuration belongs to another model, or these are the shards of one rank",
+            )
+    return sizes

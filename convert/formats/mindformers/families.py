@@ -1,4 +1,4 @@
-"""The families of MindFormers' models, each told by a tensor name that only it has."""
+"""The model families of MindFormers; each is detected by a tensor name that only it has."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ FAMILIES = (
 
 
 def family_of(tensors: Mapping[str, LazyTensor], source: str) -> MindFormersFamily:
-    """The family whose sign is among the names.
+    """The family whose `sign` matches a tensor name.
 
     Raises:
-        UnsupportedInput: none.
+        UnsupportedInput: no family matches.
     """
     for family in FAMILIES:
         if any(family.sign.search(name) for name in tensors):
             return family
     raise UnsupportedInput(
-        f"`{source}` is a MindSpore checkpoint of no known model: it holds {listing(sorted(tensors)) or 'nothing'}",
-        hint="known are llama, qwen, internlm, baichuan, gpt2, bloom and chatglm2/3 under MindFormers' names",
+        f"`{source}` is a MindSpore checkpoint of an unknown model: it holds {listing(sorted(tensors)) or 'nothing'}",
+        hint="supported are llama, qwen, internlm, baichuan, gpt2, bloom and chatglm2/3 in MindFormers' names",
     )

@@ -18,6 +18,7 @@ from llmconv.convert.formats.mindformers.converted_model import (
     finish,
     heads_of,
     refuse_model,
+    require_embedding,
 )
 from llmconv.convert.formats.mindformers.fused_weights import fuse, split_qkv
 from llmconv.convert.formats.mindformers.names import EMBEDDING, GLM, HEAD
@@ -36,28 +37,24 @@ FIXED = {
     "post_self_attn_layernorm": False,
     "post_mlp_layernorm": False,
 }
-"""Switches that `glm` does not have, at the value that it stands for."""
+"""Options that `glm` does not have, with the value that it implements."""
 
 
 def build_glm(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
     """ChatGLM2 or ChatGLM3 as `glm`.
 
     Raises:
-        UnsupportedInput: a switch is set that `glm` does not have.
-        MalformedInput: names, shapes and configuration do not fit each other.
+        UnsupportedInput: an option that `glm` does not have is set.
+        MalformedInput: names, shapes and configuration contradict each other.
     """
     changed = [name for name, usual in FIXED.items() if run.fields.get(name) not in (None, usual)]
     if changed or run.fields.get("pre_seq_len"):
-        raise refuse_model(run, f"a ChatGLM with `{(changed or ['pre_seq_len'])[0]}` set", "`glm` has no such switch")
+        raise refuse_model(run, f"a ChatGLM with `{(changed or ['pre_seq_len'])[0]}` set", "`glm` has no such option")
     renamed = {target: tensors[source] for target, source in rename(tensors, GLM, run.source).items()}
-    embedding = renamed.get(EMBEDDING)
-    if embedding is None or len(embedding.shape) != 2:
-        raise MalformedInput(
-            f"`{run.source}` has no embedding", hint="the checkpoint is of one pipeline stage, or partial"
-        )
+    embedding = require_embedding(run, renamed.get(EMBEDDING))
     hidden = embedding.shape[1]
     heads = _heads(run, hidden)
-    parts = _parts(run, renamed, heads)
+    parts = _transformers_tensors(run, renamed, heads)
     gate_up = parts.get("model.layers.0.mlp.gate_up_proj.weight")
     bias = "model.layers.0.self_attn.q_proj.bias" in parts
     config = {
@@ -88,8 +85,8 @@ def _heads(run: RunConfig, hidden: int) -> Heads:
     return heads_of(RunConfig(run.source, known, run.arch, run.lora), hidden)
 
 
-def _parts(run: RunConfig, renamed: dict[str, LazyTensor], heads: Heads) -> dict[str, LazyTensor]:
-    """The tensors with queries, keys and values apart, in transformers' row order, and gate and up together."""
+def _transformers_tensors(run: RunConfig, renamed: dict[str, LazyTensor], heads: Heads) -> dict[str, LazyTensor]:
+    """Splits queries, keys and values, joins gate and up, and puts rows in transformers' order."""
     parts: dict[str, LazyTensor] = {}
     try:
         for name, tensor in renamed.items():
@@ -102,23 +99,24 @@ def _parts(run: RunConfig, renamed: dict[str, LazyTensor], heads: Heads) -> dict
             elif not name.endswith(".mlp.up_proj.weight"):
                 parts[name] = tensor
         if run.flag("use_rearrange_rope"):
-            parts = {name: _neighbours(name, tensor, heads.dim) for name, tensor in parts.items()}
+            parts = {name: _interleaved_pairs(name, tensor, heads.dim) for name, tensor in parts.items()}
     except ValueError as error:
         raise MalformedInput(
-            f"the layers of `{run.source}` do not come apart: {error}", hint="the configuration is of another model"
+            f"the layers of `{run.source}` cannot be split: {error}",
+            hint="the configuration belongs to another model",
         ) from error
     return parts
 
 
-def _neighbours(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
-    """Queries and keys with row `2i + j` of a head taken from row `j·D/2 + i` (`rearrange_w` undone)."""
+def _interleaved_pairs(name: str, tensor: LazyTensor, dim: int) -> LazyTensor:
+    """Takes row `2i + j` of a query or key head from row `j·D/2 + i`, which undoes `rearrange_w`."""
     if not re.search(r"\.[qk]_proj\.", name):
         return tensor
     return permute_rows(tensor, [row % 2 * (dim // 2) + row // 2 for row in range(dim)])
 
 
 def store_glm(settings: Settings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
-    """`glm` as ChatGLM3, with queries, keys and values one after the other as all versions have them.
+    """`glm` as ChatGLM3, whose queries, keys and values follow each other in all versions.
 
     Raises:
         UnsupportedInput: a setting that ChatGLM does not have.

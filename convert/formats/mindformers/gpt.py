@@ -13,14 +13,21 @@ from llmconv.convert.algebra.operations import concat, inverted, rename, split
 from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
 from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats.mindformers.config import RunConfig
-from llmconv.convert.formats.mindformers.converted_model import ConvertedModel, MindFormersModel, finish, refuse_model
+from llmconv.convert.formats.mindformers.converted_model import (
+    ConvertedModel,
+    MindFormersModel,
+    check_embedding_sizes,
+    finish,
+    refuse_model,
+    require_embedding,
+)
 from llmconv.convert.formats.mindformers.names import BLOOM, DENSE, GPT2
 from llmconv.convert.models.settings import Settings, refuse, refuse_settings
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
 SEQ_LENGTH = 2048
-"""What BLOOM was trained with; its positions have no end."""
+"""Sequence length of BLOOM's training; ALiBi itself has no limit."""
 
 
 BLOOM_IN_OUT = re.compile(r"\.(?:dense|dense_h_to_4h|dense_4h_to_h)\.weight$")
@@ -30,7 +37,7 @@ def build_gpt2(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
     """GPT-2; its `c_attn` is the three matrices side by side, in×out.
 
     Raises:
-        UnsupportedInput: an activation or a norm order that GPT-2 does not have.
+        UnsupportedInput: GPT-2 does not have the activation or the order of norms.
     """
     _require_gelu(run, "GPT-2")
     renamed = {target: tensors[source] for target, source in rename(tensors, GPT2, run.source).items()}
@@ -70,7 +77,7 @@ def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
     """BLOOM; its `query_key_value` alternates the heads of the three matrices.
 
     Raises:
-        UnsupportedInput: an activation or a norm order that BLOOM does not have.
+        UnsupportedInput: BLOOM does not have the activation or the order of norms.
     """
     _require_gelu(run, "BLOOM")
     plain = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -109,7 +116,7 @@ def build_bloom(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
 
 
 def store_gpt2(settings: Settings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
-    """GPT-2, its `c_attn` taken apart into three matrices, out×in.
+    """GPT-2 with its `c_attn` split into three matrices, [out, in].
 
     Raises:
         UnsupportedInput: a setting that MindFormers' GPT-2 does not have.
@@ -127,7 +134,7 @@ def store_gpt2(settings: Settings, tensors: dict[str, LazyTensor], source: str) 
 
 
 def store_bloom(settings: Settings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
-    """BLOOM, the heads of its `query_key_value` sorted into three matrices.
+    """BLOOM with the heads of its `query_key_value` sorted into three matrices.
 
     Raises:
         UnsupportedInput: a setting that MindFormers' BLOOM does not have.
@@ -157,7 +164,7 @@ def _thirds(bias: LazyTensor) -> Sequence[LazyTensor]:
 def _apart(
     tensors: dict[str, LazyTensor], module: str, weights: SplitFunction, biases: SplitFunction
 ) -> dict[str, LazyTensor]:
-    """The tensors with `dense1`, `dense2`, `dense3` in place of `module`; the reverse of `_with_attention`."""
+    """Splits `module` of each layer into `dense1`, `dense2`, `dense3`; the reverse of `_with_attention`."""
     parts: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         root, _, kind = name.rpartition(f".{module}.")
@@ -170,11 +177,11 @@ def _apart(
 
 
 def _fields(settings: Settings, source: str) -> dict[str, Any]:
-    """What both models' configurations say.
+    """The configuration fields that both models have.
 
     Raises:
-        UnsupportedInput: the feed-forward is no multiple of the hidden size.
-        InputRefused: a size is missing or no number.
+        UnsupportedInput: the feed-forward size is not a multiple of the hidden size.
+        InputRefused: a size is missing or invalid.
     """
     names = {"vocab_size": "vocab_size", "hidden_size": "hidden_size"}
     names |= {"num_layers": "num_hidden_layers", "num_heads": "num_attention_heads"}
@@ -191,30 +198,14 @@ def _require_gelu(run: RunConfig, what: str) -> None:
     if activation != "gelu" or run.flag("post_layernorm_residual"):
         raise refuse_model(
             run,
-            f"a {what} with `hidden_act` {str(activation)[:40]} or norms behind",
-            "it has the tanh GELU, and norms in front",
+            f"a {what} with `hidden_act` {str(activation)[:40]} or post-norms",
+            "it has the tanh GELU and pre-norms",
         )
 
 
 def _embedding(run: RunConfig, renamed: dict[str, LazyTensor], name: str) -> LazyTensor:
-    """The word embedding, whose sizes are those of the configuration.
-
-    Raises:
-        MalformedInput: there is none, or it has other sizes.
-    """
-    embedding = renamed.get(name)
-    if embedding is None or len(embedding.shape) != 2:
-        raise MalformedInput(
-            f"`{run.source}` has no embedding", hint="the checkpoint is of one pipeline stage, or partial"
-        )
-    sizes = {"vocab_size": embedding.shape[0], "hidden_size": embedding.shape[1]}
-    for field, size in sizes.items():
-        if run.integer(field, default=size) != size:
-            raise MalformedInput(
-                f"the embedding of `{run.source}` is {list(embedding.shape)}, its configuration says "
-                f"`{field}` {run.integer(field)}",
-                hint="the configuration is of another model, or these are the shards of one rank",
-            )
+    embedding = require_embedding(run, renamed.get(name))
+    check_embedding_sizes(run, embedding)
     return embedding
 
 
@@ -225,7 +216,7 @@ def _inner(run: RunConfig, hidden: int) -> int:
 def _with_attention(
     run: RunConfig, renamed: dict[str, LazyTensor], module: str, name: str, join: Any
 ) -> dict[str, LazyTensor]:
-    """The tensors with `dense1`, `dense2`, `dense3` of each layer joined under `name`."""
+    """Joins `dense1`, `dense2`, `dense3` of each layer under `name`."""
     first = re.compile(rf"(.+\.{module})\.dense1\.(weight|bias)")
     result = {key: tensor for key, tensor in renamed.items() if not re.search(rf"\.{module}\.dense[123]\.", key)}
     for key in renamed:
@@ -237,13 +228,14 @@ def _with_attention(
                 result[f"{match[1]}.{name}.{match[2]}"] = join(parts)
             except ValueError as error:
                 raise MalformedInput(
-                    f"`{key}` of `{run.source}` does not join: {error}", hint="the configuration is of another model"
+                    f"the three parts of `{key}` in `{run.source}` cannot be joined: {error}",
+                    hint="the configuration belongs to another model",
                 ) from error
     return result
 
 
 def _linear(name: str, first: int, second: int, *, rows: bool = False) -> dict[str, tuple[int, ...]]:
-    """A weight of `first`×`second` with its bias, which is as long as the outputs (`rows`: out×in)."""
+    """Shapes of a weight [first, second] and of its bias, as long as the outputs (the rows if `rows`)."""
     return {f"{name}.weight": (first, second), f"{name}.bias": (first if rows else second,)}
 
 
@@ -258,12 +250,12 @@ def _finish(
     config: dict[str, Any],
     heads: int,
 ) -> ConvertedModel:
-    """Checks all; the head of both is the embedding (`GPTHead`, `BloomHead`), so there is none to write."""
+    """As `finish`, with a tied head: the head of both is the embedding (`GPTHead`, `BloomHead`)."""
     hidden = shapes[next(iter(shapes))][1]
     if hidden % heads:
         raise MalformedInput(
-            f"{heads} heads do not divide the hidden size {hidden} of `{run.source}`",
-            hint="the configuration is of another model",
+            f"the hidden size {hidden} of `{run.source}` is not a multiple of its {heads} heads",
+            hint="the configuration belongs to another model",
         )
     tied = RunConfig(run.source, {**run.fields, "tie_word_embeddings": True}, run.arch, run.lora)
     return finish(tied, tensors, shapes, config, "lm_head.weight", next(iter(shapes)))

@@ -15,16 +15,16 @@ from llmconv.tensors import LazyTensor
 def merge_ranks(
     folder: Path, shards: Mapping[int, Mapping[str, LazyTensor]], layouts: Mapping[str, ParallelLayout]
 ) -> dict[str, LazyTensor]:
-    """The whole tensors; of equal copies the one of the lowest rank is read.
+    """Joins the tensors of all ranks; of equal copies, the one of the lowest rank is read.
 
     Args:
-        folder: for error messages.
-        shards: rank to its tensors.
+        folder: its name appears in error messages.
+        shards: rank to its tensors by name.
         layouts: from `find_layouts`.
 
     Raises:
-        UnsupportedInput: a division that is not read here.
-        MalformedInput: a tensor without layout, a missing rank, or parts that do not fit.
+        UnsupportedInput: a tensor is divided unevenly or along more than two axes.
+        MalformedInput: a tensor has no layout, a rank is missing, or parts contradict each other.
     """
     holders: dict[str, list[int]] = {}
     for rank, tensors in sorted(shards.items()):
@@ -33,7 +33,7 @@ def merge_ranks(
     unknown = [name for name in holders if name not in layouts]
     if unknown:
         raise MalformedInput(
-            f"the strategy of `{folder.name}` does not tell how {len(unknown)} tensors are divided: {listing(unknown)}",
+            f"the strategy of `{folder.name}` contains no layout for {len(unknown)} tensors: {listing(unknown)}",
             hint="give the strategy files of all stages of this run",
         )
     return {
@@ -43,34 +43,26 @@ def merge_ranks(
 
 
 def _merge(folder: Path, name: str, parts: Mapping[int, LazyTensor], layout: ParallelLayout, ranks: int) -> LazyTensor:
-    """One tensor from the ranks that hold it, which need not be all (`remove_redundancy` keeps one copy of each part).
-
-    Args:
-        folder: for error messages.
-        name: of the tensor.
-        parts: rank to its part; a tensor of several pipeline stages is the first one's.
-        layout: of the tensor.
-        ranks: how many there are in all.
-    """
+    """Joins one tensor from the ranks that hold it, maybe not all (`remove_redundancy` keeps one copy of each part)."""
     if layout.uneven:
-        raise _unread(folder, name, "unevenly or in nested parts")
+        raise _unsupported(folder, name, "unevenly or in nested parts")
     if ranks % layout.ranks:
         raise MalformedInput(
-            f"`{folder.name}` has {ranks} ranks, but its strategy divides `{name}` over {layout.ranks}",
-            hint="a rank folder is missing, or the strategy is of another run",
+            f"`{folder.name}` has {ranks} ranks, but its strategy divides `{name}` among {layout.ranks}",
+            hint="a rank folder is missing, or the strategy belongs to another run",
         )
-    pieces = {layout.place(rank % layout.ranks): parts[rank] for rank in sorted(parts, reverse=True)}
+    pieces = {layout.coordinates_of(rank % layout.ranks): parts[rank] for rank in sorted(parts, reverse=True)}
     if any(len(layout.axes) > len(part.shape) for part in pieces.values()) or len(pieces) != prod(layout.grid()):
         raise MalformedInput(
-            f"`{name}` of `{folder.name}` is there in {len(pieces)} of {prod(layout.grid())} parts, or has other axes",
-            hint="a rank folder is incomplete, or the strategy is of another run",
+            f"`{folder.name}` holds {len(pieces)} of {prod(layout.grid())} parts of `{name}`, or it has other axes",
+            hint="a rank folder is incomplete, or the strategy belongs to another run",
         )
     return _assemble(folder, name, pieces, layout.grid())
 
 
-def _unread(folder: Path, name: str, how: str) -> UnsupportedInput:
+def _unsupported(folder: Path, name: str, how: str) -> UnsupportedInput:
     return UnsupportedInput(
-        f"`{name}` of `{folder.name}` is divided {how}, which is not read here",
+        f"`{name}` of `{folder.name}` is divided {how}, which is unsupported",
         hint="merge it first with MindSpore's `transform_checkpoints(src, dst, prefix, src_strategy, None)`",
     )
 
@@ -79,7 +71,7 @@ def _assemble(
     folder: Path, name: str, pieces: Mapping[tuple[int, ...], LazyTensor], grid: tuple[int, ...]
 ) -> LazyTensor:
     if any(count > 1 for count in grid[2:]):
-        raise _unread(folder, name, f"along {len(grid)} axes")
+        raise _unsupported(folder, name, f"along {len(grid)} axes")
     rows, columns = (*grid[:2], 1, 1)[:2] if grid else (1, 1)
     rest = (0,) * max(0, len(grid) - 2)
     try:
@@ -89,5 +81,6 @@ def _assemble(
         return concat(lines, 0)
     except ValueError as error:
         raise MalformedInput(
-            f"`{name}` of `{folder.name}` does not join: {error}", hint="ranks of different runs are mixed"
+            f"the parts of `{name}` in `{folder.name}` cannot be joined: {error}",
+            hint="ranks of different runs are mixed",
         ) from error

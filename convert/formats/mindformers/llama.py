@@ -19,14 +19,16 @@ from llmconv.convert.formats.mindformers.converted_model import (
     ConvertedModel,
     Heads,
     MindFormersModel,
+    check_embedding_sizes,
     finish,
     heads_of,
     refuse_model,
+    require_embedding,
 )
 from llmconv.convert.formats.mindformers.fused_weights import fuse, unfuse
 from llmconv.convert.formats.mindformers.names import CORE, EMBEDDING, HEAD, LLAMA, QWEN
 from llmconv.convert.models.settings import Settings, refuse, refuse_settings
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused
 from llmconv.tensors import Array, LazyTensor
 
 BAICHUAN2_VOCABULARY = 125696
@@ -40,17 +42,17 @@ SCALING = {
 
 ORIGINAL = "original_max_position_embeddings"
 SEQ_LENGTH = 4096
-"""Tokens that a run is set up for, which is memory and not the model: no more than this unless the user says so."""
+"""Largest `seq_length` written by default: it sizes the buffers of a run and is not a property of the model."""
 
 WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 
 def build_llama(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """A model under Llama's names; biases and the class of the run tell which it is.
+    """A model in Llama's names; its biases and the class of the run decide which one.
 
     Raises:
-        UnsupportedInput: Baichuan 13B, whose ALiBi no native model has.
-        MalformedInput: names, shapes and configuration do not fit each other.
+        UnsupportedInput: Baichuan 13B: no native model has its ALiBi.
+        MalformedInput: names, shapes and configuration contradict each other.
     """
     if re.search(r"Baichuan.*13B", run.arch, re.IGNORECASE) or run.flag("use_alibi"):
         raise refuse_model(run, f"a {run.arch or 'Llama'} with ALiBi", "its Llama has no ALiBi")
@@ -60,66 +62,55 @@ def build_llama(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedMode
 
 
 def build_qwen(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """Qwen 1 as `qwen2`, which computes the same within the length it was trained for."""
+    """Qwen 1 as `qwen2`, which computes the same within the trained length."""
     fused = next((name for name in tensors if "w_gate_hidden" in name), None)
     if fused:
-        raise refuse_model(run, f"a Qwen 1 with fused feed-forward (`{fused}`)", "the order of its parts is not known")
+        raise refuse_model(run, f"a Qwen 1 with fused feed-forward (`{fused}`)", "the order of its parts is unknown")
     model = _build(run, tensors, QWEN, "qwen2")
-    note = "Qwen 1 became `qwen2`; its dynamic NTK and logn attention beyond the trained length have no equal there"
+    note = "converted Qwen 1 to `qwen2`, which lacks its dynamic NTK and logn attention beyond the trained length"
     return ConvertedModel(model.tensors, model.config, (*model.warnings, note))
 
 
 def build_core(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel:
-    """A model under Megatron's names: `qwen3` where queries and keys are normalised, otherwise by its biases.
+    """A model in Megatron's names: `qwen3` where queries and keys are normalized, else as its biases decide.
 
     Raises:
-        InputRefused: the configuration is the run's YAML alone, whose sizes are in a `config.json` elsewhere.
+        InputRefused: the run's YAML is given without the `config.json` that contains the sizes.
     """
     run.number("rms_norm_eps")
     rope_settings(run, usual=None)
-    normalised = any(".q_layernorm." in name for name in tensors)
-    return _build(run, tensors, CORE, "qwen3" if normalised else "llama")
+    normalized = any(".q_layernorm." in name for name in tensors)
+    return _build(run, tensors, CORE, "qwen3" if normalized else "llama")
 
 
 def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str | None], kind: str) -> ConvertedModel:
     activation = run.fields.get("hidden_act") or "silu"
     if activation not in ("silu", "swiglu"):
         raise refuse_model(run, f"a Llama with `hidden_act` {str(activation)[:40]}", "its feed-forward is SwiGLU")
-    embedding = next((tensors[name] for name, target in names.items() if target == EMBEDDING and name in tensors), None)
-    if embedding is None or len(embedding.shape) != 2:
-        raise MalformedInput(
-            f"`{run.source}` has no embedding", hint="the checkpoint is of one pipeline stage, or partial"
-        )
+    embedding = require_embedding(
+        run, next((tensors[name] for name, to in names.items() if to == EMBEDDING and name in tensors), None)
+    )
     heads = heads_of(run, embedding.shape[1])
     parts = unfuse(run, tensors, heads)
     renamed = {target: parts[source] for target, source in rename(parts, names, run.source).items()}
     biases = {one for one in "qkvo" if f"model.layers.0.self_attn.{one}_proj.bias" in renamed}
     if biases not in (set(), set("qkv"), set("qkvo")):
-        raise refuse_model(run, f"a Llama with biases on {sorted(biases)}", "it has them on q, k, v, or on all four")
+        raise refuse_model(run, f"a Llama with biases on {sorted(biases)}", "its biases are on q, k, v, or on all four")
     if kind == "llama" and biases == set("qkv"):
         kind = "qwen2"
     gate = renamed.get("model.layers.0.mlp.gate_proj.weight")
-    config = _config(run, embedding.shape, gate.num_rows if gate else 0, heads, kind)
+    config = _config(run, embedding, gate.num_rows if gate else 0, heads, kind)
     if kind == "qwen3" and biases:
-        raise refuse_model(run, f"a Qwen 3 with biases on {sorted(biases)}", "it has them on none")
+        raise refuse_model(run, f"a Qwen 3 with biases on {sorted(biases)}", "it has none")
     if kind != "qwen2":
         config |= {"attention_bias": bool(biases), "mlp_bias": False}
     return finish(run, renamed, _shapes(config, heads, biases), config, HEAD, EMBEDDING)
 
 
-def _config(run: RunConfig, embedding: tuple[int, ...], intermediate: int, heads: Heads, kind: str) -> dict[str, Any]:
-    vocabulary, hidden = embedding
-    said = {"hidden_size": hidden, "vocab_size": vocabulary}
-    for name, size in said.items():
-        if run.integer(name, default=size) != size:
-            raise MalformedInput(
-                f"the embedding of `{run.source}` is {list(embedding)}, its configuration says "
-                f"`{name}` {run.integer(name)}",
-                hint="the configuration is of another model, or these are the shards of one rank",
-            )
+def _config(run: RunConfig, embedding: LazyTensor, intermediate: int, heads: Heads, kind: str) -> dict[str, Any]:
     return {
         "model_type": kind,
-        **said,
+        **check_embedding_sizes(run, embedding),
         "intermediate_size": intermediate,
         "num_hidden_layers": run.integer("num_layers", "num_hidden_layers"),
         "num_attention_heads": heads.queries,
@@ -139,15 +130,19 @@ def _config(run: RunConfig, embedding: tuple[int, ...], intermediate: int, heads
 def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, from `theta`, `extend_method` and `scaling_factor` (`FreqsMgr`).
 
+    Args:
+        run: the configuration.
+        usual: the default of `theta`; None if it is required.
+
     Raises:
-        UnsupportedInput: a method whose formula differs from transformers'.
+        UnsupportedInput: the formula of the method differs from transformers'.
     """
     method = str(run.fields.get("extend_method") or "None").upper()
     factor = run.fields.get("scaling_factor", 1.0)
     ready = run.fields.get("rope_parameters") or run.fields.get("rope_scaling")
-    if isinstance(ready, dict):  # a configuration in transformers' words
-        said = RunConfig(run.source, {**run.fields, **ready}, "", {})
-        return {"rope_theta": said.number("rope_theta", "theta", default=usual), "rope_scaling": dict(ready)}
+    if isinstance(ready, dict):  # a configuration in transformers' fields
+        fields = RunConfig(run.source, {**run.fields, **ready}, "", {})
+        return {"rope_theta": fields.number("rope_theta", "theta", default=usual), "rope_scaling": dict(ready)}
     theta = run.number("theta", "rope_theta", "rotary_emb_base", default=usual)
     if method == "NONE":
         return {"rope_theta": theta}
@@ -158,11 +153,11 @@ def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, An
         return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
     if method in SCALING and isinstance(factor, dict):
         return {"rope_theta": theta, "rope_scaling": _scaling(RunConfig(run.source, factor, "", {}), method)}
-    raise refuse_model(run, f"a model with `extend_method` {method[:40]}", "its rotary formula is another one")
+    raise refuse_model(run, f"a model with `extend_method` {method[:40]}", "its rotary formula differs")
 
 
 def _scaling(numbers: RunConfig, method: str) -> dict[str, Any]:
-    """transformers' `rope_scaling` for the two methods that have settings of their own."""
+    """transformers' `rope_scaling` for the two methods that have their own settings."""
     old = {ORIGINAL: numbers.integer(ORIGINAL)}
     found: dict[str, Any] = {name: numbers.number(name) for name in SCALING[method]}
     found = {"rope_type": method.lower(), **found, **old}
@@ -176,17 +171,17 @@ def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-HELD: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
+FIXED: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "sliding_window": None}
 QKV, GATE_UP = tuple(f"linear_{one}" for one in "qkv"), ("gating", "hidden")
 
 
 def store_llama(settings: Settings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
-    """A Llama or Qwen 2 under Llama's names, with nothing fused, so that no question is open.
+    """A Llama or Qwen 2 in Llama's names, with nothing fused, so that reading needs no `qkv_layout`.
 
     Raises:
         UnsupportedInput: a setting that MindFormers' Llama does not have.
     """
-    refuse_settings(source, settings, HELD, "MindFormers")
+    refuse_settings(source, settings, FIXED, "MindFormers")
     if settings["head_dim"] * settings["num_attention_heads"] != settings["hidden_size"]:
         refuse(source, {"head_dim": settings["head_dim"]}, "MindFormers")
     kind = "InternLM" if settings["attention_bias"] else "Llama"  # the same, with biases on all four
@@ -212,7 +207,7 @@ def store_llama(settings: Settings, tensors: dict[str, LazyTensor], source: str)
 
 
 def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """`extend_method` and `scaling_factor`; nothing for what MindFormers computes by another formula."""
+    """`extend_method` and `scaling_factor`; empty if the formula of MindFormers differs."""
     names = (*SCALING["LLAMA3"], ORIGINAL)
     if scaling.get("rope_type") == "linear" and "factor" in scaling:
         return {"extend_method": "PI", "scaling_factor": scaling["factor"]}
@@ -222,12 +217,12 @@ def _extension(scaling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def store_core(settings: Settings, tensors: dict[str, LazyTensor], source: str) -> MindFormersModel:
-    """A Qwen 3 under Megatron's names, fused in its order, with a configuration in transformers' words.
+    """A Qwen 3 in Megatron's names, fused in its order, with a configuration in transformers' fields.
 
     Raises:
         UnsupportedInput: a setting that MindFormers' Qwen 3 does not have.
     """
-    refuse_settings(source, settings, {**HELD, "attention_bias": False}, "MindFormers")
+    refuse_settings(source, settings, {**FIXED, "attention_bias": False}, "MindFormers")
     group = settings["num_attention_heads"] // settings["num_key_value_heads"] * settings["head_dim"]
     parts = fuse(
         _renamed(tensors, CORE, source), QKV, "linear_qkv", (group, settings["head_dim"], settings["head_dim"])
@@ -265,27 +260,27 @@ def _shapes(config: dict[str, Any], heads: Heads, biases: set[str]) -> dict[str,
 
 
 def _baichuan2(run: RunConfig, tensors: dict[str, LazyTensor], vocabulary: int) -> dict[str, LazyTensor]:
-    """The tensors with the head of Baichuan 2 normalised, which the model does whenever it runs (`NormHead`).
+    """Normalizes the head of Baichuan 2, as the model does in every forward pass (`NormHead`).
 
     Raises:
-        InputRefused: nobody says whether it is a Baichuan 2.
+        InputRefused: it is unknown whether the model is a Baichuan 2.
     """
     if vocabulary == BAICHUAN2_VOCABULARY and not run.arch:
         raise InputRefused(
-            f"`{run.source}` has the vocabulary of Baichuan 2, whose head is normalised, but its class is not said",
+            f"`{run.source}` has the vocabulary of Baichuan 2, whose head is normalized, but its class is unknown",
             hint="give the YAML file of the run, with `model.arch.type`",
         )
     if not re.match(r"Baichuan.*V2", run.arch, re.IGNORECASE) or HEAD not in tensors:
         return tensors
-    return {**tensors, HEAD: _normalised(tensors[HEAD])}
+    return {**tensors, HEAD: _normalized(tensors[HEAD])}
 
 
-def _normalised(head: LazyTensor) -> LazyTensor:
-    """Each row divided by √(Σw² + 1e-5), as `NormHead` does; rounded once."""
+def _normalized(head: LazyTensor) -> LazyTensor:
+    """Divides each row by √(Σw² + 1e-5), as `NormHead` does; rounded once."""
 
     def load(start: int, stop: int) -> Array:
         rows = head.rows(start, stop).astype(np.float64)
-        normalised: Array = (rows / np.sqrt((rows**2).sum(1, keepdims=True) + NORM_HEAD_EPS)).astype(head.dtype.numpy)
-        return normalised
+        normalized: Array = (rows / np.sqrt((rows**2).sum(1, keepdims=True) + NORM_HEAD_EPS)).astype(head.dtype.numpy)
+        return normalized
 
     return LazyTensor(head.dtype, head.shape, load)

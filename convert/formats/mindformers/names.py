@@ -6,7 +6,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def _llama_names(root: str, embedding: str, norm: str, gate: str, up: str) -> dict[str, str | None]:
-    """MindFormers' names to Hugging Face's; the models differ in a few words."""
+    """The table of one Llama-like model; the models differ in a few words only."""
     layer, target = f"{root}.layers.{{}}", "model.layers.{}"
     names: dict[str, str | None] = {
         f"{root}.{embedding}.embedding_weight": EMBEDDING,
@@ -20,7 +20,7 @@ def _llama_names(root: str, embedding: str, norm: str, gate: str, up: str) -> di
         "lm_head.weight": HEAD,
     }
     for kind in ("weight", "bias"):
-        names |= {f"{layer}.attention.w{one}.{kind}": f"{target}.self_attn.{one}_proj.{kind}" for one in "qkvo"}
+        names |= {f"{layer}.attention.w{part}.{kind}": f"{target}.self_attn.{part}_proj.{kind}" for part in "qkvo"}
     return names
 
 
@@ -43,8 +43,8 @@ CORE: dict[str, str | None] = {
     "decoder.layers.{}.mlp.hidden.weight": "model.layers.{}.mlp.up_proj.weight",
     "decoder.layers.{}.mlp.linear_fc2.weight": "model.layers.{}.mlp.down_proj.weight",
     **{
-        f"decoder.layers.{{}}.self_attention.linear_{one}.{kind}": f"model.layers.{{}}.self_attn.{two}_proj.{kind}"
-        for one, two in (("q", "q"), ("k", "k"), ("v", "v"), ("proj", "o"))
+        f"decoder.layers.{{}}.self_attention.linear_{source}.{kind}": f"model.layers.{{}}.self_attn.{part}_proj.{kind}"
+        for source, part in (("q", "q"), ("k", "k"), ("v", "v"), ("proj", "o"))
         for kind in ("weight", "bias")
     },
 }
@@ -76,7 +76,7 @@ DENSE = ("dense1", "dense2", "dense3")
 
 
 def _linear_names(root: str, modules: dict[str, str]) -> dict[str, str | None]:
-    """A table for tensors with a weight and a bias (`gamma` and `beta` for norms), from module to module."""
+    """A table for modules that all have a weight and a bias (`gamma` and `beta` where they are norms)."""
     names: dict[str, str | None] = {}
     for source, target in modules.items():
         pairs = (("gamma", "weight"), ("beta", "bias")) if "norm" in source or "ln_f" in source else ()

@@ -1,6 +1,6 @@
-"""MindSpore's parallel strategy: how the ranks of a run have divided each tensor, and the tensors put together.
+"""MindSpore's strategy files: how the ranks of a run divide each tensor.
 
-ParallelLayout (mindspore `node_strategy.proto`, `parallel/_parallel_serialization.py`, `parallel/_tensor.py`): a map of
+Layout (mindspore `node_strategy.proto`, `parallel/_parallel_serialization.py`, `parallel/_tensor.py`): a map of
 parameter name to device matrix, tensor map and optimizer sharding. `tensor_map[i] = k` divides axis i by
 `dev_matrix[-1 - k]`, -1 does not divide it; ranks count through the matrix row by row.
 """
@@ -28,14 +28,14 @@ DEVICE_LIMIT = 1 << 20
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How one tensor is divided.
+    """How one tensor is divided among ranks.
 
     Attributes:
         devices: the device matrix.
-        axes: for each axis of the tensor, the dimensions of the matrix that divide it, counted from its end.
-        step: ranks over which the model itself is divided, where the optimizer divides further.
-        size: parts into which the optimizer divides axis 0; 0 where it does not.
-        uneven: divided in parts of different sizes, which is not read here.
+        axes: for each axis of the tensor, the dimensions of the matrix that divide it, counted from the last one.
+        step: number of ranks among which the model itself is divided, if the optimizer divides axis 0 further.
+        size: number of parts into which the optimizer divides axis 0; 0 if it does not.
+        uneven: whether the parts have different sizes, which is unsupported.
     """
 
     devices: tuple[int, ...]
@@ -46,15 +46,15 @@ class ParallelLayout:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that the matrix describes."""
+        """Number of ranks in the matrix."""
         return prod(self.devices)
 
     def parts(self) -> tuple[int, ...]:
-        """Into how many parts each axis is divided by the model's parallelism."""
+        """Number of parts of each axis, by the model's parallelism alone."""
         return tuple(prod(self.devices[-1 - k] for k in axis) for axis in self.axes)
 
-    def place(self, rank: int) -> tuple[int, ...]:
-        """Which part of each axis a rank holds, the optimizer's division of axis 0 included."""
+    def coordinates_of(self, rank: int) -> tuple[int, ...]:
+        """Index, along each axis, of the part that a rank holds, the optimizer's division of axis 0 included."""
         if self.size:
             first, *others = self._within(rank % self.step)
             return (first * self.size + rank // self.step % self.size, *others)
@@ -62,29 +62,29 @@ class ParallelLayout:
         for count in reversed(self.devices):
             rank, part = divmod(rank, count)
             coordinates.append(part)
-        place = []
+        indices = []
         for axis in self.axes:
             part = 0
             for k in axis:
                 part = part * self.devices[-1 - k] + coordinates[k]
-            place.append(part)
-        return tuple(place)
+            indices.append(part)
+        return tuple(indices)
 
     def _within(self, rank: int) -> list[int]:
-        """The parts of a rank among those of the model, counted row by row."""
-        place: list[int] = []
+        """Index, along each axis, of a rank's part of the model, counted row by row."""
+        indices: list[int] = []
         for count in reversed(self.parts()):
             rank, part = divmod(rank, count)
-            place.insert(0, part)
-        return place
+            indices.insert(0, part)
+        return indices
 
     def grid(self) -> tuple[int, ...]:
-        """Into how many parts each axis is divided in all."""
+        """Number of parts of each axis in total."""
         parts = self.parts()
         return (parts[0] * self.size, *parts[1:]) if self.size and parts else parts
 
     def is_sound(self) -> bool:
-        """Whether the numbers fit together."""
+        """Whether the numbers are consistent."""
         inside = all(0 <= k < len(self.devices) for axis in self.axes for k in axis)
         counts = all(count > 0 for count in self.devices) and self.ranks <= DEVICE_LIMIT
         if not inside or not counts or not self.axes:
@@ -93,7 +93,7 @@ class ParallelLayout:
 
 
 def find_layouts(folder: Path) -> dict[str, ParallelLayout] | None:
-    """The layouts of all strategy files in or beside a folder of ranks; None where there is no such file.
+    """The layouts of all strategy files in or next to a folder of ranks; None if there is no such file.
 
     Raises:
         MalformedInput: two files contradict each other, or one cannot be read.
@@ -110,28 +110,29 @@ def find_layouts(folder: Path) -> dict[str, ParallelLayout] | None:
         for name, layout in read_strategy(file).items():
             if layouts.setdefault(name, layout) != layout:
                 raise MalformedInput(
-                    f"the strategy files in `{place}` disagree about `{name}`",
+                    f"the strategy files in `{place}` contradict each other for `{name}`",
                     hint="keep those of this run only",
                 )
     return layouts
 
 
 def read_strategy(path: Path) -> dict[str, ParallelLayout]:
-    """Parameter name to layout, from a strategy file (protobuf, or JSON if it is named so).
+    """Parameter name to layout, from a strategy file (JSON if its name ends with `.json`, else protobuf).
 
     Raises:
-        MalformedInput: not such a file.
+        MalformedInput: it is not a strategy file, or a layout is inconsistent.
     """
     try:
         layouts = _read_json(path) if path.suffix == ".json" else _read_protobuf(path)
-        odd = [name for name, layout in layouts.items() if not layout.is_sound()]
+        invalid = [name for name, layout in layouts.items() if not layout.is_sound()]
     except (AttributeError, KeyError, TypeError, ValueError, LlmconvError) as error:
         raise MalformedInput(
-            f"`{path.name}` is no strategy file", hint="it should be a `ckpt_strategy_rank_N.ckpt` of the run"
+            f"`{path.name}` is not a strategy file", hint="it should be a `ckpt_strategy_rank_N.ckpt` of the run"
         ) from error
-    if odd:
+    if invalid:
         raise MalformedInput(
-            f"`{path.name}` gives {len(odd)} tensors an impossible layout: {listing(odd)}", hint="copy the file again"
+            f"`{path.name}` has invalid layouts for {len(invalid)} tensors: {listing(invalid)}",
+            hint="copy the file again",
         )
     return {STAGE.sub("", name, count=1) if STAGE.match(name) else name: layout for name, layout in layouts.items()}
 
@@ -147,7 +148,7 @@ def _read_protobuf(path: Path) -> dict[str, ParallelLayout]:
 
 
 def _layout(source: ProtobufFile, message: Field) -> ParallelLayout:
-    """ParallelLayouts: dev_matrix 1, tensor_map 2, param_split_shape 3, indices_offset 4, field 5, step 6, size 7."""
+    """Numbers: dev_matrix 1, tensor_map 2, param_split_shape 3, indices_offset 4, field 5, step 6, size 7."""
     fields = list(source.fields(message.start, message.stop))
     lists = {number: [_dims(source, field) for field in fields if field.number == number] for number in (1, 2)}
     single = {field.number: field.signed for field in fields if field.number in (5, 6, 7)}

@@ -1,4 +1,4 @@
-"""mlx-lm's adapters: `adapters.safetensors` beside `adapter_config.json`, whose `fine_tune_type` is lora, dora or full.
+"""mlx-lm's adapters: `adapters.safetensors` next to `adapter_config.json`, whose `fine_tune_type` is lora, dora or full.
 
 Layout (mlx-lm `tuner/{lora,dora,utils}.py`): `<module>.lora_a` (in×r) and `<module>.lora_b` (r×out), the transpose of
 PEFT's; of experts `lora_a` (experts×r×in) and `lora_b` (experts×out×r); DoRA's `m`; the update is scale·B·A.
@@ -126,7 +126,7 @@ def _factors(
     if unknown:
         raise MalformedInput(
             f"`{source}` holds {len(unknown)} tensors that are no {kind} (its `fine_tune_type`): {listing(unknown)}",
-            hint="the adapter is of another kind than its config says; save it again with mlx-lm",
+            hint="the adapter is of another kind than its config declares; save it again with mlx-lm",
         )
     linear: dict[str, LazyTensor] = {}
     others: dict[str, LazyTensor] = {}
@@ -190,5 +190,5 @@ def _require_same_weights(base: Checkpoint, source: str) -> None:
 
 
 ADAPTER = AdapterFormat(
-    title="mlx-lm (`adapters.safetensors` beside `adapter_config.json`)", detect=is_mlx_adapter, open=open_mlx_adapter
+    title="mlx-lm (`adapters.safetensors` next to `adapter_config.json`)", detect=is_mlx_adapter, open=open_mlx_adapter
 )

@@ -17,21 +17,18 @@ WITHOUT_EQUAL = {
 }
 """Families that are told by name, because no conversion can be exact."""
 
-Config = Mapping[str, Any]
-Warnings = list[str]
 
-
-def to_config(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def to_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     """The Hugging Face config of a PaddleNLP one.
 
     Args:
         config: the fields of Paddle's `config.json`.
-        source: file or folder name for error messages.
+        source: name of the file or folder, for error messages.
         warnings: gets a line for what holds only up to some length.
 
     Raises:
         UnsupportedInput: an unknown `model_type`, or an option that the Hugging Face model does not have.
-        MalformedInput: a field is missing or is no positive number.
+        MalformedInput: a field is missing or is not a positive number.
     """
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in WITHOUT_EQUAL:
@@ -45,7 +42,7 @@ def to_config(config: Config, source: str, warnings: Warnings) -> dict[str, Any]
     return {**{name: config[name] for name in KEPT if name in config}, **CONVERTERS[kind](config, source, warnings)}
 
 
-def number(config: Config, name: str, source: str, default: int | None = None) -> int:
+def number(config: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
     """A field that is a positive whole number.
 
     Raises:
@@ -61,7 +58,7 @@ def number(config: Config, name: str, source: str, default: int | None = None) -
     return value
 
 
-def real(config: Config, name: str, source: str, default: float) -> float:
+def real(config: Mapping[str, Any], name: str, source: str, default: float) -> float:
     """A field that is a positive number.
 
     Raises:
@@ -85,7 +82,7 @@ def _divides(source: str, small: int, large: int, what: str) -> int:
     return large // small
 
 
-def _refuse(source: str, config: Config, needed: Mapping[str, Any]) -> None:
+def _refuse(source: str, config: Mapping[str, Any], needed: Mapping[str, Any]) -> None:
     """Refuses a config that sets an option of `needed` to another value than the one there."""
     for name, value in needed.items():
         if name in config and config[name] != value:
@@ -97,7 +94,7 @@ def _refuse(source: str, config: Config, needed: Mapping[str, Any]) -> None:
             )
 
 
-def _decoder(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _decoder(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     """Llama and its kin."""
     hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
     kv_heads = number(config, "num_key_value_heads", source, heads)
@@ -128,7 +125,7 @@ def _decoder(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     }
 
 
-def _rope(config: Config, source: str, head_dim: int) -> dict[str, Any]:
+def _rope(config: Mapping[str, Any], source: str, head_dim: int) -> dict[str, Any]:
     """Rotary options of PaddleNLP's `llama/modeling.py` (`_init_rope`) in transformers' words."""
     theta, factor = real(config, "rope_theta", source, 10000.0), real(config, "rope_scaling_factor", source, 1.0)
     if isinstance(config.get("rope_scaling"), Mapping):
@@ -148,11 +145,11 @@ def _rope(config: Config, source: str, head_dim: int) -> dict[str, Any]:
             )
 
 
-def _llama(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _llama(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     return {**_decoder(config, source, warnings), "model_type": "llama"}
 
 
-def _qwen2(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _qwen2(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     fields = ("use_sliding_window", "sliding_window", "max_window_layers")
     kept = {name: config[name] for name in fields if name in config}
     if config.get("use_sliding_window") and _ignores_window(config, source, warnings):
@@ -160,12 +157,12 @@ def _qwen2(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     return {**_decoder(config, source, warnings), **kept}
 
 
-def _mistral(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _mistral(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     window = None if _ignores_window(config, source, warnings) else config.get("sliding_window")
     return {**_decoder(config, source, warnings), "sliding_window": window}
 
 
-def _ignores_window(config: Config, source: str, warnings: Warnings) -> bool:
+def _ignores_window(config: Mapping[str, Any], source: str, warnings: list[str]) -> bool:
     """Whether PaddleNLP computed it, whose Mistral and Qwen 2 read no window (2.6 to 3.0: `mistral/modeling.py`).
 
     Its own files have the key `paddlenlp_version`, null in the older ones; those that `from-hf` wrote have not.
@@ -180,7 +177,7 @@ def _ignores_window(config: Config, source: str, warnings: Warnings) -> bool:
     return True
 
 
-def _qwen(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _qwen(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     """Qwen 1 is Qwen 2 without grouped queries; its two tricks for long inputs do nothing up to `seq_length`."""
     hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
     length, head_dim = (
@@ -207,7 +204,7 @@ def _qwen(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     }
 
 
-def _bloom(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _bloom(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     layers = config.get("num_hidden_layers")
     return {
         "model_type": "bloom",
@@ -225,7 +222,7 @@ ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "gelu_new": "gelu_new"}
 """PaddleNLP's GPT computes `gelu` by its tanh formula (`gpt/modeling.py`, `approximate=True`)."""
 
 
-def _gpt(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _gpt(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     _refuse(source, config, {"normalize_before": True, "scale_qk_coeff": 1.0})
     activation = str(config.get("hidden_activation", config.get("hidden_act", "gelu")))
     if activation not in ACTIVATIONS:
@@ -253,7 +250,7 @@ GLM_ONLY: dict[str, Any] = {
 }
 
 
-def _chatglm(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
+def _chatglm(config: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
     """ChatGLM 2 and 3 are transformers' `glm`: rotary pairs on the first half of each head, gate and up in one."""
     _refuse(source, config, GLM_ONLY)
     hidden, heads = number(config, "hidden_size", source), number(config, "num_attention_heads", source)
@@ -279,7 +276,7 @@ def _chatglm(config: Config, source: str, warnings: Warnings) -> dict[str, Any]:
     }
 
 
-CONVERTERS: dict[Any, Callable[[Config, str, Warnings], dict[str, Any]]] = {
+CONVERTERS: dict[Any, Callable[[Mapping[str, Any], str, list[str]], dict[str, Any]]] = {
     "llama": _llama,
     "baichuan": _llama,
     "qwen2": _qwen2,

@@ -1,4 +1,4 @@
-"""PaddleNLP: `config.json` beside `model_state*.pdparams` or Paddle's own safetensors, whole, sharded or one per rank.
+"""PaddleNLP: `config.json` next to `model_state*.pdparams` or Paddle's own safetensors, whole, sharded or one per rank.
 
 Layout: `paddle_file.py` (the pickle), `paddle_shards.py` (the folder), `paddle_families.py` (the names). Linear weights
 are (in, out). Its safetensors look like Hugging Face's, but have Paddle's names and layout.
@@ -13,6 +13,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.algebra.operations import equal, listing
 from llmconv.convert.formats import Format
+from llmconv.convert.formats.paddle.apply_rules import place
 from llmconv.convert.formats.paddle.config import number, to_config
 from llmconv.convert.formats.paddle.generation import read_generation_config
 from llmconv.convert.formats.paddle.names import FAMILIES
@@ -25,7 +26,6 @@ from llmconv.convert.formats.paddle.read import (
     peek,
     weight_files,
 )
-from llmconv.convert.formats.paddle.rows import place
 from llmconv.convert.formats.paddle.tokenizer import read_paddle_tokenizer
 from llmconv.convert.formats.paddle.write import save
 from llmconv.convert.models.config_file import with_architecture, without_code
@@ -50,7 +50,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     stored = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     paddle, dropped = without_code({**stored, **config})
     if not paddle:
-        raise InputRefused(f"`{path.name}` has no `config.json` beside it", hint="give the run's with `--config`")
+        raise InputRefused(f"`{path.name}` has no `config.json` next to it", hint="give the run's with `--config`")
     warnings: list[str] = []
     if dropped:
         warnings.append(f"dropped {listing(dropped)} from the configuration: no code comes from a checkpoint")
@@ -108,7 +108,7 @@ def _refuse_quantized(path: Path, names: Iterable[str]) -> None:
 def _tie(
     tensors: dict[str, LazyTensor], embedding: str, settings: dict[str, Any], path: Path, warnings: list[str]
 ) -> None:
-    """Drops a head that is the embedding, as transformers stores tied weights; the config says which it is."""
+    """Drops a head that is the embedding, as transformers stores tied weights; the config declares which it is."""
     says = settings.get("tie_word_embeddings")
     if HEAD not in tensors:
         if says is False:

@@ -31,7 +31,7 @@ def read_generation_config(folder: Path) -> dict[str, bytes]:
 
 
 def paddle_generation_config(content: bytes) -> bytes:
-    """What PaddleNLP understands of transformers' file; of one that is no JSON object, nothing."""
+    """What PaddleNLP understands of transformers' file; of one that is not a JSON object, nothing."""
     try:
         stored = json.loads(content)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""A PaddleNLP LoRA adapter in Hugging Face names: `lora_config.json` beside `lora_model_state*.pdparams`.
+"""A PaddleNLP LoRA adapter in Hugging Face names: `lora_config.json` next to `lora_model_state*.pdparams`.
 
 Layout (paddlenlp `peft/lora/lora_model.py`, `lora_layers.py`): `<module>.lora_A` (in×r) and `<module>.lora_B` (r×out),
-both the transpose of PEFT's, with trained biases and modules beside them; ranks split what they split of the module.
+both the transpose of PEFT's, with trained biases and modules next to them; ranks split what they split of the module.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from llmconv.checkpoint import read_json
 from llmconv.convert.adapters.adapter import Adapter, Pair, check
 from llmconv.convert.adapters.lora.config import LoraConfig, parse_config
 from llmconv.convert.algebra.operations import concat, listing
+from llmconv.convert.formats.paddle.apply_rules import converted, numbered
 from llmconv.convert.formats.paddle.config import number, to_config
-from llmconv.convert.formats.paddle.names import FAMILIES, Family, Row
+from llmconv.convert.formats.paddle.names import FAMILIES, PaddleFamily, TensorRule
 from llmconv.convert.formats.paddle.read import open_rank_files
-from llmconv.convert.formats.paddle.rows import Rank, converted, numbered
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor
 
@@ -37,7 +37,7 @@ REFUSED: dict[str, str] = {
     "pissa": "its training moved the base, and the file keeps no trace of where from",
     "loraga": "its training moved the base",
     "enable_lora_list": "the factors of its fused layers are shuffled by head",
-    "use_mora": "MoRA's update is no product of two factors",
+    "use_mora": "MoRA's update is not a product of two factors",
     "lora_use_mixer": "the mixer stands between the two factors",
     "do_qat": "it was trained with fake quantization",
     "nola": "its factors are combinations of random ones",
@@ -117,10 +117,10 @@ def _is_close(stated: float, computed: float) -> bool:
     return abs(stated) <= sys.float_info.max and math.isclose(stated, computed, rel_tol=1e-6)
 
 
-def _rows(config: dict[str, Any], ranks: Sequence[Rank], source: str) -> list[Row]:
+def _rows(config: dict[str, Any], ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> list[TensorRule]:
     """The rows of the model that the adapter is for, layers numbered."""
     settings = to_config(config, source, [])
-    family: Family = FAMILIES[config["model_type"]]
+    family: PaddleFamily = FAMILIES[config["model_type"]]
     layers = min(number(settings, family.layers, source), LAYER_LIMIT)
     rows = family.rows(settings, _shapes(ranks[0]))
     return [
@@ -130,7 +130,7 @@ def _rows(config: dict[str, Any], ranks: Sequence[Rank], source: str) -> list[Ro
     ]
 
 
-def _shapes(tensors: Rank) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Mapping[str, LazyTensor]) -> dict[str, tuple[int, ...]]:
     """The shapes of the weights that the tensors change: they tell whether the model's layers are fused."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
@@ -153,7 +153,7 @@ def _with_joined(config: LoraConfig, joined: Mapping[str, int]) -> LoraConfig:
 
 
 def _sort(
-    rows: Sequence[Row], ranks: Sequence[Rank], source: str
+    rows: Sequence[TensorRule], ranks: Sequence[Mapping[str, LazyTensor]], source: str
 ) -> tuple[dict[str, Pair], dict[str, LazyTensor], dict[str, int]]:
     """Pairs by module, whole tensors by name, and how many pairs a module was joined of.
 
@@ -181,25 +181,31 @@ def _sort(
     if left:
         raise MalformedInput(
             f"`{source}` holds {len(left)} tensors that no rule places: {listing(sorted(left))}",
-            hint="the adapter is of another model than its `config.json`, or of a kind that is not known",
+            hint="the adapter belongs to another model than its `config.json`, or of a kind that is not known",
         )
     return pairs, whole, joined
 
 
-def _pairs(row: Row, module: str, ranks: Sequence[Rank], source: str) -> dict[str, Pair]:
+def _pairs(row: TensorRule, module: str, ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> dict[str, Pair]:
     """The pair of each part of a module: a fused one shares its A, and each part has its rows of B."""
     a, b = f"{module}.lora_A", f"{module}.lora_B"
     inputs, outputs = row.shape
     rank = ranks[0][a].shape[-1]
-    first = Row((a,), (a,), (inputs, rank), 0 if row.split == 0 else None, linear=True)
+    first = TensorRule((a,), (a,), (inputs, rank), 0 if row.split == 0 else None, linear=True)
     split = 1 if row.split == 1 else None
-    second = Row((b,), row.targets, (rank, outputs), split, linear=True, pieces=row.pieces, groups=row.groups)
+    second = TensorRule((b,), row.targets, (rank, outputs), split, linear=True, pieces=row.pieces, groups=row.groups)
     shared = converted(first, ranks, source)[a]
     parts = converted(second, ranks, source)
     return {name.removesuffix(".weight"): Pair(shared, part) for name, part in parts.items()}
 
 
-def _joined(row: Row, modules: Sequence[str], trained: Sequence[str], ranks: Sequence[Rank], source: str) -> Pair:
+def _joined(
+    row: TensorRule,
+    modules: Sequence[str],
+    trained: Sequence[str],
+    ranks: Sequence[Mapping[str, LazyTensor]],
+    source: str,
+) -> Pair:
     """The pair of a matrix that the model of transformers has in one and Paddle in several, such as GPT's qkv.
 
     Its A is that of the trained ones, one below the other; its B has each one's own where rows and columns are its.

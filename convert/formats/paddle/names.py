@@ -13,11 +13,9 @@ from typing import Any
 DROPPED = re.compile(r"\brotary(?:_pos)?_emb\.(?:inv_freq|cos_cached|sin_cached)$")
 """Buffers that models compute."""
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True)
-class Row:
+class TensorRule:
     """One Paddle tensor, or several that become one, and what they become.
 
     Attributes:
@@ -42,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Family:
+class PaddleFamily:
     """The tensors of one kind of model.
 
     Attributes:
@@ -54,49 +52,51 @@ class Family:
     """
 
     prefix: str
-    rows: Callable[[Mapping[str, Any], Shapes], list[Row]]
+    rows: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], list[TensorRule]]
     layers: str
     embedding: str
     tensor_parallel: bool = True
 
 
-def _column(source: str, target: str, inputs: int, outputs: int) -> Row:
+def _column(source: str, target: str, inputs: int, outputs: int) -> TensorRule:
     """A Linear weight of which ranks hold outputs."""
-    return Row((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 1, True)
+    return TensorRule((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 1, True)
 
 
-def _row(source: str, target: str, inputs: int, outputs: int) -> Row:
+def _row(source: str, target: str, inputs: int, outputs: int) -> TensorRule:
     """A Linear weight of which ranks hold inputs."""
-    return Row((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 0, True)
+    return TensorRule((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 0, True)
 
 
-def _vector(source: str, target: str, size: int, split: int | None = None) -> Row:
-    return Row((source,), (target,), (size,), split)
+def _vector(source: str, target: str, size: int, split: int | None = None) -> TensorRule:
+    return TensorRule((source,), (target,), (size,), split)
 
 
-def _norm(source: str, target: str, size: int) -> list[Row]:
+def _norm(source: str, target: str, size: int) -> list[TensorRule]:
     """A LayerNorm: weight and bias."""
     return [_vector(f"{source}.{part}", f"{target}.{part}", size) for part in ("weight", "bias")]
 
 
-def _embedding(source: str, target: str, rows: int, width: int, units: int = 0) -> Row:
-    return Row((f"{source}.weight",), (f"{target}.weight",), (rows, width), 0, units=units)
+def _embedding(source: str, target: str, rows: int, width: int, units: int = 0) -> TensorRule:
+    return TensorRule((f"{source}.weight",), (f"{target}.weight",), (rows, width), 0, units=units)
 
 
-def _head(source: str, config: Mapping[str, Any], shapes: Shapes, rows: int, width: int) -> list[Row]:
+def _head(
+    source: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rows: int, width: int
+) -> list[TensorRule]:
     """The output head where there is one: (width, rows) as a Linear, (rows, width) if it is tied to the embedding."""
     if source not in shapes:
         return []
     shape = shapes[source]
     tied = shape[-1] == width and (shape[0] != width or bool(config.get("tie_word_embeddings", True)))
     layout, split = ((rows, width), 0) if tied else ((width, rows), 1)
-    return [Row((source,), ("lm_head.weight",), layout, split, not tied, units=rows)]
+    return [TensorRule((source,), ("lm_head.weight",), layout, split, not tied, units=rows)]
 
 
-def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Shapes], list[Row]]:
+def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], list[TensorRule]]:
     """Rows of Llama and its kin, fused or not."""
 
-    def rows(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
+    def rows(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
         hidden, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         head = config.get("head_dim", hidden // heads)
@@ -116,20 +116,24 @@ def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Shapes], list[Row]]:
     return rows
 
 
-def _attention(old: str, new: str, hidden: int, sizes: tuple[int, int, int], shapes: Shapes) -> list[Row]:
+def _attention(
+    old: str, new: str, hidden: int, sizes: tuple[int, int, int], shapes: Mapping[str, tuple[int, ...]]
+) -> list[TensorRule]:
     """Query, key and value with their biases; fused ones lie per key/value head: its queries, key, value."""
     heads, kv_heads, head = sizes
     outputs = {"q_proj": heads * head, "k_proj": kv_heads * head, "v_proj": kv_heads * head}
-    rows: list[Row] = []
+    rows: list[TensorRule] = []
     for part, shape, split in (("weight", (hidden,), 1), ("bias", (), 0)):
         targets = tuple(f"{new}{name}.{part}" for name in outputs)
         if _has(shapes, f"{old}qkv_proj.{part}"):
             pieces = (heads // kv_heads * head, head, head)
             whole = (*shape, sum(outputs.values()))
-            rows.append(Row((f"{old}qkv_proj.{part}",), targets, whole, split, part == "weight", pieces, kv_heads))
+            rows.append(
+                TensorRule((f"{old}qkv_proj.{part}",), targets, whole, split, part == "weight", pieces, kv_heads)
+            )
         elif part == "weight" or _has(shapes, f"{old}q_proj.{part}"):
             rows += [
-                Row(
+                TensorRule(
                     (f"{old}{name}.{part}",),
                     (f"{new}{name}.{part}",),
                     (*shape, size),
@@ -142,20 +146,20 @@ def _attention(old: str, new: str, hidden: int, sizes: tuple[int, int, int], sha
     return rows
 
 
-def _gate_up(old: str, new: str, hidden: int, inner: int, shapes: Shapes) -> list[Row]:
+def _gate_up(old: str, new: str, hidden: int, inner: int, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
     if not _has(shapes, f"{old}gate_up_fused_proj.weight"):
         return [_column(f"{old}{name}", f"{new}{name}", hidden, inner) for name in ("gate_proj", "up_proj")]
     targets = (f"{new}gate_proj.weight", f"{new}up_proj.weight")
-    return [Row((f"{old}gate_up_fused_proj.weight",), targets, (hidden, 2 * inner), 1, True, (inner, inner))]
+    return [TensorRule((f"{old}gate_up_fused_proj.weight",), targets, (hidden, 2 * inner), 1, True, (inner, inner))]
 
 
-def _has(shapes: Shapes, template: str) -> bool:
+def _has(shapes: Mapping[str, tuple[int, ...]], template: str) -> bool:
     """Whether any layer has this tensor."""
     pattern = re.compile(re.escape(template).replace(r"\{\}", r"\d+"))
     return any(pattern.fullmatch(name) for name in shapes)
 
 
-def _qwen(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
+def _qwen(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
     hidden, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     old, new = "qwen.h.{}.", "model.layers.{}."
     thirds = (hidden, hidden, hidden)
@@ -164,8 +168,8 @@ def _qwen(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
     return [
         _embedding("qwen.wte", "model.embed_tokens", words, hidden),
         _vector(f"{old}ln_1.weight", f"{new}input_layernorm.weight", hidden),
-        Row((f"{old}attn.c_attn.weight",), weights, (hidden, 3 * hidden), 1, True, thirds),
-        Row((f"{old}attn.c_attn.bias",), biases, (3 * hidden,), 0, False, thirds),
+        TensorRule((f"{old}attn.c_attn.weight",), weights, (hidden, 3 * hidden), 1, True, thirds),
+        TensorRule((f"{old}attn.c_attn.bias",), biases, (3 * hidden,), 0, False, thirds),
         _row(f"{old}attn.c_proj", f"{new}self_attn.o_proj", hidden, hidden),
         _vector(f"{old}ln_2.weight", f"{new}post_attention_layernorm.weight", hidden),
         _column(f"{old}mlp.w2", f"{new}mlp.gate_proj", hidden, inner),
@@ -176,7 +180,7 @@ def _qwen(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
     ]
 
 
-def _bloom(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
+def _bloom(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
     hidden, words = config["hidden_size"], config["vocab_size"]
     old, new = "bloom.h.{}.", "transformer.h.{}."
     qkv, dense = "self_attention.query_key_value", "self_attention.dense"
@@ -199,13 +203,13 @@ def _bloom(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
     ]
 
 
-def _gpt(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
+def _gpt(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
     """GPT keeps (in, out), as transformers' Conv1D does; a fused qkv lies per head: query, key, value."""
     hidden, inner, words, heads = config["n_embd"], config["n_inner"], config["vocab_size"], config["n_head"]
     old, new = "gpt.decoder.layers.{}.", "transformer.h.{}."
     rows = [
         _embedding("gpt.embeddings.word_embeddings", "transformer.wte", words, hidden),
-        Row(
+        TensorRule(
             ("gpt.embeddings.position_embeddings.weight",),
             ("transformer.wpe.weight",),
             (config["n_positions"], hidden),
@@ -216,22 +220,22 @@ def _gpt(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
         target = (f"{new}attn.c_attn.{part}",)
         if _has(shapes, f"{old}self_attn.qkv_proj.{part}"):
             fused, pieces = f"{old}self_attn.qkv_proj.{part}", (hidden // heads,) * 3
-            rows.append(Row((fused,), target, (*shape, 3 * hidden), split, pieces=pieces, groups=heads))
+            rows.append(TensorRule((fused,), target, (*shape, 3 * hidden), split, pieces=pieces, groups=heads))
         else:
             sources = tuple(f"{old}self_attn.{name}_proj.{part}" for name in "qkv")
-            rows.append(Row(sources, target, (*shape, hidden), split))
+            rows.append(TensorRule(sources, target, (*shape, hidden), split))
     for source, name, inputs, outputs, axis in (
         ("self_attn.out_proj", "attn.c_proj", hidden, hidden, 0),
         ("linear1", "mlp.c_fc", hidden, inner, 1),
         ("linear2", "mlp.c_proj", inner, hidden, 0),
     ):
-        rows.append(Row((f"{old}{source}.weight",), (f"{new}{name}.weight",), (inputs, outputs), axis))
+        rows.append(TensorRule((f"{old}{source}.weight",), (f"{new}{name}.weight",), (inputs, outputs), axis))
         rows.append(_vector(f"{old}{source}.bias", f"{new}{name}.bias", outputs, 0 if axis else None))
     rows += [*_norm(f"{old}norm2", f"{new}ln_2", hidden), *_norm("gpt.decoder.norm", "transformer.ln_f", hidden)]
     return [*rows, *_head("lm_head.weight", config, shapes, words, hidden)]
 
 
-def _chatglm(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
+def _chatglm(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
     hidden, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
     old, new = "chatglm_v2.encoder.layers.{}.", "model.layers.{}."
@@ -239,11 +243,13 @@ def _chatglm(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
     parts = [f"{new}self_attn.{name}_proj" for name in "qkv"]
     weights, biases = tuple(f"{name}.weight" for name in parts), tuple(f"{name}.bias" for name in parts)
     qkv = f"{old}self_attention.query_key_value"
-    bias = [Row((f"{qkv}.bias",), biases, (sum(pieces),), None, False, pieces)] if config["attention_bias"] else []
+    bias = (
+        [TensorRule((f"{qkv}.bias",), biases, (sum(pieces),), None, False, pieces)] if config["attention_bias"] else []
+    )
     return [
         _embedding("chatglm_v2.embedding.word_embeddings", "model.embed_tokens", words, hidden),
         _vector(f"{old}input_layernorm.weight", f"{new}input_layernorm.weight", hidden),
-        Row((f"{qkv}.weight",), weights, (hidden, sum(pieces)), None, True, pieces),
+        TensorRule((f"{qkv}.weight",), weights, (hidden, sum(pieces)), None, True, pieces),
         *bias,
         _row(f"{old}self_attention.dense", f"{new}self_attn.o_proj", heads * head, hidden),
         _vector(f"{old}post_attention_layernorm.weight", f"{new}post_attention_layernorm.weight", hidden),
@@ -256,14 +262,14 @@ def _chatglm(config: Mapping[str, Any], shapes: Shapes) -> list[Row]:
 
 WORDS = "model.embed_tokens.weight"
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family("llama.", _decoder("llama."), "num_hidden_layers", WORDS),
-    "baichuan": Family("llama.", _decoder("llama."), "num_hidden_layers", WORDS),
-    "qwen2": Family("qwen2.", _decoder("qwen2."), "num_hidden_layers", WORDS),
-    "mistral": Family("mistral.", _decoder("mistral."), "num_hidden_layers", WORDS),
-    "qwen": Family("qwen.", _qwen, "num_hidden_layers", WORDS),
-    "bloom": Family("bloom.", _bloom, "n_layer", "transformer.word_embeddings.weight"),
-    "gpt": Family("gpt.", _gpt, "n_layer", "transformer.wte.weight"),
-    "chatglm_v2": Family("chatglm_v2.", _chatglm, "num_hidden_layers", WORDS, tensor_parallel=False),
+FAMILIES: dict[str, PaddleFamily] = {
+    "llama": PaddleFamily("llama.", _decoder("llama."), "num_hidden_layers", WORDS),
+    "baichuan": PaddleFamily("llama.", _decoder("llama."), "num_hidden_layers", WORDS),
+    "qwen2": PaddleFamily("qwen2.", _decoder("qwen2."), "num_hidden_layers", WORDS),
+    "mistral": PaddleFamily("mistral.", _decoder("mistral."), "num_hidden_layers", WORDS),
+    "qwen": PaddleFamily("qwen.", _qwen, "num_hidden_layers", WORDS),
+    "bloom": PaddleFamily("bloom.", _bloom, "n_layer", "transformer.word_embeddings.weight"),
+    "gpt": PaddleFamily("gpt.", _gpt, "n_layer", "transformer.wte.weight"),
+    "chatglm_v2": PaddleFamily("chatglm_v2.", _chatglm, "num_hidden_layers", WORDS, tensor_parallel=False),
 }
 """By Paddle's `model_type`."""

@@ -53,7 +53,7 @@ class BytesAt:
 
 @dataclass(frozen=True)
 class PaddleFile:
-    """What a `.pdparams` file holds: its tensors, in file order, and the names of what is no tensor."""
+    """What a `.pdparams` file holds: its tensors, in file order, and the names of what is not a tensor."""
 
     tensors: dict[str, LazyTensor]
     others: tuple[str, ...]
@@ -93,7 +93,7 @@ def open_pdparams(path: Path) -> PaddleFile:
     content = _read(path)
     if not isinstance(content, dict):
         raise MalformedInput(
-            f"`{path.name}` is no state dict", hint="save the model's `state_dict()` with `paddle.save`"
+            f"`{path.name}` is not a state dict", hint="save the model's `state_dict()` with `paddle.save`"
         )
     tensors: dict[str, LazyTensor] = {}
     others: list[str] = []

@@ -38,8 +38,6 @@ SAFETENSORS = re.compile(r"model(?:-\d+-of-\d+)?\.safetensors")
 PREFIXES = tuple(family.prefix for family in FAMILIES.values())
 OTHERS = ("model.", "transformer.")
 
-Tensors = Mapping[str, LazyTensor]
-
 
 def has_pdparams(folder: Path) -> bool:
     """Whether a folder holds weights, or an adapter, as PaddleNLP names them."""
@@ -58,7 +56,7 @@ def weight_files(path: Path) -> list[Path]:
     return [entry for entry in sorted(path.iterdir()) if any(pattern.fullmatch(entry.name) for pattern in patterns)]
 
 
-def peek(path: Path) -> Tensors:
+def peek(path: Path) -> Mapping[str, LazyTensor]:
     """The tensors of every file under their own names.
 
     Raises:
@@ -70,7 +68,7 @@ def peek(path: Path) -> Tensors:
 
 
 def names_paddle(path: Path) -> bool:
-    """Whether a safetensors file, or the first of a folder, has Paddle's names, or numpy's mark beside its config.
+    """Whether a safetensors file, or the first of a folder, has Paddle's names, or numpy's mark next to its config.
 
     PaddleFormers, PaddleNLP's successor, writes Hugging Face's own names and layout, which are not claimed here.
     """
@@ -94,7 +92,7 @@ def first_names(path: Path) -> tuple[dict[str, str], list[str]]:
     return (header.metadata, list(header.tensors)) if header else ({}, [])
 
 
-def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Tensors]:
+def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Mapping[str, LazyTensor]]:
     """The tensors of each tensor-parallel rank, pipeline stages joined; one mapping where nothing is split.
 
     Args:
@@ -152,7 +150,7 @@ def _no_weights(folder: Path) -> InputRefused:
     return InputRefused(f"`{folder.name}` holds no weights of PaddleNLP", hint=f"it needs `{WHOLE}` or shards of it")
 
 
-def _state(file: Path) -> Tensors:
+def _state(file: Path) -> Mapping[str, LazyTensor]:
     """The tensors of one `.pdparams` or safetensors file."""
     if not file.is_file():
         raise MalformedInput(f"`{file.name}` is missing from `{file.parent.name}`", hint="copy the folder again")
@@ -168,7 +166,7 @@ def _state(file: Path) -> Tensors:
     return tensors
 
 
-def _sharded(folder: Path) -> Tensors:
+def _sharded(folder: Path) -> Mapping[str, LazyTensor]:
     weight_map = read_json(folder / PADDLE_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise MalformedInput(f"`{PADDLE_INDEX}` has no `weight_map`", hint="copy the folder again")
@@ -176,7 +174,7 @@ def _sharded(folder: Path) -> Tensors:
     for shard in sorted({str(home) for home in weight_map.values()}):
         if not SHARD.fullmatch(shard):
             raise MalformedInput(
-                f"`{PADDLE_INDEX}` names the shard {shard[:80]!r}", hint="shards are plain file names beside the index"
+                f"`{PADDLE_INDEX}` names the shard {shard[:80]!r}", hint="shards are plain file names next to the index"
             )
         found = _state(folder / shard)
         odd = sorted({name for name, home in weight_map.items() if home == shard} ^ set(found))
@@ -189,16 +187,18 @@ def _sharded(folder: Path) -> Tensors:
     return tensors
 
 
-def open_rank_files(folder: Path, files: Mapping[tuple[int, int], Path], config: Mapping[str, Any]) -> list[Tensors]:
+def open_rank_files(
+    folder: Path, files: Mapping[tuple[int, int], Path], config: Mapping[str, Any]
+) -> list[Mapping[str, LazyTensor]]:
     """Every rank of the grid; the names of one are those of all its neighbours.
 
     Args:
-        folder: for error messages.
+        folder: its name appears in error messages.
         files: by tensor-parallel rank and pipeline stage.
         config: its `tensor_parallel_degree` tells whether a last rank is missing.
 
     Raises:
-        MalformedInput: a rank is missing, or the files are of different runs.
+        MalformedInput: a rank is missing, or the files belong to different runs.
     """
     degree = config.get("tensor_parallel_degree")
     count = max(max(tp for tp, _ in files) + 1, min(degree, 1000) if type(degree) is int else 1)
@@ -217,12 +217,12 @@ def open_rank_files(folder: Path, files: Mapping[tuple[int, int], Path], config:
         if odd:
             raise MalformedInput(
                 f"`{files[tp, 0].name}` and `{files[0, 0].name}` differ in {len(odd)} tensors: {listing(odd)}",
-                hint="the files are of different runs; copy the folder again",
+                hint="the files belong to different runs; copy the folder again",
             )
     return ranks
 
 
-def _stages(files: list[Path]) -> Tensors:
+def _stages(files: list[Path]) -> Mapping[str, LazyTensor]:
     """The tensors of all pipeline stages; what two stages hold (a tied embedding) must be equal."""
     tensors: dict[str, LazyTensor] = {}
     for file in files:
@@ -230,7 +230,7 @@ def _stages(files: list[Path]) -> Tensors:
             if name in tensors and not equal(tensors[name], tensor):
                 raise MalformedInput(
                     f"`{name}` of `{file.name}` differs from that of an earlier stage",
-                    hint="the files are of different runs; copy the folder again",
+                    hint="the files belong to different runs; copy the folder again",
                 )
             tensors.setdefault(name, tensor)
     return tensors

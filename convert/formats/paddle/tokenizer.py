@@ -92,7 +92,7 @@ def _converted(
         files = {**files, MODEL: source.read_bytes()}
         model = parse_sentencepiece(files[MODEL])
         if not model.is_bpe or min(model.bos, model.eos, model.unk) < 0:
-            warnings.append(f"`{source.name}` is no BPE with bos, eos and unk; it is written as it is")
+            warnings.append(f"`{source.name}` is not a BPE with bos, eos and unk; it is written as it is")
             return {**files, **({CONFIG: _json(settings)} if settings else {})}
         content = tokenizer_json(model)
         names = {"bos_token": model.pieces[model.bos][0], "eos_token": model.pieces[model.eos][0]}

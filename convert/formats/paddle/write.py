@@ -8,8 +8,8 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.formats.paddle.generation import FILE, paddle_generation_config
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.formats.paddle.pdparams_writer import pdparams_pieces
-from llmconv.convert.formats.paddle.ranks import ranks_of
 from llmconv.convert.formats.paddle.read import WHOLE
+from llmconv.convert.formats.paddle.split_ranks import ranks_of
 from llmconv.convert.formats.paddle.tokenizer import MODEL, SENTENCEPIECE
 from llmconv.convert.formats.paddle.write_config import config_of
 from llmconv.convert.models.llama_like import refuse_shards
@@ -21,12 +21,12 @@ HEAD = "lm_head.weight"
 
 
 def save(checkpoint: Checkpoint, shards: int) -> Plan:
-    """The files of a PaddleNLP checkpoint; `open` of the format gives the same tensors back, bit for bit.
+    """The files of a PaddleNLP checkpoint; `open` of the format returns the same tensors, bit for bit.
 
     Raises:
         UnsupportedInput: PaddleNLP has no such model, or does not divide it.
         MalformedInput: config and tensors contradict each other.
-        UsageProblem: the model does not divide among so many ranks.
+        UsageProblem: the model does not divide among this number of ranks.
     """
     checkpoint = tied(checkpoint)
     config, settings = config_of(checkpoint)

@@ -29,7 +29,7 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Raises:
         UnsupportedInput: PaddleNLP has no such model; lists the fields.
-        MalformedInput: a size is missing, or is no positive number.
+        MalformedInput: a size is missing, or is not a positive number.
     """
     settings, source = settings_of(checkpoint), checkpoint.path.name
     if settings["model_type"] not in WRITERS:

@@ -2,7 +2,7 @@
 
 Layout (torchtune `modules/peft/{lora,dora}.py`, `models/convert_weights.py`): `<module>.lora_a.weight` (r×in),
 `.lora_b.weight` (out×r), DoRA's `.magnitude`; rows of queries and keys in the order of torchtune's weights. Its recipes
-write the same in PEFT's names beside it, with rows in transformers' order of Llama even where the model has another.
+write the same in PEFT's names next to it, with rows in transformers' order of Llama even where the model has another.
 """
 
 from __future__ import annotations

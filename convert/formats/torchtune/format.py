@@ -1,4 +1,4 @@
-"""torchtune's own checkpoints: a state dict in torchtune's names, beside the `config.json` that its recipes copy.
+"""torchtune's own checkpoints: a state dict in torchtune's names, next to the `config.json` that its recipes copy.
 
 Layout (pytorch/torchtune `models/convert_weights.py`, `models/{qwen2,phi3}/_convert_weights.py`): Llama, Mistral
 and Gemma rotate neighbours as Meta does, so rows of queries and keys change places; Qwen 2 and Phi-3 rotate halves.
@@ -132,7 +132,7 @@ def _refuse_adapters(found: StateFile, source: str) -> None:
     if names:
         raise UnsupportedInput(
             f"`{source}` holds LoRA matrices that are not merged: {listing(names)}",
-            hint="give the merged weights that the recipe saves beside the adapter, or merge it into the Hugging Face "
+            hint="give the merged weights that the recipe saves next to the adapter, or merge it into the Hugging Face "
             f"base: `llmconv merge-lora BASE {source} -o OUT`",
         )
 
@@ -158,7 +158,7 @@ def _permuted(tensors: Mapping[str, LazyTensor], size: int | None, source: str) 
         }
     except ValueError as error:
         raise MalformedInput(
-            f"the heads of `{source}` do not add up: {error}", hint="the configuration is of another model"
+            f"the heads of `{source}` do not add up: {error}", hint="the configuration belongs to another model"
         ) from error
 
 

@@ -58,7 +58,7 @@ class TensorItem:
 
 @dataclass(frozen=True, eq=False)
 class BytesItem:
-    """A value that is no tensor, saved on its own."""
+    """A value that is not a tensor, saved on its own."""
 
     place: Place
 
@@ -128,7 +128,7 @@ def _path(folder: Path, name: Any, path: Any) -> Names:
     if not isinstance(name, str) or not isinstance(path, tuple) or not 0 < len(path) <= DEPTH_LIMIT:
         refuse(folder, f"gives item {shown(name)} no place in the nested dict")
     if not all(isinstance(key, str) or (type(key) is int and key >= 0) for key in path):
-        refuse(folder, f"gives item {shown(name)} a place by what is no key")
+        refuse(folder, f"gives item {shown(name)} a place by what is not a key")
     return path
 
 

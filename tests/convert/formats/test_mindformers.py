@@ -148,14 +148,14 @@ def test_a_missing_configuration_is_asked_for(mindformers: Path, tmp_path: Path)
 
 
 def test_names_of_no_known_model_are_refused(tmp_path: Path, save_ckpt: Save) -> None:
-    with pytest.raises(UnsupportedInput, match="of no known model: it holds `conv1.weight`"):
+    with pytest.raises(UnsupportedInput, match="of an unknown model: it holds `conv1.weight`"):
         open_training(save_ckpt(tmp_path / "x.ckpt", {"conv1.weight": np.zeros((2, 2))}))
 
 
 def test_one_rank_of_several_is_refused_by_its_shapes(mindspore: Path, tmp_path: Path) -> None:
     shutil.copytree(mindspore / "sh" / "rank_0", tmp_path / "run" / "rank_0")
     (tmp_path / "sizes.json").write_text('{"num_heads": 2, "num_layers": 2}')
-    with pytest.raises(MalformedInput, match="do not fit its configuration"):
+    with pytest.raises(MalformedInput, match="contradict its configuration"):
         open_training(tmp_path / "run", config=(tmp_path / "sizes.json",))
 
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from llmconv.convert.algebra.operations import concat, listing, require, split
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.algebra.transpose import transposed
-from llmconv.convert.formats.paddle.names import Row
-from llmconv.convert.formats.paddle.rows import unrolled
+from llmconv.convert.formats.paddle.apply_rules import unrolled
+from llmconv.convert.formats.paddle.names import TensorRule
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
 
 def ranks_of(
-    rows: Sequence[Row], tensors: Mapping[str, LazyTensor], layers: int, count: int, source: str
+    rows: Sequence[TensorRule], tensors: Mapping[str, LazyTensor], layers: int, count: int, source: str
 ) -> list[dict[str, LazyTensor]]:
     """Paddle's name to tensor for each of `count` ranks; the reverse of `rows.place`.
 
@@ -26,7 +26,7 @@ def ranks_of(
         source: folder name for error messages.
 
     Raises:
-        MalformedInput: tensors are missing, left over, or of another shape than the configuration says.
+        MalformedInput: tensors are missing, left over, or of another shape than the configuration declares.
     """
     steps = unrolled(rows, layers)
     targets = [name for row in steps for name in row.targets]
@@ -45,7 +45,7 @@ def ranks_of(
     return ranks
 
 
-def _sources(row: Row, targets: Sequence[LazyTensor], source: str) -> list[LazyTensor]:
+def _sources(row: TensorRule, targets: Sequence[LazyTensor], source: str) -> list[LazyTensor]:
     """The whole sources of a row, still (out, in) where the row is linear."""
     outputs = 0 if row.linear else len(row.shape) - 1
     try:
@@ -58,18 +58,18 @@ def _sources(row: Row, targets: Sequence[LazyTensor], source: str) -> list[LazyT
     wanted = row.shape[::-1] if row.linear else row.shape
     odd = next((tensor.shape for tensor in found if tensor.shape != wanted), None)
     if odd is not None:
-        raise _misshapen(row, source, f"it is {list(odd)}, its configuration says {list(wanted)}")
+        raise _misshapen(row, source, f"it is {list(odd)}, its configuration declares {list(wanted)}")
     return found
 
 
-def _misshapen(row: Row, source: str, problem: str) -> MalformedInput:
+def _misshapen(row: TensorRule, source: str, problem: str) -> MalformedInput:
     return MalformedInput(
-        f"`{row.targets[0]}` of `{source}` has another shape than its `config.json` says: {problem}",
-        hint="the config is of another model; copy the folder again",
+        f"`{row.targets[0]}` of `{source}` has another shape than its `config.json` declares: {problem}",
+        hint="the config belongs to another model; copy the folder again",
     )
 
 
-def _parts(row: Row, whole: LazyTensor, count: int) -> Sequence[LazyTensor]:
+def _parts(row: TensorRule, whole: LazyTensor, count: int) -> Sequence[LazyTensor]:
     """What each rank holds of a source; cut before it is transposed, so that nothing is read twice."""
     if row.split is None or row.units % count:
         return [whole] * count
