@@ -1,4 +1,4 @@
-"""LLaMA2-Accessory's joined tensors converted to Hugging Face's: permuted, fused, LoRA added, biases completed."""
+"""Converts LLaMA2-Accessory's joined tensors to Hugging Face's: reorders, fuses, adds LoRA and missing biases."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.accessory.config import AccessoryParams
 from llmconv.convert.formats.accessory.names import ATTENTION, INTERNLM, LINEAR, MLP, has_biases, table_of
 from llmconv.convert.formats.meta.names import SUFFIX
+from llmconv.convert.formats.meta.read import file_order
 from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
 
 def to_hugging_face(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:
-    """The tensors of a model under Hugging Face's names, in file order; LoRA added, biases complete.
+    """The tensors of a model in Hugging Face's names, in file order, with LoRA added and missing biases as zeros.
 
     Args:
-        whole: joined tensors under Accessory's names.
+        whole: joined tensors in Accessory's names.
         params: the sizes of the model.
-        source: folder name for error messages.
+        source: name of the checkpoint's folder, for error messages.
 
     Raises:
-        MalformedInput: a tensor is missing, unknown, or does not fit.
+        MalformedInput: missing keys, unexpected keys, or wrong shapes.
     """
     try:
-        return _with_zero_biases(_placed(whole, params, source))
+        return _with_zero_biases(_renamed(whole, params, source))
     except ValueError as error:
         raise MalformedInput(
-            f"the heads of `{source}` do not fit: {error}", hint="the configuration belongs to another model"
+            f"the heads of `{source}` do not match its configuration: {error}",
+            hint="the configuration belongs to another model",
         ) from error
 
 
-def _placed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:
+def _renamed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) -> dict[str, LazyTensor]:
     if params.family == "internlm":
         whole = _internlm_as_llama(whole, params)
     if params.family == "falcon":
@@ -48,7 +50,7 @@ def _placed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) 
     require(dict.fromkeys(expected), renamed, source)
     order = rope_order(params.head_dim) if params.family in ("llama", "mixtral") else ()
     tensors: dict[str, LazyTensor] = {}
-    for target, owner in sorted(renamed.items(), key=lambda pair: _file_order(pair[0])):
+    for target, owner in sorted(renamed.items(), key=lambda pair: file_order(pair[0])):
         parts = _parts(owner, whole, source)
         if order and target.endswith((".q_proj.weight", ".k_proj.weight")):
             parts = {kind: part if kind == "lora_a" else permute_rows(part, order) for kind, part in parts.items()}
@@ -59,14 +61,14 @@ def _placed(whole: dict[str, LazyTensor], params: AccessoryParams, source: str) 
 
 
 def _owner(name: str) -> str:
-    """The weight that a llama's bias or LoRA matrix belongs to; any other name stands for itself."""
+    """The name of the weight that a Llama's bias or LoRA matrix belongs to; any other name unchanged."""
     suffix = SUFFIX.search(name)
     layer = name[: suffix.start()] if suffix else ""
     return f"{layer}.weight" if LINEAR.search(layer) else name
 
 
 def _check_layers(whole: dict[str, LazyTensor], layers: int, source: str) -> None:
-    """What upstream adds to a linear layer (a bias, LoRA) it adds to that of every block, so a gap is a loss."""
+    """Refuses missing biases or LoRA matrices: upstream adds them to a linear layer of every block or of none."""
     counts: dict[str, int] = {}
     for name in whole:
         if _owner(name) != name:
@@ -74,16 +76,16 @@ def _check_layers(whole: dict[str, LazyTensor], layers: int, source: str) -> Non
             counts[kind] = counts.get(kind, 0) + 1
     if partial := [kind for kind, count in counts.items() if count != layers]:
         raise MalformedInput(
-            f"`{source}` has these not in each of its {layers} layers: {listing(partial)}",
+            f"missing keys: `{source}` has these only in some of its {layers} layers: {listing(partial)}",
             hint="the checkpoint is incomplete; copy the folder again",
         )
 
 
 def _parts(owner: str, whole: dict[str, LazyTensor], source: str) -> dict[str, LazyTensor]:
-    """`weight`, and where there are any `bias`, `lora_a` and `lora_b`, of one layer."""
+    """`weight`, and if present `bias`, `lora_a` and `lora_b`, of one layer."""
     if owner not in whole:
         raise MalformedInput(
-            f"`{source}` holds parts of `{owner}`, but not the weight itself",
+            f"missing key `{owner}`: `{source}` holds a bias or LoRA of this weight, but not the weight itself",
             hint="give the folder that training started from with `--base`",
         )
     layer = owner.removesuffix(".weight")
@@ -102,8 +104,9 @@ def _with_lora(parts: dict[str, LazyTensor], owner: str, source: str) -> LazyTen
     a, b = (parts[kind].shape if kind in parts else () for kind in ("lora_a", "lora_b"))
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or (b[0], a[1]) != weight.shape:
         raise MalformedInput(
-            f"the LoRA of `{owner}` in `{source}` does not fit: {list(b)} times {list(a)} for {list(weight.shape)}",
-            hint="the base is another model's, or a matrix is missing; copy the folder again",
+            f"shape mismatch for the LoRA of `{owner}` in `{source}`: {list(b)} times {list(a)} for "
+            f"{list(weight.shape)}",
+            hint="the base belongs to another model, or a matrix is missing; copy the folder again",
         )
     changes = [LowRank(parts["lora_a"], parts["lora_b"], 1.0)]
     merged = add_low_rank(weight, changes, weight.dtype)
@@ -111,32 +114,26 @@ def _with_lora(parts: dict[str, LazyTensor], owner: str, source: str) -> LazyTen
 
 
 def _with_zero_biases(tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Hugging Face's switches are for all layers, so one without a bias gets zeros where another has a bias."""
+    """Adds zero biases to layers without one: `attention_bias` and `mlp_bias` of transformers apply to all layers."""
     complete: dict[str, LazyTensor] = {}
     wanted = {layer for layers in (ATTENTION, MLP) for layer in layers if has_biases(tensors, layers)}
     for name, tensor in tensors.items():
         complete[name] = tensor
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and layer.rpartition(".")[2] in wanted and f"{layer}.bias" not in tensors:
-            complete[f"{layer}.bias"] = _zeros(tensor)
+            complete[f"{layer}.bias"] = zero_bias(tensor)
     return complete
 
 
-def _zeros(weight: LazyTensor) -> LazyTensor:
+def zero_bias(weight: LazyTensor) -> LazyTensor:
+    """A bias of zeros for a weight, [rows], in its dtype."""
     return LazyTensor(
         weight.dtype, weight.shape[:1], lambda start, stop: np.zeros(stop - start, dtype=weight.dtype.numpy)
     )
 
 
-def _file_order(target: str) -> tuple[int, int]:
-    """Embedding, layers by number, final norm, head: the order in which a loader meets them."""
-    number = re.search(r"\.(\d+)\.", target)
-    place = 0 if "embed" in target else 1 if number else 2 if "norm" in target or "ln_f" in target else 3
-    return place, int(number[1]) if number else 0
-
-
 def _internlm_as_llama(whole: dict[str, LazyTensor], params: AccessoryParams) -> dict[str, LazyTensor]:
-    """InternLM's names and fused `Wqkv` (all rows of q, then k, then v) as those of a llama with half-split rope."""
+    """Renames InternLM's tensors to a Llama's with half-split rope; `Wqkv` holds all rows of q, then k, then v."""
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in whole.items():
         match = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(weight|bias)", name)
@@ -151,7 +148,7 @@ def _internlm_as_llama(whole: dict[str, LazyTensor], params: AccessoryParams) ->
 
 
 def _fuse_falcon(whole: dict[str, LazyTensor], params: AccessoryParams) -> dict[str, LazyTensor]:
-    """q, k and v as the one matrix that transformers has."""
+    """Joins q, k and v into the one matrix that transformers has."""
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in whole.items():
         match = re.fullmatch(r"(layers\.\d+\.self_attention)\.w([qkv])\.(weight|bias)", name)
@@ -165,13 +162,12 @@ def _fuse_falcon(whole: dict[str, LazyTensor], params: AccessoryParams) -> dict[
 
 
 def _interleave(query: LazyTensor, key: LazyTensor, value: LazyTensor, head_dim: int) -> LazyTensor:
-    """For each key/value head its query heads, then the key, then the value (transformers `modeling_falcon.py`,
-    `_split_heads`, whatever the architecture).
+    """Joins the query heads, key and value of each key/value head (transformers `modeling_falcon.py`, `_split_heads`).
 
     Raises:
-        ValueError: the rows do not divide so.
+        ValueError: the numbers of rows do not match.
     """
     groups = key.num_rows // head_dim
     if not groups or key.num_rows % head_dim or query.num_rows % groups or value.shape != key.shape:
-        raise ValueError(f"{query.num_rows}, {key.num_rows} and {value.num_rows} rows are not heads of {head_dim}")
+        raise ValueError(f"{query.num_rows}, {key.num_rows} and {value.num_rows} rows for heads of size {head_dim}")
     return interleave_rows((query, key, value), (query.num_rows // groups, head_dim, head_dim))

@@ -1,4 +1,4 @@
-"""LLaMA2-Accessory's whole tensors under Hugging Face's names: permuted, fused, LoRA added, biases complete."""
+"""LLaMA2-Accessory's tensor names to Hugging Face's: one table per family, built from the model's sizes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ INTERNLM = {
     "mlp.w3": "feed_forward.w2",
     "head": "output",
 }
-"""InternLM's names for the layers of a llama; its w2 is the up projection, its w3 the down projection."""
+"""InternLM's names for a Llama's layers; its w2 is the up projection, its w3 the down projection."""
 
 LINEAR = re.compile(r"\.(wq|wk|wv|wo|w1|w2|w3)$")
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
 def table_of(params: AccessoryParams) -> NameTable:
-    """Accessory's names to Hugging Face's; of linear layers the weights only, unless they are Falcon's."""
+    """Accessory's names to Hugging Face's; biases of linear layers are included for Falcon only."""
     if params.family == "falcon":
         return _falcon_table(params)
     if params.family != "mixtral":

@@ -1,4 +1,4 @@
-"""Applies the rows of a PaddleNLP family to the tensors of a checkpoint, over all layers and tensor-parallel ranks."""
+"""Applies the rules of a PaddleNLP family to a checkpoint's tensors, over all layers and tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,105 +14,113 @@ from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
 
-def place(
-    rows: Sequence[TensorRule], ranks: Sequence[Mapping[str, LazyTensor]], layers: int, source: str
+def apply_rules(
+    rules: Sequence[TensorRule], ranks: Sequence[Mapping[str, LazyTensor]], layers: int, source: str
 ) -> dict[str, LazyTensor]:
-    """Hugging Face name to tensor: embedding, layers by number, final norm, head.
+    """The converted tensors in Hugging Face's names: embedding, layers by number, final norm, head.
 
     Args:
-        rows: of the family.
-        ranks: the tensors of each tensor-parallel rank, the same names in all.
-        layers: how many there are.
+        rules: the family's.
+        ranks: name to tensor of each tensor-parallel rank, the same names in all.
+        layers: number of layers.
         source: name of the file or folder, for error messages.
 
     Raises:
-        MalformedInput: tensors are missing, left over, or of another shape than the configuration declares.
+        MalformedInput: missing keys, unexpected keys, or a shape mismatch with the configuration.
     """
-    steps = unrolled(rows, min(layers, len(ranks[0])))
-    used = {name for row in steps for name in row.sources}
-    missing = [name for row in steps for name in row.sources if name not in ranks[0]]
+    all_rules = unrolled(rules, min(layers, len(ranks[0])))
+    used = {name for rule in all_rules for name in rule.sources}
+    missing = [name for rule in all_rules for name in rule.sources if name not in ranks[0]]
     if missing:
         raise MalformedInput(
-            f"`{source}` lacks {len(missing)} tensors of the model: {listing(missing)}",
+            f"`{source}` has {len(missing)} missing keys: {listing(missing)}",
             hint="a file of the checkpoint is missing, or its configuration belongs to another model",
         )
     unknown = [name for name in ranks[0] if name not in used and not DROPPED.search(name)]
     if unknown:
         raise MalformedInput(
-            f"`{source}` holds {len(unknown)} tensors that no rule places: {listing(unknown)}",
-            hint="the configuration belongs to another model, or the model has parts that this format does not know",
+            f"`{source}` has {len(unknown)} unexpected keys: {listing(unknown)}",
+            hint="the configuration belongs to another model, or the model has parts that are unsupported",
         )
-    return {name: tensor for row in steps for name, tensor in converted(row, ranks, source).items()}
+    return {name: tensor for rule in all_rules for name, tensor in converted(rule, ranks, source).items()}
 
 
-def unrolled(rows: Sequence[TensorRule], layers: int) -> list[TensorRule]:
-    """The rows with the layers' numbers put in."""
-    places = [place for place, row in enumerate(rows) if "{}" in row.sources[0]]
-    first, last = places[0], places[-1] + 1
-    steps = list(rows[:first])
+def unrolled(rules: Sequence[TensorRule], layers: int) -> list[TensorRule]:
+    """The rules of the whole model: those of a layer are repeated for each layer number."""
+    layered = [index for index, rule in enumerate(rules) if "{}" in rule.sources[0]]
+    first, last = layered[0], layered[-1] + 1
+    all_rules = list(rules[:first])
     for layer in range(layers):
-        steps += [numbered(row, layer) for row in rows[first:last]]
-    return [*steps, *rows[last:]]
+        all_rules += [numbered(rule, layer) for rule in rules[first:last]]
+    return [*all_rules, *rules[last:]]
 
 
-def numbered(row: TensorRule, layer: int) -> TensorRule:
-    """The row of one layer."""
-    sources, targets = (tuple(name.format(layer) for name in names) for names in (row.sources, row.targets))
-    return replace(row, sources=sources, targets=targets)
+def numbered(rule: TensorRule, layer: int) -> TensorRule:
+    """The rule with a layer number in its names."""
+    sources, targets = (tuple(name.format(layer) for name in names) for names in (rule.sources, rule.targets))
+    return replace(rule, sources=sources, targets=targets)
 
 
-def converted(row: TensorRule, ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> dict[str, LazyTensor]:
-    """The target tensors of one row, by name.
+def converted(rule: TensorRule, ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> dict[str, LazyTensor]:
+    """The target tensors of one rule, by name.
+
+    Args:
+        rule: with a layer number in its names.
+        ranks: name to tensor of each tensor-parallel rank.
+        source: name of the file or folder, for error messages.
 
     Raises:
-        MalformedInput: a source has another shape than the row, or the ranks' parts do not make it up.
+        MalformedInput: a source has another shape than the rule, also after its ranks' parts are joined.
     """
-    outputs = 0 if row.linear else len(row.shape) - 1
-    parts = [_oriented(row, _shards(row, name, ranks, source)) for name in row.sources]
-    if row.pieces:
-        found = [concat([_piece(row, shard, k, len(parts[0])) for shard in parts[0]], outputs) for k in _count(row)]
+    outputs = 0 if rule.linear else len(rule.shape) - 1
+    parts = [_oriented(rule, _shards(rule, name, ranks, source)) for name in rule.sources]
+    if rule.pieces:
+        found = [
+            concat([_piece(rule, shard, k, len(parts[0])) for shard in parts[0]], outputs)
+            for k in range(len(rule.pieces))
+        ]
     else:
-        across = 1 - (row.split or 0) if row.linear else (row.split or 0)
+        across = 1 - (rule.split or 0) if rule.linear else (rule.split or 0)
         found = [concat(shards, across) for shards in parts]
-    if len(found) != len(row.targets):
+    if len(found) != len(rule.targets):
         found = [concat(found, outputs)]
-    return dict(zip(row.targets, found, strict=True))
+    return dict(zip(rule.targets, found, strict=True))
 
 
-def _count(row: TensorRule) -> range:
-    return range(len(row.pieces))
+def _count(rule: TensorRule) -> range:
+    return range(len(rule.pieces))
 
 
-def _shards(row: TensorRule, name: str, ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> list[LazyTensor]:
-    """The parts that ranks hold, or the whole from the first where each has all of it."""
+def _shards(rule: TensorRule, name: str, ranks: Sequence[Mapping[str, LazyTensor]], source: str) -> list[LazyTensor]:
+    """The parts of all ranks, or the first one's if each has a copy of the whole."""
     parts = [rank[name] for rank in ranks]
     shapes = {part.shape for part in parts}
-    if shapes == {row.shape}:
+    if shapes == {rule.shape}:
         return parts[:1]
-    size = row.shape[row.split] if row.split is not None else 0
-    cut = tuple(size // len(parts) if axis == row.split else extent for axis, extent in enumerate(row.shape))
+    size = rule.shape[rule.split] if rule.split is not None else 0
+    cut = tuple(size // len(parts) if axis == rule.split else extent for axis, extent in enumerate(rule.shape))
     if shapes != {cut} or size % len(parts) or len({part.dtype for part in parts}) != 1:
         shown = " and ".join(str(list(shape)) for shape in sorted(shapes))
         of_ranks = f" in {len(parts)} files" if len(parts) > 1 else ""
         raise MalformedInput(
-            f"`{name}` of `{source}` has shape {shown}{of_ranks}, its configuration declares {list(row.shape)}",
+            f"shape mismatch for `{name}` of `{source}`: expected {list(rule.shape)}, got {shown}{of_ranks}",
             hint="the configuration belongs to another model, or a rank's file is missing or of another run",
         )
     return parts
 
 
-def _oriented(row: TensorRule, parts: list[LazyTensor]) -> list[LazyTensor]:
-    return [transposed(part) for part in parts] if row.linear else parts
+def _oriented(rule: TensorRule, parts: list[LazyTensor]) -> list[LazyTensor]:
+    return [transposed(part) for part in parts] if rule.linear else parts
 
 
-def _piece(row: TensorRule, shard: LazyTensor, which: int, shards: int) -> LazyTensor:
-    """Part `which` of every group of a fused tensor, of which `shard` is one of `shards` cuts."""
-    single = row.groups == 1
-    sizes = [size // shards if single else size for size in row.pieces]
+def _piece(rule: TensorRule, shard: LazyTensor, which: int, shards: int) -> LazyTensor:
+    """Part `which` of every group of a fused tensor; `shard` is one of `shards` parts of the tensor."""
+    single = rule.groups == 1
+    sizes = [size // shards if single else size for size in rule.pieces]
     start, stride = sum(sizes[:which]), sum(sizes)
-    groups = 1 if single else row.groups // shards
+    groups = 1 if single else rule.groups // shards
     ranges = [(group * stride + start, group * stride + start + sizes[which]) for group in range(groups)]
-    return _rows(shard, ranges) if row.linear or len(row.shape) == 1 else _columns(shard, ranges)
+    return _rows(shard, ranges) if rule.linear or len(rule.shape) == 1 else _columns(shard, ranges)
 
 
 def _rows(tensor: LazyTensor, ranges: Sequence[tuple[int, int]]) -> LazyTensor:

@@ -1,4 +1,4 @@
-"""Where each tensor of a PaddleNLP model goes: one list of rows per family.
+"""PaddleNLP's tensor names to Hugging Face's: one list of rules per family.
 
 Source: `_get_name_mappings` and `_get_tensor_parallel_mappings` in paddlenlp `transformers/<family>/modeling.py`.
 """
@@ -11,22 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 DROPPED = re.compile(r"\brotary(?:_pos)?_emb\.(?:inv_freq|cos_cached|sin_cached)$")
-"""Buffers that models compute."""
+"""Buffers that models recompute."""
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One Paddle tensor, or several that become one, and what they become.
+    """How one Paddle tensor, or several, become one Hugging Face tensor or several.
 
     Attributes:
-        sources: names in the file, `{}` for the layer's number; several are joined along their last axis.
+        sources: names in the file, `{}` for the layer number; several are joined along their last axis.
         targets: Hugging Face names; one for each of `pieces` if there are several.
-        shape: of each whole source, as it is in the file.
-        split: the axis along which tensor-parallel ranks cut it; None if every rank has all of it.
-        linear: (in, out) in the file, (out, in) at Hugging Face.
+        shape: shape in the file of each whole source.
+        split: the axis along which tensor-parallel ranks split it; None if every rank has a copy.
+        linear: whether it is [in, out] in the file and [out, in] in Hugging Face models.
         pieces: sizes, along the output axis, of the parts of a fused tensor within one group.
-        groups: how often these parts follow each other.
-        units: things along `split` that no rank divides, where each rank has all if they do not divide (0: they do).
+        groups: number of groups in a fused tensor.
+        units: number of indivisible units along `split`, such as heads; if it is not a multiple of the ranks, every
+            rank has a copy. 0 if it always is.
     """
 
     sources: tuple[str, ...]
@@ -41,30 +42,30 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class PaddleFamily:
-    """The tensors of one kind of model.
+    """The tensors of one model family.
 
     Attributes:
-        prefix: what its names begin with.
-        rows: `rows(config, shapes)`: the Hugging Face config, and the shapes in the first file.
+        prefix: prefix of its tensor names.
+        rules: `rules(config, shapes)` from the Hugging Face config and the shapes in the first file.
         layers: the config's field for the number of layers.
         embedding: Hugging Face name of the embedding, to which the output head may be tied.
-        tensor_parallel: whether split files can be joined.
+        tensor_parallel: whether the files of tensor-parallel ranks can be joined.
     """
 
     prefix: str
-    rows: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], list[TensorRule]]
+    rules: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], list[TensorRule]]
     layers: str
     embedding: str
     tensor_parallel: bool = True
 
 
 def _column(source: str, target: str, inputs: int, outputs: int) -> TensorRule:
-    """A Linear weight of which ranks hold outputs."""
+    """A Linear weight that ranks split along its outputs."""
     return TensorRule((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 1, True)
 
 
 def _row(source: str, target: str, inputs: int, outputs: int) -> TensorRule:
-    """A Linear weight of which ranks hold inputs."""
+    """A Linear weight that ranks split along its inputs."""
     return TensorRule((f"{source}.weight",), (f"{target}.weight",), (inputs, outputs), 0, True)
 
 
@@ -73,7 +74,7 @@ def _vector(source: str, target: str, size: int, split: int | None = None) -> Te
 
 
 def _norm(source: str, target: str, size: int) -> list[TensorRule]:
-    """A LayerNorm: weight and bias."""
+    """Weight and bias of a LayerNorm."""
     return [_vector(f"{source}.{part}", f"{target}.{part}", size) for part in ("weight", "bias")]
 
 
@@ -84,7 +85,7 @@ def _embedding(source: str, target: str, rows: int, width: int, units: int = 0) 
 def _head(
     source: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], rows: int, width: int
 ) -> list[TensorRule]:
-    """The output head where there is one: (width, rows) as a Linear, (rows, width) if it is tied to the embedding."""
+    """The output head, if there is one: [width, rows] as a Linear, [rows, width] if it is tied to the embedding."""
     if source not in shapes:
         return []
     shape = shapes[source]
@@ -94,15 +95,15 @@ def _head(
 
 
 def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], list[TensorRule]]:
-    """Rows of Llama and its kin, fused or not."""
+    """The rules of Llama-like models, fused or not."""
 
-    def rows(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
-        hidden, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    def rules(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
+        hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         head = config.get("head_dim", hidden // heads)
         old, new = f"{prefix}layers.{{}}.", "model.layers.{}."
         return [
-            _embedding(f"{prefix}embed_tokens", "model.embed_tokens", words, hidden, words),
+            _embedding(f"{prefix}embed_tokens", "model.embed_tokens", vocabulary, hidden, vocabulary),
             _vector(f"{old}input_layernorm.weight", f"{new}input_layernorm.weight", hidden),
             *_attention(old + "self_attn.", new + "self_attn.", hidden, (heads, kv_heads, head), shapes),
             _row(f"{old}self_attn.o_proj", f"{new}self_attn.o_proj", heads * head, hidden),
@@ -110,29 +111,29 @@ def _decoder(prefix: str) -> Callable[[Mapping[str, Any], Mapping[str, tuple[int
             *_gate_up(old + "mlp.", new + "mlp.", hidden, inner, shapes),
             _row(f"{old}mlp.down_proj", f"{new}mlp.down_proj", inner, hidden),
             _vector(f"{prefix}norm.weight", "model.norm.weight", hidden),
-            *_head("lm_head.weight", config, shapes, words, hidden),
+            *_head("lm_head.weight", config, shapes, vocabulary, hidden),
         ]
 
-    return rows
+    return rules
 
 
 def _attention(
     old: str, new: str, hidden: int, sizes: tuple[int, int, int], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[TensorRule]:
-    """Query, key and value with their biases; fused ones lie per key/value head: its queries, key, value."""
+    """Query, key and value with their biases; fused ones alternate by key/value head: its queries, key, value."""
     heads, kv_heads, head = sizes
     outputs = {"q_proj": heads * head, "k_proj": kv_heads * head, "v_proj": kv_heads * head}
-    rows: list[TensorRule] = []
+    rules: list[TensorRule] = []
     for part, shape, split in (("weight", (hidden,), 1), ("bias", (), 0)):
         targets = tuple(f"{new}{name}.{part}" for name in outputs)
         if _has(shapes, f"{old}qkv_proj.{part}"):
             pieces = (heads // kv_heads * head, head, head)
             whole = (*shape, sum(outputs.values()))
-            rows.append(
+            rules.append(
                 TensorRule((f"{old}qkv_proj.{part}",), targets, whole, split, part == "weight", pieces, kv_heads)
             )
         elif part == "weight" or _has(shapes, f"{old}q_proj.{part}"):
-            rows += [
+            rules += [
                 TensorRule(
                     (f"{old}{name}.{part}",),
                     (f"{new}{name}.{part}",),
@@ -143,7 +144,7 @@ def _attention(
                 )
                 for name, size in outputs.items()
             ]
-    return rows
+    return rules
 
 
 def _gate_up(old: str, new: str, hidden: int, inner: int, shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
@@ -154,19 +155,19 @@ def _gate_up(old: str, new: str, hidden: int, inner: int, shapes: Mapping[str, t
 
 
 def _has(shapes: Mapping[str, tuple[int, ...]], template: str) -> bool:
-    """Whether any layer has this tensor."""
+    """Whether any layer has a tensor."""
     pattern = re.compile(re.escape(template).replace(r"\{\}", r"\d+"))
     return any(pattern.fullmatch(name) for name in shapes)
 
 
 def _qwen(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
-    hidden, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     old, new = "qwen.h.{}.", "model.layers.{}."
     thirds = (hidden, hidden, hidden)
     parts = [f"{new}self_attn.{name}_proj" for name in "qkv"]
     weights, biases = tuple(f"{name}.weight" for name in parts), tuple(f"{name}.bias" for name in parts)
     return [
-        _embedding("qwen.wte", "model.embed_tokens", words, hidden),
+        _embedding("qwen.wte", "model.embed_tokens", vocabulary, hidden),
         _vector(f"{old}ln_1.weight", f"{new}input_layernorm.weight", hidden),
         TensorRule((f"{old}attn.c_attn.weight",), weights, (hidden, 3 * hidden), 1, True, thirds),
         TensorRule((f"{old}attn.c_attn.bias",), biases, (3 * hidden,), 0, False, thirds),
@@ -176,17 +177,17 @@ def _qwen(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> l
         _column(f"{old}mlp.w1", f"{new}mlp.up_proj", hidden, inner),
         _row(f"{old}mlp.c_proj", f"{new}mlp.down_proj", inner, hidden),
         _vector("qwen.ln_f.weight", "model.norm.weight", hidden),
-        *_head("lm_head.weight", config, shapes, words, hidden),
+        *_head("lm_head.weight", config, shapes, vocabulary, hidden),
     ]
 
 
 def _bloom(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
-    hidden, words = config["hidden_size"], config["vocab_size"]
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     old, new = "bloom.h.{}.", "transformer.h.{}."
     qkv, dense = "self_attention.query_key_value", "self_attention.dense"
     up, down = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
     return [
-        _embedding("bloom.word_embeddings", "transformer.word_embeddings", words, hidden),
+        _embedding("bloom.word_embeddings", "transformer.word_embeddings", vocabulary, hidden),
         *_norm("bloom.word_embeddings_layernorm", "transformer.word_embeddings_layernorm", hidden),
         *_norm(f"{old}input_layernorm", f"{new}input_layernorm", hidden),
         _column(old + qkv, new + qkv, hidden, 3 * hidden),
@@ -199,16 +200,16 @@ def _bloom(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> 
         _row(old + down, new + down, 4 * hidden, hidden),
         _vector(f"{old}{down}.bias", f"{new}{down}.bias", hidden),
         *_norm("bloom.ln_f", "transformer.ln_f", hidden),
-        *_head("lm_head.decoder_weight", config, shapes, words, hidden),
+        *_head("lm_head.decoder_weight", config, shapes, vocabulary, hidden),
     ]
 
 
 def _gpt(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
-    """GPT keeps (in, out), as transformers' Conv1D does; a fused qkv lies per head: query, key, value."""
-    hidden, inner, words, heads = config["n_embd"], config["n_inner"], config["vocab_size"], config["n_head"]
+    """GPT stores [in, out], as transformers' Conv1D does; a fused qkv alternates by head: query, key, value."""
+    hidden, inner, vocabulary, heads = config["n_embd"], config["n_inner"], config["vocab_size"], config["n_head"]
     old, new = "gpt.decoder.layers.{}.", "transformer.h.{}."
-    rows = [
-        _embedding("gpt.embeddings.word_embeddings", "transformer.wte", words, hidden),
+    rules = [
+        _embedding("gpt.embeddings.word_embeddings", "transformer.wte", vocabulary, hidden),
         TensorRule(
             ("gpt.embeddings.position_embeddings.weight",),
             ("transformer.wpe.weight",),
@@ -220,23 +221,23 @@ def _gpt(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> li
         target = (f"{new}attn.c_attn.{part}",)
         if _has(shapes, f"{old}self_attn.qkv_proj.{part}"):
             fused, pieces = f"{old}self_attn.qkv_proj.{part}", (hidden // heads,) * 3
-            rows.append(TensorRule((fused,), target, (*shape, 3 * hidden), split, pieces=pieces, groups=heads))
+            rules.append(TensorRule((fused,), target, (*shape, 3 * hidden), split, pieces=pieces, groups=heads))
         else:
             sources = tuple(f"{old}self_attn.{name}_proj.{part}" for name in "qkv")
-            rows.append(TensorRule(sources, target, (*shape, hidden), split))
+            rules.append(TensorRule(sources, target, (*shape, hidden), split))
     for source, name, inputs, outputs, axis in (
         ("self_attn.out_proj", "attn.c_proj", hidden, hidden, 0),
         ("linear1", "mlp.c_fc", hidden, inner, 1),
         ("linear2", "mlp.c_proj", inner, hidden, 0),
     ):
-        rows.append(TensorRule((f"{old}{source}.weight",), (f"{new}{name}.weight",), (inputs, outputs), axis))
-        rows.append(_vector(f"{old}{source}.bias", f"{new}{name}.bias", outputs, 0 if axis else None))
-    rows += [*_norm(f"{old}norm2", f"{new}ln_2", hidden), *_norm("gpt.decoder.norm", "transformer.ln_f", hidden)]
-    return [*rows, *_head("lm_head.weight", config, shapes, words, hidden)]
+        rules.append(TensorRule((f"{old}{source}.weight",), (f"{new}{name}.weight",), (inputs, outputs), axis))
+        rules.append(_vector(f"{old}{source}.bias", f"{new}{name}.bias", outputs, 0 if axis else None))
+    rules += [*_norm(f"{old}norm2", f"{new}ln_2", hidden), *_norm("gpt.decoder.norm", "transformer.ln_f", hidden)]
+    return [*rules, *_head("lm_head.weight", config, shapes, vocabulary, hidden)]
 
 
 def _chatglm(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[TensorRule]:
-    hidden, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     head, heads, kv_heads = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
     old, new = "chatglm_v2.encoder.layers.{}.", "model.layers.{}."
     pieces = (heads * head, kv_heads * head, kv_heads * head)
@@ -247,7 +248,7 @@ def _chatglm(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -
         [TensorRule((f"{qkv}.bias",), biases, (sum(pieces),), None, False, pieces)] if config["attention_bias"] else []
     )
     return [
-        _embedding("chatglm_v2.embedding.word_embeddings", "model.embed_tokens", words, hidden),
+        _embedding("chatglm_v2.embedding.word_embeddings", "model.embed_tokens", vocabulary, hidden),
         _vector(f"{old}input_layernorm.weight", f"{new}input_layernorm.weight", hidden),
         TensorRule((f"{qkv}.weight",), weights, (hidden, sum(pieces)), None, True, pieces),
         *bias,
@@ -256,20 +257,20 @@ def _chatglm(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -
         _column(f"{old}mlp.dense_h_to_4h", f"{new}mlp.gate_up_proj", hidden, 2 * inner),
         _row(f"{old}mlp.dense_4h_to_h", f"{new}mlp.down_proj", inner, hidden),
         _vector("chatglm_v2.encoder.final_layernorm.weight", "model.norm.weight", hidden),
-        _column("chatglm_v2.output_layer", "lm_head", hidden, words),
+        _column("chatglm_v2.output_layer", "lm_head", hidden, vocabulary),
     ]
 
 
-WORDS = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 FAMILIES: dict[str, PaddleFamily] = {
-    "llama": PaddleFamily("llama.", _decoder("llama."), "num_hidden_layers", WORDS),
-    "baichuan": PaddleFamily("llama.", _decoder("llama."), "num_hidden_layers", WORDS),
-    "qwen2": PaddleFamily("qwen2.", _decoder("qwen2."), "num_hidden_layers", WORDS),
-    "mistral": PaddleFamily("mistral.", _decoder("mistral."), "num_hidden_layers", WORDS),
-    "qwen": PaddleFamily("qwen.", _qwen, "num_hidden_layers", WORDS),
+    "llama": PaddleFamily("llama.", _decoder("llama."), "num_hidden_layers", EMBEDDING),
+    "baichuan": PaddleFamily("llama.", _decoder("llama."), "num_hidden_layers", EMBEDDING),
+    "qwen2": PaddleFamily("qwen2.", _decoder("qwen2."), "num_hidden_layers", EMBEDDING),
+    "mistral": PaddleFamily("mistral.", _decoder("mistral."), "num_hidden_layers", EMBEDDING),
+    "qwen": PaddleFamily("qwen.", _qwen, "num_hidden_layers", EMBEDDING),
     "bloom": PaddleFamily("bloom.", _bloom, "n_layer", "transformer.word_embeddings.weight"),
     "gpt": PaddleFamily("gpt.", _gpt, "n_layer", "transformer.wte.weight"),
-    "chatglm_v2": PaddleFamily("chatglm_v2.", _chatglm, "num_hidden_layers", WORDS, tensor_parallel=False),
+    "chatglm_v2": PaddleFamily("chatglm_v2.", _chatglm, "num_hidden_layers", EMBEDDING, tensor_parallel=False),
 }
 """By Paddle's `model_type`."""

@@ -1,4 +1,4 @@
-"""What each tensor-parallel rank of a PaddleNLP model holds: the rows of its family read backwards."""
+"""A model split among tensor-parallel ranks of PaddleNLP: the rules of its family, applied backwards."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
 
-def ranks_of(
-    rows: Sequence[TensorRule], tensors: Mapping[str, LazyTensor], layers: int, count: int, source: str
+def split_among_ranks(
+    rules: Sequence[TensorRule], tensors: Mapping[str, LazyTensor], layers: int, count: int, source: str
 ) -> list[dict[str, LazyTensor]]:
-    """Paddle's name to tensor for each of `count` ranks; the reverse of `rows.place`.
+    """Paddle's name to tensor for each of `count` ranks; the reverse of `apply_rules`.
 
     Args:
-        rows: of the family, for what the files shall hold.
-        tensors: by Hugging Face name.
-        layers: how many there are.
+        rules: the family's.
+        tensors: Hugging Face name to tensor.
+        layers: number of layers.
         count: number of ranks.
-        source: folder name for error messages.
+        source: name of the model's folder, for error messages.
 
     Raises:
-        MalformedInput: tensors are missing, left over, or of another shape than the configuration declares.
+        MalformedInput: missing keys, unexpected keys, or a shape mismatch with the configuration.
     """
-    steps = unrolled(rows, layers)
-    targets = [name for row in steps for name in row.targets]
+    all_rules = unrolled(rules, layers)
+    targets = [name for rule in all_rules for name in rule.targets]
     require(targets, tensors, source)
     if unknown := sorted(tensors.keys() - targets):
         raise MalformedInput(
-            f"`{source}` holds {len(unknown)} tensors that no rule places: {listing(unknown)}",
-            hint="the model has parts that its `config.json` does not tell of",
+            f"`{source}` has {len(unknown)} unexpected keys: {listing(unknown)}",
+            hint="the model has parts that its `config.json` does not declare",
         )
     ranks: list[dict[str, LazyTensor]] = [{} for _ in range(count)]
-    for row in steps:
-        wholes = _sources(row, [tensors[name] for name in row.targets], source)
-        for name, whole in zip(row.sources, wholes, strict=True):
-            for rank, part in zip(ranks, _parts(row, whole, count), strict=True):
-                rank[name] = transposed(part) if row.linear else part
+    for rule in all_rules:
+        wholes = _sources(rule, [tensors[name] for name in rule.targets], source)
+        for name, whole in zip(rule.sources, wholes, strict=True):
+            for rank, part in zip(ranks, _parts(rule, whole, count), strict=True):
+                rank[name] = transposed(part) if rule.linear else part
     return ranks
 
 
-def _sources(row: TensorRule, targets: Sequence[LazyTensor], source: str) -> list[LazyTensor]:
-    """The whole sources of a row, still (out, in) where the row is linear."""
-    outputs = 0 if row.linear else len(row.shape) - 1
+def _sources(rule: TensorRule, targets: Sequence[LazyTensor], source: str) -> list[LazyTensor]:
+    """The whole sources of a rule, still [out, in] if it is linear."""
+    outputs = 0 if rule.linear else len(rule.shape) - 1
     try:
         if len(targets) > 1:
-            found = [concat(targets, outputs) if row.groups == 1 else interleave_rows(targets, row.pieces)]
+            found = [concat(targets, outputs) if rule.groups == 1 else interleave_rows(targets, rule.pieces)]
         else:
-            found = split(targets[0], outputs, len(row.sources))
+            found = split(targets[0], outputs, len(rule.sources))
     except ValueError as error:
-        raise _misshapen(row, source, str(error)) from error
-    wanted = row.shape[::-1] if row.linear else row.shape
-    odd = next((tensor.shape for tensor in found if tensor.shape != wanted), None)
-    if odd is not None:
-        raise _misshapen(row, source, f"it is {list(odd)}, its configuration declares {list(wanted)}")
+        raise _mismatch(rule, source, str(error)) from error
+    expected = rule.shape[::-1] if rule.linear else rule.shape
+    wrong = next((tensor.shape for tensor in found if tensor.shape != expected), None)
+    if wrong is not None:
+        raise _mismatch(rule, source, f"expected {list(expected)}, got {list(wrong)}")
     return found
 
 
-def _misshapen(row: TensorRule, source: str, problem: str) -> MalformedInput:
+def _mismatch(rule: TensorRule, source: str, problem: str) -> MalformedInput:
     return MalformedInput(
-        f"`{row.targets[0]}` of `{source}` has another shape than its `config.json` declares: {problem}",
+        f"shape mismatch for `{rule.targets[0]}` of `{source}`: {problem}",
         hint="the config belongs to another model; copy the folder again",
     )
 
 
-def _parts(row: TensorRule, whole: LazyTensor, count: int) -> Sequence[LazyTensor]:
-    """What each rank holds of a source; cut before it is transposed, so that nothing is read twice."""
-    if row.split is None or row.units % count:
+def _parts(rule: TensorRule, whole: LazyTensor, count: int) -> Sequence[LazyTensor]:
+    """The part of a source for each rank; split before it is transposed, so that nothing is read twice."""
+    if rule.split is None or rule.units % count:
         return [whole] * count
-    return split(whole, 1 - row.split if row.linear else row.split, count)
+    return split(whole, 1 - rule.split if rule.linear else rule.split, count)
