@@ -10,17 +10,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from llmconv.convert.formats.litgpt.families import GELU, SAME_FUNCTION, _refused
 from llmconv.convert.formats.litgpt.model_config import LitConfig
-from llmconv.errors import MalformedInput, UnsupportedInput
-
-SAME_FUNCTION = {
-    "llama": ("llama", "mistral", "phi3"),
-    "mistral": ("mistral", "phi3"),
-}
-"""Families that compute the same and differ in names, so that a `config.json` next to the weights decides."""
+from llmconv.errors import MalformedInput
 
 LLAMA_3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
-GELU = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
 COMPARED = (
     "hidden_size",
     "num_hidden_layers",
@@ -35,91 +29,6 @@ COMPARED = (
     "rope_theta",
     "num_local_experts",
 )
-
-
-def family_of(lit: LitConfig, source: str) -> str:
-    """The `model_type` that computes the same.
-
-    Raises:
-        UnsupportedInput: there is none that llmconv knows.
-    """
-    found = _neox_like(lit) if lit.mlp_class_name == "GptNeoxMLP" else _llama_like(lit)
-    _require_plain(lit, source, found)
-    if not found:
-        raise _refused(source, lit, f"a {lit.norm_class_name} model with {lit.mlp_class_name}")
-    return found
-
-
-def _neox_like(lit: LitConfig) -> str:
-    """By biases and norms."""
-    if lit.norm_class_name != "LayerNorm" or lit.norm_qk or "OLMo" in lit.name or lit.sliding_window_size:
-        return ""
-    if lit.lm_head_bias:
-        return "phi" if lit.shared_attention_norm and lit.bias and lit.parallel_residual else ""
-    if lit.bias:
-        return "" if lit.shared_attention_norm or lit.n_query_groups != lit.n_head else "gpt_neox"
-    groups = (1, lit.n_head) if lit.shared_attention_norm else range(1, lit.n_head + 1)
-    fits = lit.parallel_residual and not lit.attn_bias and lit.rotary_percentage == 1 and lit.n_query_groups in groups
-    return "falcon" if fits and lit.gelu_approximate == "none" and lit.n_embd == lit.n_head * lit.head_size else ""
-
-
-def _llama_like(lit: LitConfig) -> str:
-    has_extras = lit.parallel_residual or lit.bias or lit.lm_head_bias or lit.shared_attention_norm
-    if lit.norm_class_name != "RMSNorm" or has_extras or lit.rotary_percentage != 1:
-        return ""
-    if lit.mlp_class_name == "GemmaMLP":
-        return _gemma(lit)
-    if "Gemma" in lit.name or lit.scale_embeddings or lit.post_attention_norm or lit.post_mlp_norm:
-        return ""
-    every_layer = all(lit.sliding_window_indices or [1])
-    if lit.mlp_class_name == "LLaMAMoE":
-        is_mixtral = not (lit.norm_qk or lit.attn_bias or lit.n_shared_expert or lit.n_expert_groups)
-        is_mixtral = is_mixtral and lit.routed_scaling_factor == 1 and lit.n_expert > 0 and every_layer
-        return "mixtral" if is_mixtral else ""
-    if lit.norm_qk:
-        is_qwen3 = lit.norm_qk_type == "default" and not lit.attn_bias and not lit.sliding_window_size
-        return "qwen3" if is_qwen3 else ""
-    if lit.attn_bias:
-        return "" if lit.sliding_window_size else "qwen2"
-    if lit.sliding_window_size:
-        return "mistral" if every_layer else ""
-    return "llama"
-
-
-def _gemma(lit: LitConfig) -> str:
-    """Gemma's norms add one to the weight, which upstream tells by the name (`Config.norm_class`)."""
-    if "Gemma" not in lit.name or not lit.scale_embeddings or lit.norm_qk or lit.attn_bias:
-        return ""
-    if lit.gelu_approximate != "tanh":
-        return ""
-    if not (lit.post_attention_norm or lit.post_mlp_norm):
-        return "" if lit.sliding_window_size else "gemma"
-    alternates = [1 - number % 2 for number in range(lit.n_layer)]
-    is_second = lit.post_attention_norm and lit.post_mlp_norm and lit.sliding_window_size
-    return "gemma2" if is_second and (lit.sliding_window_indices or [])[: lit.n_layer] == alternates else ""
-
-
-def _require_plain(lit: LitConfig, source: str, family: str) -> None:
-    """Refuses what no family above has."""
-    odd = {
-        "latent attention": lit.latent_attention,
-        "rope of neighbours": lit.rope_interleave,
-        "two rope bases": lit.rope_local_base_freq,
-        "no norm in front": not (lit.norm_1 and lit.norm_2),
-        "capped logits": family != "gemma2" and (lit.final_logit_softcapping or lit.attention_logit_softcapping),
-        "a scale of its own": family != "gemma2" and lit.attention_scores_scalar not in (None, lit.head_size),
-        "such a GELU": lit.gelu_approximate not in GELU,
-    }
-    found = next((what for what, is_there in odd.items() if is_there), None)
-    if found:
-        raise _refused(source, lit, f"a model with {found}")
-
-
-def _refused(source: str, lit: LitConfig, what: str) -> UnsupportedInput:
-    return UnsupportedInput(
-        f"`{source}` is {what} (`{lit.name[:60]}`), for which no equal model is known",
-        hint="known are llama, mistral, mixtral, phi-3, qwen2, qwen3, gemma 1 and 2, phi, gpt_neox (pythia) and falcon",
-    )
 
 
 def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:

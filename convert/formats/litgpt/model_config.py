@@ -76,6 +76,36 @@ class LitConfig:
         """Rows of the fused matrix."""
         return (self.n_head + 2 * self.n_query_groups) * self.head_size
 
+    @property
+    def is_gemma(self) -> bool:
+        """Whether norms add one to the weight, which upstream detects by the name (`Config.norm_class`)."""
+        return "Gemma" in self.name
+
+    @property
+    def is_olmo(self) -> bool:
+        """Whether norms have no weights, which upstream detects by the name."""
+        return "OLMo" in self.name
+
+    @property
+    def has_key_per_head(self) -> bool:
+        """Whether each query head has its own key and value."""
+        return self.n_query_groups == self.n_head
+
+    @property
+    def heads_span_width(self) -> bool:
+        """Whether the heads together are as wide as the hidden state."""
+        return self.n_embd == self.n_head * self.head_size
+
+    @property
+    def window_in_every_layer(self) -> bool:
+        """Whether no layer is without a window, if there is one."""
+        return all(self.sliding_window_indices or [1])
+
+    @property
+    def window_alternates(self) -> bool:
+        """Whether every other layer has a window, the first one included."""
+        return (self.sliding_window_indices or [])[: self.n_layer] == [1 - i % 2 for i in range(self.n_layer)]
+
 
 TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
