@@ -1,7 +1,6 @@
-"""Which Hugging Face model computes what a LitGPT configuration describes, and its `config.json`.
+"""`config.json` from a LitGPT configuration, and the comparison with a `config.json` next to the weights.
 
-Source: litgpt `model.py` (`Block`, `CausalSelfAttention`, the MLP classes, `build_rope_cache`) against transformers'
-modeling files; upstream's own table by model name is `scripts/convert_lit_checkpoint.py`.
+Source: litgpt `model.py` (`build_rope_cache` for the rotary formulas) against transformers' modeling files.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from llmconv.convert.formats.litgpt.families import GELU, SAME_FUNCTION, _refused
+from llmconv.convert.formats.litgpt.families import GELU, SAME_FUNCTION, refused
 from llmconv.convert.formats.litgpt.model_config import LitConfig
 from llmconv.errors import MalformedInput
 
@@ -32,10 +31,15 @@ COMPARED = (
 
 
 def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:
-    """`config.json` of `family`, without token ids.
+    """The content of `config.json`, without token ids.
+
+    Args:
+        lit: LitGPT's configuration.
+        family: the `model_type`, from `family_of`.
+        source: name of the checkpoint, for error messages.
 
     Raises:
-        UnsupportedInput: a rotary formula that transformers does not have under the same parameters.
+        UnsupportedInput: transformers does not have the rotary formula.
     """
     config: dict[str, Any] = {
         "model_type": family,
@@ -110,7 +114,7 @@ def _gemma_config(lit: LitConfig, family: str) -> dict[str, Any]:
 
 
 def _rope_scaling(lit: LitConfig, source: str) -> dict[str, Any] | None:
-    """transformers' `rope_scaling`: the formula of Llama 3.1, or positions divided by a number."""
+    """transformers' `rope_scaling`: Llama 3.1's formula, or positions divided by a number."""
     adjust = lit.rope_adjustments
     if adjust is None:
         ratio = lit.rope_condense_ratio
@@ -119,7 +123,7 @@ def _rope_scaling(lit: LitConfig, source: str) -> dict[str, Any] | None:
     is_llama_3 = set(adjust) == set(LLAMA_3) and all(map(_is_number, numbers.values()))
     is_linear = set(adjust) == {"factor"} and _is_number(adjust["factor"])
     if lit.rope_condense_ratio != 1 or not (is_llama_3 or is_linear):
-        raise _refused(source, lit, "a model with such `rope_adjustments`")
+        raise refused(source, lit, f"a model with `rope_adjustments` {str(adjust)[:80]}")
     if not is_llama_3:
         return {"rope_type": "linear", "factor": float(adjust["factor"])}
     positions = {"original_max_position_embeddings": adjust["original_max_seq_len"]}
@@ -131,7 +135,12 @@ def _is_number(value: Any) -> bool:
 
 
 def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) -> dict[str, Any]:
-    """The `config.json` next to the weights, with LitGPT's vocabulary, once it says what `model_config.yaml` says.
+    """The `config.json` next to the weights, with LitGPT's vocabulary, if it agrees with `model_config.yaml`.
+
+    Args:
+        stored: the content of `config.json`; empty if there is none.
+        computed: from `to_config`; returned if there is no `config.json`.
+        source: name of the checkpoint, for error messages.
 
     Raises:
         MalformedInput: they contradict each other.
@@ -142,13 +151,14 @@ def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) 
     rope = stored.get("rope_parameters")
     flat = {**stored, **(rope if isinstance(rope, dict) else {})}
     known = SAME_FUNCTION.get(computed["model_type"], (computed["model_type"],))
-    odd = [name for name in COMPARED if name in computed and flat.get(name) not in (None, computed[name])]
+    different = [name for name in COMPARED if name in computed and flat.get(name) not in (None, computed[name])]
     if kind is not None and kind not in known:
-        odd.insert(0, "model_type")
-    if odd:
-        said = f"`{odd[0]}` {str(flat.get(odd[0]))[:40]}, `model_config.yaml` {computed.get(odd[0])}"
+        different.insert(0, "model_type")
+    if different:
+        name = different[0]
         raise MalformedInput(
-            f"`config.json` next to `{source}` says {said}",
-            hint="one of the two belongs to another model; take the wrong one away",
+            f"`config.json` next to `{source}` declares `{name}` {str(flat.get(name))[:40]}, but `model_config.yaml` "
+            f"{computed.get(name)}",
+            hint="one of the two belongs to another model; remove the wrong one",
         )
     return {**computed, **stored, "vocab_size": computed["vocab_size"]}

@@ -13,16 +13,22 @@ from llmconv.errors import MalformedInput
 from llmconv.tensors import LazyTensor
 
 FUSED = ("gpt_neox", "falcon")
-"""Families whose own matrix is fused group by group, as LitGPT's was in its old age."""
+"""Families that fuse queries, keys and values group by group, as LitGPT did until the end of 2024."""
 
 
 def to_hugging_face(
     stored: Mapping[str, LazyTensor], lit: LitConfig, family: str, source: str
 ) -> dict[str, LazyTensor]:
-    """The tensors of the model, each lazily cut out of or joined from what is stored.
+    """The model's tensors in Hugging Face's names, split and joined lazily.
+
+    Args:
+        stored: LitGPT's name to tensor.
+        lit: LitGPT's configuration.
+        family: the `model_type`, from `family_of`.
+        source: name of the checkpoint, for error messages.
 
     Raises:
-        MalformedInput: a tensor is missing or unknown, or has another shape than the configuration declares.
+        MalformedInput: missing keys, unexpected keys, or a shape mismatch with the configuration.
     """
     if lit.n_layer * max(1, lit.n_expert) > len(stored):
         raise MalformedInput(
@@ -32,13 +38,16 @@ def to_hugging_face(
     expected = _shapes(lit)
     current = {_new_name(name): tensor for name, tensor in stored.items()}
     if len(current) != len(stored):
-        raise MalformedInput(f"`{source}` holds a fused matrix twice", hint="two checkpoints are mixed in one file")
+        raise MalformedInput(
+            f"duplicate key in `{source}`: a fused matrix has both its old and its new name",
+            hint="two checkpoints are mixed in one file",
+        )
     require(expected, current, source)
     wrong = [f"{name} {list(tensor.shape)}" for name, tensor in current.items() if expected.get(name) != tensor.shape]
     if wrong:
         raise MalformedInput(
-            f"`{source}` has {len(wrong)} tensors that `model_config.yaml` has no place for: {listing(wrong)}",
-            hint="the configuration belongs to another model, or the weights have adapters that are not merged",
+            f"`{source}` has {len(wrong)} unexpected keys or shapes for its `model_config.yaml`: {listing(wrong)}",
+            hint="the configuration belongs to another model, or the weights contain adapters that are not merged",
         )
     by_group = any(_new_name(name) != name for name in stored)
     parts: dict[str, LazyTensor] = {}
@@ -49,9 +58,9 @@ def to_hugging_face(
         elif family in FUSED:
             parts[name] = tensor if by_group else _grouped(tensor, lit)
         elif family == "phi3":
-            parts[name] = concat(_apart(tensor, lit, by_group=by_group), 0)
+            parts[name] = concat(_split_qkv(tensor, lit, by_group=by_group), 0)
         else:
-            for one, part in zip("qkv", _apart(tensor, lit, by_group=by_group), strict=True):
+            for one, part in zip("qkv", _split_qkv(tensor, lit, by_group=by_group), strict=True):
                 parts[f"{stem.removesuffix('qkv')}{one}{dot}{kind}"] = part
     if family == "phi3":
         _join_feed_forward(parts, lit)
@@ -63,7 +72,7 @@ def _new_name(name: str) -> str:
 
 
 def _shapes(lit: LitConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model under its current name."""
+    """Current name to shape of every tensor of the model."""
     width, rows = lit.n_embd, lit.n_head * lit.head_size
     shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (lit.padded_vocab_size, width)}
     for layer in (f"transformer.h.{number}" for number in range(lit.n_layer)):
@@ -113,11 +122,11 @@ def _norm(module: str, lit: LitConfig, size: int) -> dict[str, tuple[int, ...]]:
 
 
 def group_counts(lit: LitConfig) -> tuple[int, int, int]:
-    """Rows of queries, key and value in one group."""
+    """Number of rows of queries, key and value in one group."""
     return lit.n_head // lit.n_query_groups * lit.head_size, lit.head_size, lit.head_size
 
 
-def _apart(tensor: LazyTensor, lit: LitConfig, *, by_group: bool) -> list[LazyTensor]:
+def _split_qkv(tensor: LazyTensor, lit: LitConfig, *, by_group: bool) -> list[LazyTensor]:
     """Queries, keys and values of a fused matrix or bias."""
     counts, first = group_counts(lit), 0
     parts = []
@@ -131,11 +140,11 @@ def _apart(tensor: LazyTensor, lit: LitConfig, *, by_group: bool) -> list[LazyTe
 
 
 def _grouped(tensor: LazyTensor, lit: LitConfig) -> LazyTensor:
-    return interleave_rows(_apart(tensor, lit, by_group=False), group_counts(lit))
+    return interleave_rows(_split_qkv(tensor, lit, by_group=False), group_counts(lit))
 
 
 def _join_feed_forward(parts: dict[str, LazyTensor], lit: LitConfig) -> None:
-    """Phi-3 stacks what goes into the gate and what goes past it."""
+    """Stacks gate and up projections, as Phi-3 has them, in place."""
     for number in range(lit.n_layer):
         module = f"transformer.h.{number}.mlp"
         parts[f"{module}.fc.weight"] = concat([parts.pop(f"{module}.fc_{one}.weight") for one in (1, 2)], 0)

@@ -1,7 +1,7 @@
 """The Hugging Face family that computes the same as a LitGPT configuration, by a table of fields and values.
 
-Source: litgpt `model.py` (`Block`, `CausalSelfAttention`, the MLP classes) against transformers' modeling files; upstream's
-own table by model name is `scripts/convert_lit_checkpoint.py`.
+Source: litgpt `model.py` (`Block`, `CausalSelfAttention`, the MLP classes) against transformers' modeling files;
+upstream's own table by model name is `scripts/convert_lit_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SAME_FUNCTION = {
     "llama": ("llama", "mistral", "phi3"),
     "mistral": ("mistral", "phi3"),
 }
-"""Families that compute the same and differ in names, so that a `config.json` next to the weights decides."""
+"""Families that compute the same under other tensor names: a `config.json` next to the weights decides."""
 
 
 GELU = {"none": "gelu", "tanh": "gelu_pytorch_tanh"}
@@ -84,7 +84,7 @@ def family_of(lit: LitConfig, source: str) -> str:
     found = next((family for family, fields in FAMILIES if _matches(lit, fields)), "")
     _require_plain(lit, source, found)
     if not found:
-        raise _refused(source, lit, f"a {lit.norm_class_name} model with {lit.mlp_class_name}")
+        raise refused(source, lit, f"a {lit.norm_class_name} model with {lit.mlp_class_name}")
     return found
 
 
@@ -96,23 +96,24 @@ def _matches(lit: LitConfig, fields: Mapping[str, Any]) -> bool:
 
 
 def _require_plain(lit: LitConfig, source: str, family: str) -> None:
-    """Refuses what no family above has."""
-    odd = {
+    """Refuses options that no family in the table has."""
+    options = {
         "latent attention": lit.latent_attention,
-        "rope of neighbours": lit.rope_interleave,
+        "interleaved rope": lit.rope_interleave,
         "two rope bases": lit.rope_local_base_freq,
-        "no norm in front": not (lit.norm_1 and lit.norm_2),
+        "no pre-norm": not (lit.norm_1 and lit.norm_2),
         "capped logits": family != "gemma2" and (lit.final_logit_softcapping or lit.attention_logit_softcapping),
-        "a scale of its own": family != "gemma2" and lit.attention_scores_scalar not in (None, lit.head_size),
-        "such a GELU": lit.gelu_approximate not in GELU,
+        "its own attention scale": family != "gemma2" and lit.attention_scores_scalar not in (None, lit.head_size),
+        f"the GELU `{str(lit.gelu_approximate)[:40]}`": lit.gelu_approximate not in GELU,
     }
-    found = next((what for what, is_there in odd.items() if is_there), None)
+    found = next((option for option, is_set in options.items() if is_set), None)
     if found:
-        raise _refused(source, lit, f"a model with {found}")
+        raise refused(source, lit, f"a model with {found}")
 
 
-def _refused(source: str, lit: LitConfig, what: str) -> UnsupportedInput:
+def refused(source: str, lit: LitConfig, description: str) -> UnsupportedInput:
+    """The error for a model that transformers does not have."""
     return UnsupportedInput(
-        f"`{source}` is {what} (`{lit.name[:60]}`), for which no equal model is known",
-        hint="known are llama, mistral, mixtral, phi-3, qwen2, qwen3, gemma 1 and 2, phi, gpt_neox (pythia) and falcon",
+        f"`{source}` is {description} (`{lit.name[:60]}`), for which no equivalent model is known",
+        hint="supported are llama, mistral, mixtral, phi-3, qwen2, qwen3, gemma 1 and 2, phi, pythia and falcon",
     )

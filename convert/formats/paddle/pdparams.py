@@ -179,7 +179,7 @@ def _dtype(path: Path, name: str, kind: Any) -> DType:
     if not isinstance(code, str) or code not in NUMPY_CODES or order not in ("<", "|"):
         shown = f"`{order}{code}`" if isinstance(code, str) and isinstance(order, str) else "a compound type"
         raise UnsupportedInput(
-            f"`{name}` in `{path.name}` has the unsupported type {shown[:40]}",
+            f"`{name}` in `{path.name}` has an unsupported element type: {shown[:40]}",
             hint="only little-endian floats, integers and bools can be converted",
         )
     return NUMPY_CODES[code]
@@ -220,7 +220,7 @@ def _joined(path: Path, tensors: dict[str, LazyTensor], table: Any) -> dict[str,
 def _reshaped(path: Path, name: str, parts: list[LazyTensor | None], shape: tuple[Any, ...]) -> LazyTensor:
     present = [part for part in parts if part is not None and len(part.shape) == 1]
     if not parts or len(present) != len(parts):
-        _refuse(path, f"lacks one of the {len(parts)} parts of `{name}`")
+        _refuse(path, f"lacks parts of `{name}`, which is split into {len(parts)}")
     flat, row = concat(present, 0), prod(shape[1:])
     if flat.shape[0] != prod(shape):
         _refuse(path, f"has {flat.shape[0]} elements for `{name}`, expected {prod(shape)} for its shape")

@@ -117,11 +117,11 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "shards of a model": (mix, "mixes shards"),
     "another size": (
         add_to_all("norm.weight", torch.ones(1)),
-        r"does not fit the base in 1 tensors: `norm\.weight \[1\] for \[32\]`",
+        r"shape mismatch between `.*` and the base for 1 tensors: `norm\.weight \[1\] for \[32\]`",
     ),
     "a part for pictures": (
         add_to_all("clip_proj.weight", torch.ones(1)),
-        "no language model of transformers holds: `clip_proj`",
+        "no language model of transformers has: `clip_proj`",
     ),
     "an unknown part": (add_to_all("router.weight", torch.ones(1)), "no rule places"),
 }

@@ -67,7 +67,7 @@ def test_a_single_file_takes_the_config_beside_it() -> None:
 
 def test_a_config_can_be_given_and_wins(tmp_path: Path) -> None:
     file = Path(shutil.copy(FIXTURES / "llama_gqa_fp32" / "model_state.pdparams", tmp_path))
-    with pytest.raises(InputRefused, match=r"no `config\.json` beside it"):
+    with pytest.raises(InputRefused, match=r"no `config\.json` next to it"):
         open_training(file)
     (tmp_path / "more.json").write_text('{"rope_theta": 5000.0}')
     configs = (FIXTURES / "llama_gqa_fp32", tmp_path / "more.json")
