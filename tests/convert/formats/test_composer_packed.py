@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 from llmconv.cli import main
 from llmconv.convert import to_hf
-from llmconv.convert.formats.composer.read import Run
+from llmconv.convert.formats.composer.read import ComposerRun
 from llmconv.convert.formats.composer.run_info import dropped, version
 from llmconv.convert.inspect import inspect
 from llmconv.convert.opening.training_checkpoint import open_training
@@ -244,5 +244,5 @@ def test_odd_and_endless_parts_of_a_run_are_told_once() -> None:
     for _ in range(5000):
         bomb = [bomb, bomb]
     state = {"metadata": {"torch_version": 3, "composer_env_info": [1]}, "callbacks": bomb, "own": {1: 2}, "scaler": {}}
-    run = Run({"state": state, "rng": None}, lambda name, leaf: leaf)
+    run = ComposerRun({"state": state, "rng": None}, lambda name, leaf: leaf)
     assert (version(run), dropped(run)) == ("", ("the callbacks", "`own`"))
