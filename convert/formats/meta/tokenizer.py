@@ -79,7 +79,7 @@ def tokenizer_for(
     """
     if path is None:
         return without_tokenizer(vocabulary), [
-            f"`{source}` has no `{TOKENIZER}`; give a tokenizer with `--tokenizer` if you need it"
+            f"`{source}` has no tokenizer; give one with `--tokenizer` if you need it"
         ]
     loaded = load_tokenizer(path, since_3_1=since_3_1)
     warnings = list(loaded.warnings)

@@ -99,7 +99,7 @@ def test_a_config_beside_it_is_kept_with_the_padded_vocabulary(tmp_path: Path) -
 def test_a_config_that_contradicts_the_yaml_is_refused(tmp_path: Path, said: dict[str, Any]) -> None:
     folder = folder_of(tmp_path)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | said))
-    with pytest.raises(MalformedInput, match="beside"):
+    with pytest.raises(MalformedInput, match="next to `llama3` declares"):
         open_training(folder)
 
 
