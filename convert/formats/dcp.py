@@ -17,7 +17,14 @@ from llmconv.convert.formats.composer.sharded import is_sharded
 from llmconv.convert.formats.meta.names import LLAMA
 from llmconv.convert.models.completeness import select, whole
 from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.state_dicts.distributed.folder import PARTS, Folder, is_folder, named_leaves, open_folder, sizes_of
+from llmconv.convert.state_dicts.distributed.folder import (
+    PARTS,
+    DistributedFolder,
+    is_folder,
+    named_leaves,
+    open_folder,
+    sizes_of,
+)
 from llmconv.convert.state_dicts.distributed.metadata import TensorItem
 from llmconv.convert.state_dicts.distributed.model_root import is_meta_named, outside, prefix_of, roots
 from llmconv.convert.state_dicts.other_contents import phrases
@@ -80,7 +87,7 @@ def _home(shards: Path) -> Path | None:
     return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
 
 
-def _model(folder: Folder, chosen: str | None) -> tuple[tuple[str, ...], Mapping[Any, Any]]:
+def _model(folder: DistributedFolder, chosen: str | None) -> tuple[tuple[str, ...], Mapping[Any, Any]]:
     """The keys that lead to the model in the nested dict, and its state dict.
 
     Raises:
@@ -103,7 +110,7 @@ def _model(folder: Folder, chosen: str | None) -> tuple[tuple[str, ...], Mapping
 
 
 def _tensors(
-    folder: Folder, state: Mapping[Any, Any], warnings: list[str], *, drop: bool
+    folder: DistributedFolder, state: Mapping[Any, Any], warnings: list[str], *, drop: bool
 ) -> tuple[dict[str, LazyTensor], list[str]]:
     """The tensors without wrappers and prefix in their names, and a phrase about those outside the model."""
     source = folder.path.name
@@ -126,7 +133,7 @@ def _tensors(
     return kept, [f"{len(foreign)} tensors outside the model: {listing(foreign)}"] if foreign else []
 
 
-def _leaves(folder: Folder, state: Mapping[Any, Any]) -> dict[str, Any]:
+def _leaves(folder: DistributedFolder, state: Mapping[Any, Any]) -> dict[str, Any]:
     """The tensors as LazyTensor, and values unchanged; nested dicts are not part of the state dict."""
     named = {str(name): item for name, item in state.items() if not isinstance(item, dict)}
     return {

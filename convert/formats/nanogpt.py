@@ -19,7 +19,7 @@ from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, whole
 from llmconv.convert.models.config_file import with_architecture, without_code
-from llmconv.convert.state_dicts.checkpoint import left_around, side_files_of
+from llmconv.convert.state_dicts.checkpoint import contents_around, side_files_of
 from llmconv.convert.state_dicts.files import StateFile, open_state
 from llmconv.convert.state_dicts.signs import Sign
 from llmconv.errors import MalformedInput
@@ -75,7 +75,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     side_files = side_files_of(_file(path), tokenizer)
     if not side_files:
         warnings.append("nanoGPT saves no tokenizer; give one with `--tokenizer` (GPT-2's, where the run used it)")
-    dropped = left_around(found) + ((f"{len(masks)} causal masks, which the model computes",) if masks else ())
+    dropped = contents_around(found) + ((f"{len(masks)} causal masks, which the model computes",) if masks else ())
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), _version(found), 1, dropped)
 
 

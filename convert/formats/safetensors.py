@@ -30,7 +30,7 @@ from llmconv.convert.state_dicts.safetensors_files import (
     peek_state,
 )
 from llmconv.convert.state_dicts.signs import ADAPTER_NAMES, has_hugging_face_names
-from llmconv.convert.state_dicts.training_files import left_beside
+from llmconv.convert.state_dicts.training_files import training_files_in
 from llmconv.errors import InputRefused
 from llmconv.tensors import LazyTensor
 
@@ -88,7 +88,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             hint=f"give the folder: `{path.parent}`",
         )
     opened = assemble(_read(path, config), FORMAT.name, config, tokenizer)
-    return replace(opened, dropped=(*left_beside(path), *opened.dropped))
+    return replace(opened, dropped=(*training_files_in(path), *opened.dropped))
 
 
 def _peek(path: Path) -> Mapping[str, LazyTensor]:

@@ -25,7 +25,7 @@ from llmconv.convert.formats.accessory.write import EXTRA_FILES, save
 from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer, tokenizer_for
 from llmconv.convert.models.completeness import untie
 from llmconv.convert.models.config_file import without_code
-from llmconv.convert.state_dicts.training_files import left_beside
+from llmconv.convert.state_dicts.training_files import training_files_in
 from llmconv.convert.tokenizers.ids import special_ids
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.tensors import LazyTensor
@@ -73,7 +73,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         (*warnings, *more),
         shards=len(own) + len(base_shards),
         source_type=params.family,
-        dropped=(*([f"{len(lost)} tensors: {kinds(lost)}"] if lost else []), *left_beside(path)),
+        dropped=(*([f"{len(lost)} tensors: {kinds(lost)}"] if lost else []), *training_files_in(path)),
     )
 
 

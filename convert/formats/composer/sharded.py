@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.convert.formats.composer import run_folder as newer
-from llmconv.convert.state_dicts.distributed.folder import Folder, is_folder, open_folder, sizes_of
+from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, is_folder, open_folder, sizes_of
 from llmconv.convert.state_dicts.distributed.metadata import FILE, TensorItem
 from llmconv.errors import UnsupportedInput
 from llmconv.files.pickles.machine import Stub
@@ -61,7 +61,7 @@ def open_sharded(path: Path) -> tuple[dict[str, Any], Callable[[str, Any], LazyT
     return content, lambda _, tensor: tensor, folder.shards, left
 
 
-def _lazy(folder: Folder, model: Any) -> dict[str, Any]:
+def _lazy(folder: DistributedFolder, model: Any) -> dict[str, Any]:
     """The state dict with a LazyTensor for each tensor, and bytes items unchanged."""
     entries = model.items() if isinstance(model, Mapping) else ()
     return {str(key): folder.tensor(str(key), item) if isinstance(item, TensorItem) else item for key, item in entries}

@@ -20,7 +20,7 @@ from llmconv.convert.formats.litgpt.families import SAME_FUNCTION, family_of
 from llmconv.convert.formats.litgpt.model_config import LitConfig, read_settings
 from llmconv.convert.models.completeness import untie, whole
 from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.state_dicts.checkpoint import config_folder, left_around, side_files_of, stored_config
+from llmconv.convert.state_dicts.checkpoint import config_folder, contents_around, side_files_of, stored_config
 from llmconv.convert.state_dicts.files import StateFile, open_state
 from llmconv.convert.state_dicts.signs import Sign
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -67,7 +67,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     if not set(side_files) - {"generation_config.json"}:
         warnings.append(f"`{path.name}` has no tokenizer next to it; give one with `--tokenizer` if you need it")
     return Checkpoint(
-        path, FORMAT.name, tensors, settings, side_files, tuple(warnings), _version(found), 1, left_around(found)
+        path, FORMAT.name, tensors, settings, side_files, tuple(warnings), _version(found), 1, contents_around(found)
     )
 
 

@@ -25,7 +25,7 @@ from llmconv.convert.formats.meta.tokenizer import MetaTokenizer, find_tokenizer
 from llmconv.convert.formats.meta.write import save
 from llmconv.convert.models.completeness import untie
 from llmconv.convert.models.config_file import without_code
-from llmconv.convert.state_dicts.training_files import left_beside
+from llmconv.convert.state_dicts.training_files import training_files_in
 
 
 def _detect(path: Path) -> bool:
@@ -71,7 +71,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         side_files,
         tuple(warnings),
         shards=len(shards),
-        dropped=(*([f"rotary frequencies ({listing(left)})"] if left else []), *left_beside(path)),
+        dropped=(*([f"rotary frequencies ({listing(left)})"] if left else []), *training_files_in(path)),
     )
 
 

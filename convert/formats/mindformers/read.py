@@ -11,6 +11,7 @@ from llmconv.convert.algebra.operations import first_missing, listing
 from llmconv.convert.formats.mindformers.ckpt_file import is_mindspore_ckpt, read_ckpt
 from llmconv.convert.formats.mindformers.join_ranks import merge_ranks
 from llmconv.convert.formats.mindformers.strategy import find_layouts
+from llmconv.convert.state_dicts.files import without_duplicates
 from llmconv.convert.state_dicts.raw_tensors import joined
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.files.safetensors_file import read_header
@@ -128,14 +129,7 @@ def _open_files(path: Path) -> Parameters:
 
 def _union(path: Path, parts: Sequence[Parameters]) -> Parameters:
     """The tensors of several files of one model (the output of `unified_safetensors`)."""
-    tensors: dict[str, LazyTensor] = {}
-    for part in parts:
-        if duplicate := sorted(tensors.keys() & part.tensors.keys()):
-            raise MalformedInput(
-                f"duplicate tensor names in the files of `{path.name}`: {listing(duplicate)}",
-                hint="files of different checkpoints are mixed; give one of them",
-            )
-        tensors |= part.tensors
+    tensors = without_duplicates(path.name, [part.tensors for part in parts])
     return Parameters(tensors, tuple(warning for part in parts for warning in part.warnings), len(parts))
 
 

@@ -30,7 +30,7 @@ from llmconv.convert.formats.paddle.tokenizer import read_paddle_tokenizer
 from llmconv.convert.formats.paddle.write import save
 from llmconv.convert.models.completeness import untie
 from llmconv.convert.models.config_file import with_architecture, without_code
-from llmconv.convert.state_dicts.training_files import left_beside
+from llmconv.convert.state_dicts.training_files import training_files_in
 from llmconv.convert.tokenizers.source import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.tensors import LazyTensor
@@ -78,7 +78,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         tuple(warnings),
         version=f"paddlenlp {release}" if isinstance(release, str) else "",
         shards=len(weight_files(path)),
-        dropped=left_beside(path),
+        dropped=training_files_in(path),
         source_type=str(paddle["model_type"]),
     )
 

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import INDEX, SINGLE, read_json
+from llmconv.checkpoint import INDEX, SINGLE
 from llmconv.convert.algebra.operations import equal, listing
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.formats.paddle.pdparams import as_bfloat16, is_pdparams, open_pdparams
 from llmconv.convert.state_dicts.raw_tensors import joined
 from llmconv.convert.state_dicts.safetensors_files import header_of, numbered, open_safetensors
+from llmconv.convert.state_dicts.shard_index import indexed_shards, require_listed
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import LazyTensor
@@ -168,23 +169,10 @@ def _state(file: Path) -> Mapping[str, LazyTensor]:
 
 
 def _sharded(folder: Path) -> Mapping[str, LazyTensor]:
-    weight_map = read_json(folder / PADDLE_INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise MalformedInput(f"`{PADDLE_INDEX}` has no `weight_map`", hint="copy the folder again")
     tensors: dict[str, LazyTensor] = {}
-    for shard in sorted({str(home) for home in weight_map.values()}):
-        if not SHARD.fullmatch(shard):
-            raise MalformedInput(
-                f"`{PADDLE_INDEX}` has the invalid shard name {shard[:80]!r}",
-                hint="shards are plain file names next to the index",
-            )
+    for shard, listed in indexed_shards(folder, PADDLE_INDEX, lambda name: bool(SHARD.fullmatch(name))).items():
         found = _state(folder / shard)
-        different = sorted({name for name, home in weight_map.items() if home == shard} ^ set(found))
-        if different:
-            raise MalformedInput(
-                f"`{PADDLE_INDEX}` and `{shard}` differ in {len(different)} tensors: {listing(different)}",
-                hint="shards of different models are mixed; copy the folder again",
-            )
+        require_listed(shard, found, listed, PADDLE_INDEX)
         tensors.update(found)
     return tensors
 

@@ -17,7 +17,7 @@ from llmconv.convert.algebra.operations import concat, listing, permute_rows, re
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, whole
 from llmconv.convert.models.config_file import causal_lm_config
-from llmconv.convert.state_dicts.checkpoint import left_around, side_files_of, stored_config
+from llmconv.convert.state_dicts.checkpoint import contents_around, side_files_of, stored_config
 from llmconv.convert.state_dicts.files import StateFile, open_state, torch_files
 from llmconv.convert.state_dicts.signs import Sign
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
@@ -108,7 +108,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     tensors = _fused(tensors, family.fused, path.name)
     settings = whole(tensors, settings, path.name, warnings)
     side_files = side_files_of(found.path, tokenizer)
-    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=left_around(found))
+    return Checkpoint(path, FORMAT.name, tensors, settings, side_files, tuple(warnings), dropped=contents_around(found))
 
 
 def _family(config: Mapping[str, Any], source: str) -> TorchtuneFamily:

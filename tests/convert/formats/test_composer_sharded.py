@@ -79,7 +79,7 @@ def test_a_link_to_the_latest_folder_is_followed(run: Path, tmp_path: Path) -> N
 def blank(run: Path, tree: Any) -> None:
     """Overwrites with zeros what `.metadata` says of a part of the nested dict."""
     for _, item in named_leaves(tree):
-        for place in [item.place] if isinstance(item, BytesItem) else [chunk.place for chunk in item.chunks]:
+        for place in [item.location] if isinstance(item, BytesItem) else [chunk.location for chunk in item.chunks]:
             with open(run / place.file, "r+b") as file:
                 file.seek(place.start)
                 file.write(bytes(place.length))

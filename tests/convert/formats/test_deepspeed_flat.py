@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.zero_checkpoint import crc_of_zeros, deep, save
-from llmconv.convert.formats.deepspeed.flat_tensor import FlatSlice, slices_of, first_elements, joined
+from llmconv.convert.formats.deepspeed.flat_tensor import FlatSlice, first_elements, joined, slices_of
 from llmconv.convert.formats.deepspeed.read import open_model
 from llmconv.convert.formats.deepspeed.save_folder import open_save
 from llmconv.convert.opening.training_checkpoint import open_training

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint import _version, metadata
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 
 from llmconv.convert.state_dicts.distributed.chunks import assemble, is_tiled
-from llmconv.convert.state_dicts.distributed.folder import Folder, open_folder
-from llmconv.convert.state_dicts.distributed.metadata import BytesItem, Chunk, Place
+from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, open_folder
+from llmconv.convert.state_dicts.distributed.metadata import BlobLocation, BytesItem, Chunk
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.files import safetensors_file as safetensors_io
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
@@ -31,7 +31,7 @@ from tests.builders.dcp_folders import change, save, split
 GRIDS = json.loads((Path(__file__).parents[2] / "fixtures" / "dcp" / "grids.json").read_text())
 
 
-def tensor(folder: Folder, *keys: str) -> LazyTensor:
+def tensor(folder: DistributedFolder, *keys: str) -> LazyTensor:
     item: Any = folder.tree
     for key in keys:
         item = item[key]
@@ -146,7 +146,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Chunk]]:
         for low, high in ((0, cut), (cut, sizes[dim])):
             start = (*offsets[:dim], offsets[dim] + low, *offsets[dim + 1 :])
             boxes.append((start, (*sizes[:dim], high - low, *sizes[dim + 1 :])))
-    return shape, [Chunk(offsets, sizes, Place("x", 0, 0)) for offsets, sizes in draw(st.permutations(boxes))]
+    return shape, [Chunk(offsets, sizes, BlobLocation("x", 0, 0)) for offsets, sizes in draw(st.permutations(boxes))]
 
 
 def cut_out(whole: Any, chunk: Chunk) -> Any:
