@@ -188,7 +188,7 @@ def test_a_head_that_differs_from_the_embedding_is_kept_whatever_the_config_says
 
 def test_a_missing_tokenizer_is_a_warning_and_can_be_given(composer: Path, tmp_path: Path) -> None:
     path = save(tmp_path / "x.pt", prefixed())
-    assert any("holds no tokenizer" in warning for warning in open_training(path).warnings)
+    assert any("contains no tokenizer" in warning for warning in open_training(path).warnings)
     given = open_training(path, tokenizer=composer / "llama_full" / "hf_side_files")
     assert set(given.side_files) == {
         "tokenizer.json",

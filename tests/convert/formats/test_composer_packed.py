@@ -154,7 +154,7 @@ def test_a_packed_conversion_leaves_nothing_in_the_temporary_folder(composer: Pa
 TOLD = {
     "llama_full/" + FILE: ("composer 0.32.1, torch 2.13.0+cpu", "the optimizer's state (354 kB)"),
     "legacy_gpt2_0135/" + FILE: ("composer 0.13.5", "the optimizer's state (302 kB)"),
-    "new_api_monolithic/ep0-ba2": ("composer 0.32.1, torch 2.13.0+cpu", "what resuming the run needs (12.3 kB)"),
+    "new_api_monolithic/ep0-ba2": ("composer 0.32.1, torch 2.13.0+cpu", "the state for resuming the run (12.3 kB)"),
 }
 
 
@@ -235,7 +235,7 @@ def test_a_broken_folder_is_refused_in_one_line(run_folder: Path, name: str, con
 
 def test_a_model_file_that_is_no_state_dict_is_refused(run_folder: Path) -> None:
     torch.save([torch.ones(2)], run_folder / "model/model.pt")
-    with pytest.raises(MalformedInput, match="holds no state dict"):
+    with pytest.raises(MalformedInput, match="contains no state dict"):
         open_training(run_folder)
 
 

@@ -172,5 +172,5 @@ def test_settings_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "x", nested())
     key = "state.integrations.huggingface.model.config.content.model_type"
     change(path, lambda content: content.planner_data.update({key: ("state", "integrations")}))
-    with pytest.raises(MalformedInput, match="where others are inside"):
+    with pytest.raises(MalformedInput, match="that also contains items"):
         open_training(path)

@@ -149,7 +149,7 @@ def test_a_llama_of_torchtitan_is_turned_into_hugging_faces(tmp_path: Path) -> N
 
 def test_metas_names_under_another_model_type_are_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
     config[0].write_text(json.dumps({**CONFIG, "model_type": "qwen3"}))
-    with pytest.raises(UnsupportedInput, match="its configuration is of a `qwen3`"):
+    with pytest.raises(UnsupportedInput, match="its configuration belongs to a `qwen3`"):
         opened(save(tmp_path / "x", titan(state_dict(), heads=1)), config)
 
 
@@ -162,7 +162,7 @@ def test_torchtunes_names_are_refused_and_not_written_as_they_are(tmp_path: Path
 def test_several_models_are_refused_until_one_is_chosen(tmp_path: Path, config: tuple[Path, ...]) -> None:
     ema = {name: tensor + 1 for name, tensor in state_dict().items()}
     path = save(tmp_path / "x", {"app": {"model": state_dict()}, "ema": ema})
-    with pytest.raises(InputRefused, match="holds 2 model") as refusal:
+    with pytest.raises(InputRefused, match="contains 2 model") as refusal:
         opened(path, config)
     assert "--root app.model" in refusal.value.hint
     assert_equal(opened(path, config, root="ema"), ema)
@@ -178,13 +178,13 @@ def test_a_model_at_the_root_is_chosen_by_a_dot(tmp_path: Path, config: tuple[Pa
 def test_tensors_outside_the_model_are_refused_until_they_are_dropped(tmp_path: Path, config: tuple[Path, ...]) -> None:
     state = {f"lit.{name}": tensor for name, tensor in state_dict().items()} | {"metric.total": torch.ones(1)}
     path = save(tmp_path / "x", {"model": state})
-    with pytest.raises(UnsupportedInput, match=r"no part of the model: `metric\.total`"):
+    with pytest.raises(UnsupportedInput, match=r"outside the model: `metric\.total`"):
         opened(path, config)
     assert_equal(opened(path, config, drop=True), state_dict())
 
 
 def test_an_optimizers_folder_is_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
-    with pytest.raises(UnsupportedInput, match="holds no language model; it has `optimizer`, `step`"):
+    with pytest.raises(UnsupportedInput, match="contains no language model; it has `optimizer`, `step`"):
         opened(save(tmp_path / "x", OTHER), config)
 
 

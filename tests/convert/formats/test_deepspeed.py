@@ -96,7 +96,7 @@ def test_the_version_the_ranks_and_what_is_left_out_are_told() -> None:
     opened = open_case("z2_bf16_groups")
     assert (opened.version, opened.shards) == ("deepspeed 0.14.5", 3)
     assert opened.dropped == ("the optimizer's moments", "the module's copies of the master weights")
-    assert "`--dtype bfloat16` gives those that the model ran with" in opened.warnings[0]
+    assert "`--dtype bfloat16` converts to the dtype of the run" in opened.warnings[0]
 
 
 def test_a_run_in_float32_is_not_told_to_round() -> None:
@@ -203,7 +203,7 @@ def test_without_optimizer_states_the_module_is_what_there_is(copy: Path) -> Non
         file.unlink()
     opened = open_training(copy)
     assert {tensor.dtype.name for tensor in opened.values()} == {"bfloat16"} and len(opened) == 29
-    assert "not the masters" in opened.warnings[0]
+    assert "not the master weights" in opened.warnings[0]
 
 
 def test_a_tokenizer_given_replaces_the_one_beside_the_save(copy: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_files_of_an_older_save_of_more_ranks_are_refused(tmp_path: Path) -> Non
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     save = save_zero_2(tmp_path, GROUPS, 2) / TAG
     shutil.copy(save / RANK_1, save / f"bf16_{RANK_1}")
-    with pytest.raises(MalformedInput, match="both of rank 1"):
+    with pytest.raises(MalformedInput, match="both belong to rank 1"):
         open_tensors(tmp_path)
 
 
@@ -81,7 +81,7 @@ def test_missing_model_states_are_named(tmp_path: Path) -> None:
 def test_placeholders_of_stage_3_alone_are_refused(tmp_path: Path) -> None:
     for file in save_zero_3(tmp_path, GROUPS, 2).glob(f"{TAG}/*optim*"):
         file.unlink()
-    with pytest.raises(InputRefused, match="has no optimizer states, where the weights lie"):
+    with pytest.raises(InputRefused, match="lacks the optimizer states, which contain the weights"):
         open_tensors(tmp_path)
 
 
@@ -124,13 +124,13 @@ def test_one_file_of_a_save_is_answered_with_its_folder(name: str) -> None:
 def test_a_latest_that_leads_elsewhere_is_refused(tmp_path: Path, tag: str) -> None:
     run = save_zero_2(tmp_path / "run", GROUPS, 2)
     (run / "latest").write_text(tag)
-    with pytest.raises(MalformedInput, match="where there is no save"):
+    with pytest.raises(MalformedInput, match="which is not a save"):
         open_training(run)
 
 
 def test_a_latest_that_names_a_save_that_is_gone_tells_which_are_there(tmp_path: Path) -> None:
     (save_zero_2(tmp_path, GROUPS, 2) / "latest").write_text("global_step8")
-    with pytest.raises(MalformedInput, match="names 'global_step8', where there is no save") as caught:
+    with pytest.raises(MalformedInput, match="names 'global_step8', which is not a save") as caught:
         open_training(tmp_path)
     assert f"`{TAG}`" in caught.value.hint
 
@@ -186,7 +186,7 @@ def test_ranks_of_two_dtypes_are_refused(tmp_path: Path) -> None:
         state["single_partition_of_fp32_groups"] = [part.half() for part in state["single_partition_of_fp32_groups"]]
 
     change(save_zero_2(tmp_path, GROUPS, 2), RANK_1, halve)
-    with pytest.raises(MalformedInput, match="the ranks hold different dtypes"):
+    with pytest.raises(MalformedInput, match="the dtypes differ between ranks"):
         open_tensors(tmp_path)
 
 
@@ -218,7 +218,7 @@ def test_the_layout_of_very_old_releases_is_refused_by_name(tmp_path: Path) -> N
 def test_frozen_parameters_that_were_left_out_are_named(tmp_path: Path) -> None:
     module = {**{name: torch.empty(0) for group in GROUPS for name in group}, "frozen.weight": torch.empty(0)}
     save_zero_3(tmp_path, GROUPS, 2, module=module)
-    with pytest.raises(MalformedInput, match=r"has no weights of 1 parameters: `frozen\.weight`"):
+    with pytest.raises(MalformedInput, match=r"has no weights for 1 parameters: `frozen\.weight`"):
         open_tensors(tmp_path)
 
 
@@ -247,7 +247,7 @@ def test_an_adapter_that_trainer_saved_beside_is_the_way_out(tmp_path: Path) -> 
 
 def test_an_object_in_place_of_a_weight_is_refused(tmp_path: Path) -> None:
     save_zero_2(tmp_path, GROUPS, 2, module={"odd.weight": torch.device("cpu")})
-    with pytest.raises(UnsupportedInput, match=r"objects that are no plain tensors: `odd\.weight`"):
+    with pytest.raises(UnsupportedInput, match=r"objects that are not plain tensors: `odd\.weight`"):
         open_tensors(tmp_path)
 
 

@@ -69,7 +69,7 @@ def test_two_models_are_refused_with_their_prefixes(tmp_path: Path) -> None:
 
 
 def test_a_model_of_another_type_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MalformedInput, match="holds no `transformer.wte.weight`"):
+    with pytest.raises(MalformedInput, match="missing key `transformer.wte.weight`"):
         open_training(save(tmp_path / "x.ckpt", checkpoint(prefixed(llama_state(), "lm.")), GPT2))
 
 

@@ -60,7 +60,7 @@ def test_a_model_without_its_head_gets_the_names_of_one_that_has_it(tmp_path: Pa
     found = open_training(save(tmp_path / "pytorch_model.bin", gpt2_base_state(), GPT2))
     assert all(name.startswith("transformer.") for name in found)
     assert found.config["tie_word_embeddings"] is True
-    assert any("`transformer.` was put in front" in warning for warning in found.warnings)
+    assert any("added `transformer.` to the names" in warning for warning in found.warnings)
 
 
 def test_a_head_beside_a_base_model_keeps_its_name(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_the_index_names_plain_files_only(tmp_path: Path, shard: Any) -> None:
     folder = sharded(tmp_path)
     change_index(folder, "model.norm.weight", shard)
-    with pytest.raises(MalformedInput, match="names the shard"):
+    with pytest.raises(MalformedInput, match="invalid shard name"):
         open_training(folder)
 
 
@@ -176,7 +176,7 @@ def test_the_index_names_plain_files_only(tmp_path: Path, shard: Any) -> None:
 def test_an_index_that_the_shards_contradict_is_refused(tmp_path: Path, name: str) -> None:
     folder = sharded(tmp_path)
     change_index(folder, name, "pytorch_model-00001-of-00003.bin")
-    with pytest.raises(MalformedInput, match="disagree about 1 tensors"):
+    with pytest.raises(MalformedInput, match="differ in 1 tensors"):
         open_training(folder)
 
 
@@ -197,7 +197,7 @@ def test_one_shard_of_several_is_refused_and_the_folder_named() -> None:
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     for number in (1, 2):
         save(tmp_path / f"pytorch_model-0000{number}-of-00002.bin", llama_state())
-    with pytest.raises(MalformedInput, match="in more than one file"):
+    with pytest.raises(MalformedInput, match="duplicate keys"):
         open_training(tmp_path)
 
 
@@ -269,7 +269,7 @@ def test_linear_layers_in_place_of_gpt2s_are_refused(tmp_path: Path) -> None:
 
 def test_tensors_outside_the_model_are_refused_or_left_out(tmp_path: Path) -> None:
     path = save(tmp_path / "x.bin", llama_state() | {"v_head.summary.weight": torch.ones(1, 8)})
-    with pytest.raises(UnsupportedInput, match="no part of the model") as caught:
+    with pytest.raises(UnsupportedInput, match="outside the model") as caught:
         open_training(path)
     assert "--drop" in caught.value.hint
     found = open_training(path, options={"drop": True})

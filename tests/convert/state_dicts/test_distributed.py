@@ -222,9 +222,9 @@ LIES: dict[str, tuple[Edit, str]] = {
     "a gap": (lambda m: split(m, "w", [((0, 0), HALF), ((3, 0), (1, 4))]), "overlap, leave a gap"),
     "no chunk": (lambda m: split(m, "w", []), "overlap, leave a gap"),
     "a chunk outside": (lambda m: split(m, "w", [((0, 0), HALF), ((3, 0), HALF)]), "overlap, leave a gap"),
-    "a negative offset": (lambda m: split(m, "w", [((-1, 0), (4, 4))]), "index that is none"),
-    "a chunk of another rank": (lambda m: split(m, "w", [((0,), (16,))]), "chunks of impossible shape"),
-    "a huge shape": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([1 << 62, 4])), "impossible"),
+    "a negative offset": (lambda m: split(m, "w", [((-1, 0), (4, 4))]), "invalid index"),
+    "a chunk of another rank": (lambda m: split(m, "w", [((0,), (16,))]), "with an invalid shape"),
+    "a huge shape": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([1 << 62, 4])), "invalid shape"),
     "another shape": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([8, 4])), "leave a gap"),
     "another dtype": (
         lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.int32),
@@ -238,20 +238,20 @@ LIES: dict[str, tuple[Edit, str]] = {
     "a position beyond the file": (lambda m: setattr(places(m)[0], "offset", 1 << 40), "ends at byte"),
     "a length beyond the item": (lambda m: setattr(places(m)[0], "length", 4000), "items that overlap"),
     "a length too short": (lambda m: setattr(places(m)[0], "length", 700), "truncated or damaged"),
-    "a negative position": (lambda m: setattr(places(m)[0], "offset", -1), "impossible bytes"),
+    "a negative position": (lambda m: setattr(places(m)[0], "offset", -1), "invalid bytes"),
     "a position inside": (lambda m: setattr(places(m)[0], "offset", 64), "overlap"),
-    "a position that is no number": (lambda m: setattr(places(m)[0], "offset", "0"), "impossible bytes"),
-    "an item nowhere": (lambda m: m.storage_data.popitem() and m.storage_data.clear(), "says nowhere"),
+    "a position that is no number": (lambda m: setattr(places(m)[0], "offset", "0"), "invalid bytes"),
+    "an item nowhere": (lambda m: m.storage_data.popitem() and m.storage_data.clear(), "no storage location"),
     "no storage": (lambda m: setattr(m, "storage_data", None), "without `storage_data`"),
     "no items": (lambda m: setattr(m, "state_dict_metadata", [1]), "lists no items"),
-    "another class": (lambda m: m.state_dict_metadata, "stands for `Metadata`"),
-    "a place inside an item": (lambda m: m.planner_data.update(v=("w", "v")), "inside the item"),
-    "two items in one place": (lambda m: m.planner_data.update(v=("w",)), "gives two items the place"),
-    "a place that is none": (lambda m: m.planner_data.update(v=()), "no place in the nested dict"),
-    "a key that is none": (lambda m: m.planner_data.update(v=(1.5,)), "by what is no key"),
-    "a place too deep": (lambda m: m.planner_data.update(v=("a",) * 100), "no place in the nested dict"),
-    "a name that is none": (lambda m: m.state_dict_metadata.update({7: None}), "no place in the nested dict"),
-    "an item that is none": (lambda m: m.state_dict_metadata.update(v=None), "stands for `TensorStorageMetadata`"),
+    "another class": (lambda m: m.state_dict_metadata, "invalid `Metadata`"),
+    "a place inside an item": (lambda m: m.planner_data.update(v=("w", "v")), "nested in the item"),
+    "two items in one place": (lambda m: m.planner_data.update(v=("w",)), "duplicate key"),
+    "a place that is none": (lambda m: m.planner_data.update(v=()), "no valid key in the nested dict"),
+    "a key that is none": (lambda m: m.planner_data.update(v=(1.5,)), "invalid key for item"),
+    "a place too deep": (lambda m: m.planner_data.update(v=("a",) * 100), "no valid key in the nested dict"),
+    "a name that is none": (lambda m: m.state_dict_metadata.update({7: None}), "no valid key in the nested dict"),
+    "an item that is none": (lambda m: m.state_dict_metadata.update(v=None), "invalid `TensorStorageMetadata`"),
     "a command": (lambda m: m.planner_data.update(v=Command("touch canary")), "nothing was run"),
 }
 
@@ -362,7 +362,7 @@ def test_an_element_type_that_safetensors_lacks_is_refused(tmp_path: Path) -> No
 def test_a_list_with_a_far_element_is_refused(tmp_path: Path) -> None:
     path = change(small(tmp_path, extra=1), lambda m: m.planner_data.update(extra=("extra", 1 << 40)))
     folder = open_folder(path)
-    with pytest.raises(MalformedInput, match="holds a list with an element"):
+    with pytest.raises(MalformedInput, match="has a list with an element"):
         folder.values(folder.tree["extra"])
 
 
