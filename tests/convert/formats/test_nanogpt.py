@@ -52,7 +52,7 @@ def test_matrices_are_turned_and_the_rest_is_the_same_to_the_bit(tmp_path: Path)
 def test_missing_biases_are_zeros_and_told() -> None:
     found = open_training(FOLDER / "bias_free_compiled")
     assert not found["transformer.h.1.attn.c_attn.bias"].read().any()
-    assert any("no biases" in warning for warning in found.warnings)
+    assert any("zero biases" in warning for warning in found.warnings)
 
 
 @pytest.mark.parametrize(("case", "activation"), [("before_bias", "gelu_new"), ("with_bias", "gelu")])

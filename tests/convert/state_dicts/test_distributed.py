@@ -228,7 +228,7 @@ LIES: dict[str, tuple[Edit, str]] = {
     "another shape": (lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([8, 4])), "leave a gap"),
     "another dtype": (
         lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", torch.int32),
-        r"is \[4, 4\] int32, `__0_0.distcp` has \[4, 4\] float32",
+        r"expected \[4, 4\] int32, got \[4, 4\] float32 in `__0_0.distcp`",
     ),
     "a path up": (lambda m: setattr(places(m)[0], "relative_path", "../x"), "outside the folder"),
     "an absolute path": (lambda m: setattr(places(m)[0], "relative_path", "/etc/passwd"), "outside the folder"),

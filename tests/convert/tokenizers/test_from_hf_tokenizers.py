@@ -44,8 +44,8 @@ def test_the_tokenizer_beside_a_single_file_is_taken_and_named(
     to_hf(tmp_path / "out/model.ckpt", tmp_path / "back")
     assert (tmp_path / "back/tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     said = capsys.readouterr().err
-    assert "which lies beside the checkpoint" in said
-    assert "holds no tokenizer" not in said
+    assert "which lies next to the checkpoint" in said
+    assert "contains no tokenizer" not in said
 
 
 def test_a_tokenizer_that_is_given_goes_before_the_one_beside(model: Path, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_unigram_model_is_copied_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(train(20, model_type="unigram"))
     loaded = load_tokenizer(tmp_path, since_3_1=False)
     assert set(loaded.files) == {"tokenizer.model", "tokenizer_config.json"}
-    assert "no BPE" in loaded.warnings[0]
+    assert "not a BPE" in loaded.warnings[0]
 
 
 def test_a_folder_with_a_finished_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
