@@ -113,7 +113,7 @@ def peek_state(path: Path) -> StateFile | None:
 
 
 def torch_files(folder: Path) -> Iterator[Path]:
-    """The torch files of a folder in name order, told by suffix and content."""
+    """The torch files of a folder in name order, detected by suffix and content."""
     yield from (entry for entry in sorted(folder.iterdir()) if entry.suffix in SUFFIXES and is_torch_file(entry))
 
 

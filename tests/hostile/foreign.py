@@ -153,7 +153,7 @@ def value(opcodes: bytes) -> Change:
 
 
 SYSTEM, EVAL = value(call("os", "system", text(SHELL))), value(call("builtins", "eval", text(PYTHON)))
-ODD = "the adapter config has"
+ODD = "the adapter config (?:has|is invalid)"
 QUERY = "layers.0.attn.q_proj"
 HONEST = {"mlx": mlx(None), "torchtune": tune(None), "litgpt": lit(None), "mindformers": mind(None)}
 HONEST |= {"accessory": shards(None)}

@@ -1,7 +1,7 @@
 """DeepSpeed: `latest` and a folder such as `global_step500`, as DeepSpeed, transformers and Lightning save it.
 
 Layout (deepspeedai/DeepSpeed `runtime/engine.py`, `utils/zero_to_fp32.py`): ZeRO stages 0 to 3, and universal
-checkpoints. The names are those of the trained module; transformers' Trainer saves `config.json` beside.
+checkpoints. The names are those of the trained module; transformers' Trainer saves `config.json` next to it.
 """
 
 from __future__ import annotations

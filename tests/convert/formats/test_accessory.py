@@ -90,7 +90,7 @@ def test_a_lora_merged_in_bfloat16_is_off_by_its_rounding_only(tmp_path: Path, l
     assert 1e-4 < error < 0.1  # without the LoRA it would be 1.1
 
 
-def test_the_config_says_what_the_files_say() -> None:
+def test_the_config_agrees_with_the_files() -> None:
     config = open_training(PLAIN).config
     assert (config["vocab_size"], config["intermediate_size"], config["num_key_value_heads"]) == (512, 192, 4)
     assert (config["max_position_embeddings"], config["rope_theta"], config["rope_scaling"]) == (1024, 1e4, None)
@@ -243,7 +243,7 @@ def test_trained_parameters_need_a_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["accessory", "meta"])
-def test_a_base_completes_what_was_trained_whatever_its_shards(tmp_path: Path, kind: str) -> None:
+def test_a_base_completes_the_trained_tensors_with_any_number_of_shards(tmp_path: Path, kind: str) -> None:
     model = llama(rank=2, biases=("wq", "w2"))
     base = save(
         tmp_path / "base",

@@ -65,7 +65,7 @@ def test_the_language_model_is_converted_without_them_on_request(tmp_path: Path)
     assert "`clip`" in opened.warnings[0] and "answers differently" in opened.warnings[1]
 
 
-def test_inspect_lists_what_would_be_dropped(tmp_path: Path) -> None:
+def test_inspect_lists_tensors_that_would_be_dropped(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         main, ["inspect", "--json", str(write_whole(tmp_path / "x", adapter(), "llama_adapter"))]
     )
@@ -73,7 +73,7 @@ def test_inspect_lists_what_would_be_dropped(tmp_path: Path) -> None:
     assert any("`prefix_gate`" in warning for warning in json.loads(result.stdout)["warnings"])
 
 
-def test_inspect_counts_what_was_trained_alone() -> None:
+def test_inspect_counts_trained_tensors_alone() -> None:
     folder = FIXTURES / "legacy_llama_peft_mp2_trainable" / "epoch0"
     found = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(folder)]).stdout)
     assert (found["format"], found["tensors"], found["parameters"]) == ("accessory", 47, 22_208)
@@ -243,7 +243,7 @@ def test_an_internlm_in_several_shards_is_refused(tmp_path: Path) -> None:
         open_training(source)
 
 
-def test_a_folder_without_shards_is_no_base(tmp_path: Path) -> None:
+def test_a_folder_without_shards_is_not_a_base(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", trained(llama(rank=2)))
     with pytest.raises(InputRefused, match="contains no `consolidated"):
         open_training(folder, options={"base": str(tmp_path)})

@@ -50,7 +50,7 @@ LOST: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("way", [{"adapter": "split"}, {"base": True}])
 @pytest.mark.parametrize(("kind", "what"), LOST.values(), ids=LOST.keys())
-def test_what_composer_left_out_of_an_adapter_alone_is_named(
+def test_tensors_that_composer_left_out_of_an_adapter_are_named(
     tiny: Callable[[str], Path], tmp_path: Path, way: dict[str, Any], kind: dict[str, Any], what: str
 ) -> None:
     path = save_run(tmp_path / "x.pt", trained(tiny("llama"), **kind), whole=False)
@@ -91,7 +91,7 @@ ODD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("more", "fields", "reason"), ODD.values(), ids=ODD.keys())
-def test_a_run_that_does_not_add_up_is_refused(
+def test_a_run_that_is_inconsistent_is_refused(
     run: Run, tmp_path: Path, more: dict[str, Any], fields: dict[str, Any], reason: str
 ) -> None:
     state, config, peft_config = run

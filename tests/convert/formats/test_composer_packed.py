@@ -105,7 +105,7 @@ def test_the_manifest_and_a_dry_run_name_the_packed_file(composer: Path, tmp_pat
     assert to_hf(packed, tmp_path / "x", dry_run=True).checkpoint.path == packed
 
 
-def test_inspect_tells_a_packed_checkpoint_with_its_size_on_disk(composer: Path) -> None:
+def test_inspect_reports_a_packed_checkpoint_with_its_size_on_disk(composer: Path) -> None:
     found = inspect(composer / "compressed/ep0-ba2-rank0.pt.zst")
     assert (found.format, found.path.name, len(found.tensors)) == ("composer", "ep0-ba2-rank0.pt.zst", 21)
     assert found.file_bytes == 173_408
@@ -159,13 +159,13 @@ TOLD = {
 
 
 @pytest.mark.parametrize(("name", "told"), TOLD.items())
-def test_a_run_tells_its_writer_and_what_is_left_behind(composer: Path, name: str, told: tuple[str, str]) -> None:
+def test_a_run_reports_its_writer_and_the_dropped_parts(composer: Path, name: str, told: tuple[str, str]) -> None:
     checkpoint = open_training(composer / name)
     assert (checkpoint.version, checkpoint.shards) == (told[0], 1)
     assert told[1] in checkpoint.dropped
 
 
-def test_everything_but_empty_parts_is_said_to_be_dropped(composer: Path) -> None:
+def test_everything_but_empty_parts_is_reported_as_dropped(composer: Path) -> None:
     assert open_training(composer / "llama_full" / FILE).dropped == (
         "the optimizer's state (354 kB)",
         "the random number generators (5.06 kB)",
@@ -233,13 +233,13 @@ def test_a_broken_folder_is_refused_in_one_line(run_folder: Path, name: str, con
     assert "\n" not in refusal.value.message and refusal.value.hint
 
 
-def test_a_model_file_that_is_no_state_dict_is_refused(run_folder: Path) -> None:
+def test_a_model_file_that_is_not_a_state_dict_is_refused(run_folder: Path) -> None:
     torch.save([torch.ones(2)], run_folder / "model/model.pt")
     with pytest.raises(MalformedInput, match="contains no state dict"):
         open_training(run_folder)
 
 
-def test_odd_and_endless_parts_of_a_run_are_told_once() -> None:
+def test_unusual_and_endless_parts_of_a_run_are_reported_once() -> None:
     bomb: Any = ["x"]
     for _ in range(5000):
         bomb = [bomb, bomb]

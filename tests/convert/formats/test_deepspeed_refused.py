@@ -128,7 +128,7 @@ def test_a_latest_that_leads_elsewhere_is_refused(tmp_path: Path, tag: str) -> N
         open_training(run)
 
 
-def test_a_latest_that_names_a_save_that_is_gone_tells_which_are_there(tmp_path: Path) -> None:
+def test_a_latest_with_a_missing_save_lists_the_existing_ones(tmp_path: Path) -> None:
     (save_zero_2(tmp_path, GROUPS, 2) / "latest").write_text("global_step8")
     with pytest.raises(MalformedInput, match="names 'global_step8', which is not a save") as caught:
         open_training(tmp_path)
@@ -156,7 +156,7 @@ LIES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("save", [save_zero_2, save_zero_3])
 @pytest.mark.parametrize(("shape", "reason"), LIES.values(), ids=LIES.keys())
-def test_a_shape_that_lies_is_refused(tmp_path: Path, save: Callable[..., Path], shape: Any, reason: str) -> None:
+def test_a_shape_that_is_wrong_is_refused(tmp_path: Path, save: Callable[..., Path], shape: Any, reason: str) -> None:
     save(tmp_path, GROUPS, 2, param_shapes=[{"a.weight": shape, "a.bias": (5,)}, {"b.weight": (7,)}])
     with pytest.raises(MalformedInput, match=f"{reason}|whose parameters need"):
         open_tensors(tmp_path)
@@ -191,7 +191,7 @@ def test_ranks_of_two_dtypes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gaps", [[[0, 0]], [[0, 1 << 40], [0]], [[0, -1], [0]], [[0], [0]], "none", [[0, 99], [0]]])
-def test_paddings_that_lie_are_refused(tmp_path: Path, gaps: Any) -> None:
+def test_paddings_that_are_wrong_are_refused(tmp_path: Path, gaps: Any) -> None:
     def lie(file: dict[str, Any]) -> None:
         file["optimizer_state_dict"]["param_alignment_paddings"] = gaps
 
@@ -236,7 +236,7 @@ def test_a_run_with_an_adapter_is_refused(tmp_path: Path) -> None:
         open_training(tmp_path)
 
 
-def test_an_adapter_that_trainer_saved_beside_is_the_way_out(tmp_path: Path) -> None:
+def test_an_adapter_that_trainer_saved_next_to_is_the_way_out(tmp_path: Path) -> None:
     save_zero_2(tmp_path, [{"base_model.model.q_proj.lora_A.default.weight": torch.ones(2, 2)}], 2)
     for name in ("adapter_config.json", "config.json"):
         (tmp_path / name).write_text("{}")

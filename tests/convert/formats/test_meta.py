@@ -40,7 +40,7 @@ def test_logits_are_those_of_the_upstream_model(
         assert np.abs(long - reference["logits_long"]).max() < 1e-5
 
 
-def test_the_config_says_what_params_and_weights_say(meta: Path, tmp_path: Path) -> None:
+def test_the_config_agrees_with_params_and_weights(meta: Path, tmp_path: Path) -> None:
     to_hf(meta / "llama3_1_scaled_mp2_bf16", tmp_path / "hf")
     config = open_checkpoint(tmp_path / "hf").config
     assert (config["torch_dtype"], config["vocab_size"], config["intermediate_size"]) == ("bfloat16", 576, 224)

@@ -59,7 +59,7 @@ def test_the_merged_model_has_upstreams_logits(
         assert np.abs(logits - reference["logits"]).max() < 1e-5 * np.abs(reference["logits"]).max()
 
 
-def test_the_whole_file_gives_what_to_hf_merges(genuine: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_whole_file_gives_the_result_of_to_hf(genuine: tuple[Path, Path], tmp_path: Path) -> None:
     folder, base = genuine
     (tmp_path / "lora.json").write_text('{"lora_alpha": 8}')
     to_hf(folder / "full_with_lora.ckpt", tmp_path / "hf", config=[folder / "run.yaml", tmp_path / "lora.json"])
@@ -75,7 +75,7 @@ def test_without_alpha_the_way_out_is_named(genuine: tuple[Path, Path], tmp_path
     assert not (tmp_path / "merged").exists()
 
 
-def test_the_yaml_of_the_run_says_alpha(genuine: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_yaml_of_the_run_declares_alpha(genuine: tuple[Path, Path], tmp_path: Path) -> None:
     folder, base = genuine
     run = yaml.safe_load((folder / "run.yaml").read_text())
     run["model"]["model_config"]["pet_config"] = {"pet_type": "lora", "lora_rank": 4, "lora_alpha": 8}
@@ -205,7 +205,7 @@ def test_a_fused_matrix_needs_the_order_of_its_rows(mindformers: Path, tmp_path:
     assert "qkv_layout: plain" in refused.value.hint
 
 
-def test_what_was_trained_beside_the_pairs_replaces_the_bases(
+def test_tensors_trained_next_to_the_pairs_replace_the_bases(
     genuine: tuple[Path, Path], tmp_path: Path, save_ckpt: Save
 ) -> None:
     folder, base = genuine

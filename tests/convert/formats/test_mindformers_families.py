@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("arch", "fields", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_has_no_exact_equal_or_does_not_fit_is_refused(
+def test_models_without_an_exact_equivalent_are_refused(
     tmp_path: Path, save_ckpt: Save, arch: str, fields: Any, reason: str
 ) -> None:
     with pytest.raises(InputRefused, match=reason) as refusal:

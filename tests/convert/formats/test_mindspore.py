@@ -53,11 +53,11 @@ def test_an_empty_file_is_nobodys(mindspore: Path) -> None:
     assert not is_mindspore_ckpt(mindspore / "one_e.ckpt")
 
 
-def test_a_strategy_file_is_no_checkpoint(mindspore: Path) -> None:
+def test_a_strategy_file_is_not_a_checkpoint(mindspore: Path) -> None:
     assert not is_mindspore_ckpt(mindspore / "src_strategy.ckpt")
 
 
-def test_the_vocabulary_of_a_tokenizer_is_no_checkpoint() -> None:
+def test_the_vocabulary_of_a_tokenizer_is_not_a_checkpoint() -> None:
     # it is a protobuf too, of messages that begin with a text
     assert not is_mindspore_ckpt(
         Path(__file__).parents[2] / "fixtures" / "composer" / "llama_full" / "hf_side_files" / "tokenizer.model"
@@ -276,7 +276,9 @@ def write_strategy(
     path.write_bytes(field(1, 1) + field(3, field(1, name) + field(2, layouts)))
 
 
-def test_what_the_optimizer_divides_further_is_joined(tmp_path: Path, save_ckpt: Save, encode_field: Encode) -> None:
+def test_tensors_that_the_optimizer_divides_further_are_joined(
+    tmp_path: Path, save_ckpt: Save, encode_field: Encode
+) -> None:
     # upstream's own rule (_construct_tensor_layout_for_opt_shard): the model divides first, then the optimizer
     whole = np.arange(64, dtype=np.float32).reshape(8, 8)
     for rank in range(4):

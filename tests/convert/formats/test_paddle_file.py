@@ -176,7 +176,7 @@ CUT: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("entry", "reason"), CUT.values(), ids=CUT.keys())
-def test_a_cut_that_does_not_add_up_is_refused(tmp_path: Path, entry: Any, reason: str) -> None:
+def test_a_cut_that_is_inconsistent_is_refused(tmp_path: Path, entry: Any, reason: str) -> None:
     content = {"w@@.0": np.ones(2, "f4"), "w@@.1": np.ones(2, "f4"), "UnpackBigParamInfor@@": {"w": entry}}
     with pytest.raises(MalformedInput, match=reason):
         open_pdparams(write(tmp_path / "x", content, 2))

@@ -257,7 +257,7 @@ LIES: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize(("edit", "reason"), LIES.values(), ids=LIES.keys())
-def test_metadata_that_lie_are_refused(
+def test_metadata_that_are_wrong_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Edit, reason: str
 ) -> None:
     path = change(small(tmp_path), edit)

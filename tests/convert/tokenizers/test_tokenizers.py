@@ -83,7 +83,7 @@ def test_special_tokens_of_both_generations_stand_where_they_belong() -> None:
     assert (new[11], new[255]) == ("<|reserved_special_token_3|>", "<|reserved_special_token_247|>")
 
 
-def test_the_kind_of_a_tokenizer_is_told_by_its_content() -> None:
+def test_the_kind_of_a_tokenizer_is_detected_by_its_content() -> None:
     assert is_tiktoken(TIKTOKEN)
     assert not is_tiktoken(SENTENCEPIECE)
     assert not is_tiktoken(b"")
