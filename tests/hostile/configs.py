@@ -230,7 +230,9 @@ CASES: dict[str, Case] = {
         "moe", {"config.json": '{"dim": 4, "n_layers": 1, "n_heads": 2, "moe": "x"}'}, accessory_like
     ),
     "paddle config: 100,000 deep": beside("not valid JSON", {"config.json": "[" * 100_000}, paddle),
-    "paddle config: a list for a type": beside("does not know", {"config.json": '{"model_type": ["llama"]}'}, paddle),
+    "paddle config: a list for a type": beside(
+        "unsupported type", {"config.json": '{"model_type": ["llama"]}'}, paddle
+    ),
     "paddle config: a huge degree": beside(
         None,
         {

@@ -186,7 +186,7 @@ CASES: dict[str, Case] = {
     "model states: a link to /etc/passwd": replaced(MODEL, lambda path: path.symlink_to("/etc/passwd"), NO_FILE),
     "model states: a link to /dev/zero": replaced(MODEL, lambda path: path.symlink_to("/dev/zero"), NO_FILE),
     "model states: nothing": replaced(MODEL, Path.touch, NO_FILE),
-    "model states: a list": replaced(MODEL, lambda path: torch.save([1], path), "no dict"),
+    "model states: a list": replaced(MODEL, lambda path: torch.save([1], path), "not contain a dict"),
     "model states: no fields": replaced(MODEL, lambda path: torch.save({}, path), "no `param_shapes`"),
     "rank 1: a pipe": replaced(RANK.format(1), lambda path: os.mkfifo(path), NO_FILE),
     "rank 1: a link to nothing": replaced(RANK.format(1), lambda path: path.symlink_to("nothing"), NO_FILE),
@@ -269,8 +269,8 @@ CASES: dict[str, Case] = {
     "universal: a folder": weight(Path.mkdir, "lacks the weights"),
     "universal: missing": weight(lambda path: None, "lacks the weights"),
     "universal: a list": weight(lambda path: torch.save([1], path), "no tensor for"),
-    "universal: too few": weight(lambda path: torch.save({"param": FLAT}, path), "of shape"),
-    "universal: a scalar": weight(lambda path: torch.save({"param": torch.tensor(1.0)}, path), "of shape"),
+    "universal: too few": weight(lambda path: torch.save({"param": FLAT}, path), "shape mismatch"),
+    "universal: a scalar": weight(lambda path: torch.save({"param": torch.tensor(1.0)}, path), "shape mismatch"),
     "universal: another type": weight(
         lambda path: torch.save({"param": torch.zeros(8, 4, dtype=torch.complex64)}, path), "stored as"
     ),

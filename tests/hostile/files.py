@@ -253,7 +253,7 @@ CASES: dict[str, Case] = {
     "mindspore: a length of 2^62": protobuf(b"\x0a" + varint(1 << 62), "of 4611686018427387904 bytes"),
     "mindspore: a number without an end": protobuf(b"\x0a" + b"\xff" * 20, "invalid number"),
     "mindspore: a group": protobuf(b"\x0b" * 100, "wire type"),
-    "mindspore: an unknown field": protobuf(message(9, 1), "something else than a tensor"),
+    "mindspore: an unknown field": protobuf(message(9, 1), "that is not a tensor"),
     "mindspore: a hundred thousand axes": protobuf(
         message(
             1,
@@ -325,7 +325,7 @@ CASES: dict[str, Case] = {
         "lacks parts",
     ),
     "paddle: cut": arrays(lambda data: data[: len(data) // 2], "truncated"),
-    "paddle: a list": arrays(lambda _: pickle.dumps([np.zeros(3)], 4), "no state dict"),
+    "paddle: a list": arrays(lambda _: pickle.dumps([np.zeros(3)], 4), "not a state dict"),
     "a shard that is a program": Case(lambda folder: program(folder), "plain state dict|TorchScript"),
 }
 
