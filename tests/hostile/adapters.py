@@ -337,15 +337,17 @@ CASES: dict[str, Case] = {
     "paddle: ranks of 400 digits": paddle("ranks", {"tensor_parallel_degree": HUGE}),
     "paddle: rank 999, stage 999": paddle("ranks", name="lora_model_state.tp999_pp999.pdparams"),
     "paddle: rank in other digits": paddle(None, name="lora_model_state.tp٠٠.pdparams"),
-    "paddle: a scalar": paddle("no rule places", arrays={f"{PADDLE}.lora_A": np.float32(1).reshape(())}),
-    "paddle: a scalar B": paddle("no rule places", arrays={f"{PADDLE}.lora_B": np.float32(1).reshape(())}),
+    "paddle: a scalar": paddle("unexpected keys", arrays={f"{PADDLE}.lora_A": np.float32(1).reshape(())}),
+    "paddle: a scalar B": paddle("unexpected keys", arrays={f"{PADDLE}.lora_B": np.float32(1).reshape(())}),
     "paddle: of nothing": paddle("shape|gathered", arrays={f"{PADDLE}.lora_A": np.ones((4, 0), "f4")}),
     "paddle: three axes": paddle("shape", arrays={f"{PADDLE}.lora_A": np.ones((4, 2, 1), "f4")}),
     "paddle: whole numbers": paddle("int64|dtype", arrays={f"{PADDLE}.lora_A": np.ones((4, 2), "i8")}),
-    "paddle: a name with an escape sequence": paddle("no rule places", arrays={"\x1b[2J\n": np.ones(2)}),
-    "paddle: a name that leads out": paddle("no rule places", arrays={"../../evil": np.ones(2)}),
-    "paddle: a name that is a number": paddle("no rule places", arrays={7: np.ones(2)}),
-    "paddle: half a pair": paddle("no rule places", arrays={"llama.layers.0.self_attn.k_proj.lora_A": np.ones((4, 2))}),
+    "paddle: a name with an escape sequence": paddle("unexpected keys", arrays={"\x1b[2J\n": np.ones(2)}),
+    "paddle: a name that leads out": paddle("unexpected keys", arrays={"../../evil": np.ones(2)}),
+    "paddle: a name that is a number": paddle("unexpected keys", arrays={7: np.ones(2)}),
+    "paddle: half a pair": paddle(
+        "unexpected keys", arrays={"llama.layers.0.self_attn.k_proj.lora_A": np.ones((4, 2))}
+    ),
     "paddle: another family": paddle(
         "model_type|family|no language model|known|not", config={"model_type": "../../evil"}
     ),

@@ -124,23 +124,23 @@ CASES: dict[str, Case] = {
     "tokenizer: a reserved name of Windows": tokenizer(None, {"CON.json": JSON}),
     "tokenizer: a name that is a number": tokenizer(None, {7: JSON}),
     "tokenizer: a full-width stop": tokenizer(None, {"\uff0e\uff0e/evil".replace("/", "\u2215"): JSON}),
-    "tokenizer: no content": tokenizer("without content|wrong kind", {"tokenizer.json": {"file_extension": ".json"}}),
+    "tokenizer: no content": tokenizer("without content|wrong type", {"tokenizer.json": {"file_extension": ".json"}}),
     "tokenizer: an entry that is a text": tokenizer("without content", {"tokenizer.json": "x"}),
     "tokenizer: an extension that is a number": tokenizer("without content", {"tokenizer": {"file_extension": 7}}),
-    "tokenizer: bytes for JSON": tokenizer("wrong kind", {"tokenizer.json": (".json", b"{}")}),
-    "tokenizer: a number for text": tokenizer("wrong kind", {"vocab.txt": (".txt", 7)}),
-    "tokenizer: lines that are no texts": tokenizer("wrong kind", {"vocab.txt": (".txt", ["a", 7])}),
-    "tokenizer: a tensor in JSON": tokenizer("no JSON", {"tokenizer.json": (".json", {"x": torch.ones(1)})}),
-    "tokenizer: a set in JSON": tokenizer("no JSON", {"tokenizer.json": (".json", {"x": {1}})}),
+    "tokenizer: bytes for JSON": tokenizer("wrong type", {"tokenizer.json": (".json", b"{}")}),
+    "tokenizer: a number for text": tokenizer("wrong type", {"vocab.txt": (".txt", 7)}),
+    "tokenizer: lines that are no texts": tokenizer("wrong type", {"vocab.txt": (".txt", ["a", 7])}),
+    "tokenizer: a tensor in JSON": tokenizer("not JSON", {"tokenizer.json": (".json", {"x": torch.ones(1)})}),
+    "tokenizer: a set in JSON": tokenizer("not JSON", {"tokenizer.json": (".json", {"x": {1}})}),
     "tokenizer: JSON 150 deep": tokenizer("too large or nested", {"tokenizer.json": (".json", nested(150))}),
     "tokenizer: billion laughs": tokenizer("again and again", {"tokenizer.json": (".json", laughs())}),
     "tokenizer: JSON that holds itself": tokenizer(
         "a container that holds itself", {"tokenizer.json": (".json", circle())}
     ),
     "tokenizer: half a surrogate in JSON": tokenizer(
-        "no text|surrogate", {"tokenizer.json": (".json", {"x": "\ud800"})}
+        "invalid text|surrogate", {"tokenizer.json": (".json", {"x": "\ud800"})}
     ),
-    "tokenizer: half a surrogate in lines": tokenizer("no text|surrogate", {"merges.txt": (".txt", ["\ud800"])}),
+    "tokenizer: half a surrogate in lines": tokenizer("invalid text|surrogate", {"merges.txt": (".txt", ["\ud800"])}),
     "tokenizer: not a number": tokenizer(None, {"tokenizer_config.json": (".json", {"x": float("nan")})}),
     "tokenizer: auto_map": tokenizer(
         None,
@@ -230,7 +230,9 @@ CASES: dict[str, Case] = {
         "moe", {"config.json": '{"dim": 4, "n_layers": 1, "n_heads": 2, "moe": "x"}'}, accessory_like
     ),
     "paddle config: 100,000 deep": beside("not valid JSON", {"config.json": "[" * 100_000}, paddle),
-    "paddle config: a list for a type": beside("does not know", {"config.json": '{"model_type": ["llama"]}'}, paddle),
+    "paddle config: a list for a type": beside(
+        "unsupported type", {"config.json": '{"model_type": ["llama"]}'}, paddle
+    ),
     "paddle config: a huge degree": beside(
         None,
         {

@@ -153,7 +153,7 @@ def value(opcodes: bytes) -> Change:
 
 
 SYSTEM, EVAL = value(call("os", "system", text(SHELL))), value(call("builtins", "eval", text(PYTHON)))
-ODD = "the adapter config has"
+ODD = "the adapter config (?:has|is invalid)"
 QUERY = "layers.0.attn.q_proj"
 HONEST = {"mlx": mlx(None), "torchtune": tune(None), "litgpt": lit(None), "mindformers": mind(None)}
 HONEST |= {"accessory": shards(None)}
@@ -169,7 +169,7 @@ CASES: dict[str, Case] = {
     "mlx: alpha that is a text": mlx(ODD, {"lora_parameters": {"rank": 2, "scale": 1, "alpha": LONG}}),
     "mlx: another kind": mlx("fine_tune_type", {"fine_tune_type": "\x1b[2J" + LONG}),
     "mlx: keys that are no list": mlx(None, {"lora_parameters": {"rank": 2, "scale": 1.0, "keys": {"x": LONG}}}),
-    "mlx: a name that leads out": mlx("no lora", arrays={"../../evil": np.ones(2)}),
+    "mlx: a name that leads out": mlx("unexpected keys", arrays={"../../evil": np.ones(2)}),
     "mlx: a name with an escape sequence": mlx("unprintable", arrays={"\x1b[2J\n": np.ones(2)}),
     "mlx: a module of 100,000 letters": mlx("overlong", arrays={f"{LONG}.lora_a": np.ones((4, 2))}),
     "mlx: a scalar": mlx("shape", arrays={f"{MODULE}.lora_a": np.ones(())}),
@@ -204,9 +204,9 @@ CASES: dict[str, Case] = {
     "torchtune: alpha of 400 digits": tune(ODD, {"lora_alpha": HUGE}),
     "torchtune: alpha that is a list": tune(ODD, {"lora_alpha": [1]}),
     "torchtune: rank that is a text": tune(ODD, {"r": "2"}),
-    "torchtune: heads of the base that do not add up": tune("add up|sizes", num_attention_heads=3),
+    "torchtune: heads of the base that do not add up": tune("do not match|sizes", num_attention_heads=3),
     "torchtune: heads of the base of 400 digits": tune("sizes", num_attention_heads=HUGE),
-    "torchtune: a head of the base of 2^30": tune("add up|sizes|heads", head_dim=1 << 30),
+    "torchtune: a head of the base of 2^30": tune("do not match|sizes|heads", head_dim=1 << 30),
     "torchtune: a base whose type is a list": tune("order of rows|model_type", model_type=["llama"]),
     "litgpt: os.system": lit(ATTACK, change=SYSTEM),
     "litgpt: eval": lit(ATTACK, change=EVAL),
@@ -224,7 +224,7 @@ CASES: dict[str, Case] = {
     ),
     "litgpt: a scalar": lit("rows", state={"transformer.h.0.attn.qkv.lora_A": torch.tensor(1.0)}),
     "litgpt: a name that leads out": lit("does not have", state={"../../evil": torch.ones(2)}),
-    "mindformers: cut": mind("where 96 are left", cut=-3),
+    "mindformers: cut": mind("where 96 bytes are left", cut=-3),
     "mindformers: a run that builds an object": mind("lora_alpha", run="!!python/object/apply:os.system ['x']"),
     "mindformers: alpha of 400 digits": mind(ODD, run=RUN.replace("lora_alpha: 4", f"lora_alpha: {HUGE}")),
     "mindformers: alpha that is a list": mind(ODD, run=RUN.replace("lora_alpha: 4", "lora_alpha: [1]")),

@@ -158,8 +158,8 @@ CASES: dict[str, Case] = {
     "accessory: 99 shards, one there": accessory(
         "mixes shards", change=lambda path: save(path, {"model": {}}, "consolidated.00-of-99.model-diff.pth")
     ),
-    "accessory: another shape": accessory("does not fit", {"llma.norm.weight": torch.ones(7)}),
-    "accessory: a scalar": accessory("does not fit|no rule|axes", {"llma.norm.weight": torch.tensor(1.0)}),
+    "accessory: another shape": accessory("shape mismatch", {"llma.norm.weight": torch.ones(7)}),
+    "accessory: a scalar": accessory("shape mismatch|no rule|axes", {"llma.norm.weight": torch.tensor(1.0)}),
     "accessory: an unknown part": accessory("no rule places", {"llma.evil.weight": torch.ones(2)}),
     "accessory: a name with an escape sequence": accessory("no rule|names", {"\x1b[2J\n": torch.ones(2)}),
     "accessory: a name that is a number": accessory("no rule|names|text|state dict", {7: torch.ones(2)}),

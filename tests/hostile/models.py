@@ -85,7 +85,7 @@ def mpt_tensor(refused: str, name: str, tensor: torch.Tensor) -> Case:
     return Case(build, refused)
 
 
-ODD = "no usable|has .* for|cannot express|impossible|is an MPT|of another shape|says|lacks|head"
+ODD = "no usable|invalid|mismatch|has .* for|cannot express|impossible|is an MPT|of another shape|says|lacks|head"
 HONEST = {f"to {to}": model(None, to) for to in TARGETS} | {"mpt": mpt(None)}
 CASES: dict[str, Case] = {
     **{f"honest: {name}": case for name, case in HONEST.items()},

@@ -1,6 +1,6 @@
-"""`.pdparams` as pieces to write: what `paddle.save` of a dict of tensors gives, streamed; layout in `file.py`.
+"""Writes `.pdparams` as `paddle.save` of a dict of tensors does, streamed; layout in `pdparams.py`.
 
-One pickle of protocol 4, whose arrays may be of any size. numpy 1 and 2 both find `numpy.core.multiarray`.
+One pickle of protocol 4, whose arrays may have any size. numpy 1 and 2 both find `numpy.core.multiarray`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ VERSION = 1
 
 
 def pdparams_pieces(tensors: Mapping[str, LazyTensor]) -> Iterator[Piece]:
-    """A `.pdparams` file of the tensors, in order.
+    """The pieces of a `.pdparams` file of the tensors, in order.
 
     Raises:
-        UnsupportedInput: an element type that numpy, as paddle uses it, has no code for.
+        UnsupportedInput: numpy, as paddle uses it, has no code for an element type.
     """
     arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
-    # the second name of each parameter is one of the running program; nothing but `paddle.load` asks for the table
+    # the table gives each parameter its name in the running program; only `paddle.load` reads it
     return pickle_pieces({**arrays, PARAMETER_NAMES: {name: name for name in tensors}}, protocol=4)
 
 
@@ -33,7 +33,7 @@ def _array(name: str, tensor: LazyTensor) -> Call:
     """A numpy array, as numpy pickles it: `(version, shape, dtype, column_major, bytes)`."""
     if tensor.dtype.name not in CODES:
         raise UnsupportedInput(
-            f"`{name}` is {tensor.dtype.name}, which Paddle's files do not hold", hint="give `--dtype bfloat16`"
+            f"`{name}` is {tensor.dtype.name}, which is unsupported in Paddle's files", hint="give `--dtype bfloat16`"
         )
     order = "<" if tensor.dtype.itemsize > 1 else "|"
     dtype = Call(

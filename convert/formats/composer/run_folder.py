@@ -1,4 +1,4 @@
-"""Composer's newer folder layout `ep0-ba1/`, as the nested dict that one file would hold.
+"""Composer's newer folder layout `ep0-ba1/`, read as the nested dict of the one-file layout.
 
 Layout (mosaicml/composer `checkpoint/save.py`): `composer_metadata.json` (versions, and under `huggingface` what one
 file has in `state.integrations.huggingface`), `model/model.pt` (the bare state dict) or a distributed checkpoint in
@@ -15,7 +15,7 @@ from llmconv.errors import InputRefused, MalformedInput
 
 METADATA = "composer_metadata.json"
 MODEL = "model/model.pt"
-BESIDE = {"optim": "the optimizer's state", "resumption.pkl": "what resuming the run needs"}
+OTHER_PARTS = {"optim": "the optimizer's state", "resumption.pkl": "the state for resuming the run"}
 
 
 def is_folder(path: Path) -> bool:
@@ -33,30 +33,30 @@ def model_file(folder: Path) -> Path:
         return folder / MODEL
     raise InputRefused(
         f"`{folder.name}` has no `{MODEL}`, so there are no weights in it",
-        hint="it was saved without the model, or the copy is not complete",
+        hint="it was saved without the model, or the copy is incomplete",
     )
 
 
 def content(folder: Path, model: Any) -> dict[str, Any]:
-    """The nested dict that one file would hold.
+    """The nested dict of the one-file layout.
 
     Args:
-        folder: one in this layout.
+        folder: a folder in this layout.
         model: the state dict.
 
     Raises:
-        MalformedInput: the metadata is not JSON, or `model` is no dict.
+        MalformedInput: the metadata is not JSON, or `model` is not a dict.
     """
     if not isinstance(model, dict):
-        raise MalformedInput(f"`{folder.name}/{MODEL}` holds no state dict", hint="copy the folder again")
-    told = read_json(folder / METADATA)
-    metadata = {"composer_env_info": told, "torch_version": told.get("torch_version")}
-    integrations = {"huggingface": told.get("huggingface")}
+        raise MalformedInput(f"`{folder.name}/{MODEL}` contains no state dict", hint="copy the folder again")
+    stored = read_json(folder / METADATA)
+    metadata = {"composer_env_info": stored, "torch_version": stored.get("torch_version")}
+    integrations = {"huggingface": stored.get("huggingface")}
     return {"state": {"model": model, "integrations": integrations, "metadata": metadata}}
 
 
-def beside(folder: Path) -> dict[str, int]:
-    """What else lies in the folder, and how many bytes of it."""
-    files = {what: [folder / name, *(folder / name).glob("*")] for name, what in BESIDE.items()}
-    sizes = {what: sum(file.stat().st_size for file in group if file.is_file()) for what, group in files.items()}
-    return {what: size for what, size in sizes.items() if size}
+def other_parts(folder: Path) -> dict[str, int]:
+    """Description to bytes of the other parts in the folder."""
+    files = {part: [folder / name, *(folder / name).glob("*")] for name, part in OTHER_PARTS.items()}
+    sizes = {part: sum(file.stat().st_size for file in group if file.is_file()) for part, group in files.items()}
+    return {part: size for part, size in sizes.items() if size}
