@@ -101,7 +101,7 @@ class TextModel:
     @property
     def sequences(self) -> int | None:
         """Maximum number of prompts in a batch; None for any number."""
-        return self.runner.max_batch_size
+        return self.engine.sequences if self.engine else self.runner.max_batch_size
 
     @property
     def _engine(self) -> GenaiEngine | LoopEngine:
