@@ -6,10 +6,10 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from llmconv.background import LOOK_AHEAD, BackgroundQueue
 from llmconv.files.system_calls import copy_in_kernel, flush_data, will_need
 
 FICLONE = 0x40049409
@@ -71,20 +71,17 @@ def _clone(source: int, target: int) -> bool:
 def _copy(source: int, target: int, size: int, advance: Callable[[int], None]) -> str:
     """Copies and returns the sha256; the hasher follows on another core, and the disk starts on what is written."""
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(1) as hasher, ThreadPoolExecutor(1) as disk:
-        hashing: list[Future[None]] = []
-        flushing: Future[None] = disk.submit(lambda: None)
+    with BackgroundQueue(LOOK_AHEAD) as hashing, BackgroundQueue(1) as flushing:
         for start in range(0, size, COPY_BYTES):
             stop = min(start + COPY_BYTES, size)
             will_need(source, stop, COPY_BYTES)
             _copy_range(source, target, start, stop)
-            hashing.append(hasher.submit(_hash_range, digest, target, start, stop))
-            if flushing.done():
-                flushing.result()
-                flushing = disk.submit(flush_data, target)
+            hashing.submit(_hash_range, digest, target, start, stop)
+            if flushing.is_idle():
+                flushing.submit(flush_data, target)
             advance(stop - start)
-        for done in [*hashing, flushing]:
-            done.result()
+        hashing.finish()
+        flushing.finish()
     return digest.hexdigest()
 
 

@@ -9,20 +9,15 @@ import ctypes
 import hashlib
 import os
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Any
 
+from llmconv.background import LOOK_AHEAD, BackgroundQueue, prefetch
 from llmconv.files.system_calls import flush_data
-from llmconv.output.background import Behind
 from llmconv.output.plan import Shard
-from llmconv.tensors import Array, LazyTensor, Piece, as_bytes
-
-LOOK_AHEAD = 8
-"""Row blocks in flight: enough for the cores, few enough to stay small."""
+from llmconv.tensors import LazyTensor, Piece, as_bytes
 
 FLUSH_BYTES = 32 << 20
 """The disk starts on what is written after so many bytes, so that the last fsync has little left to wait for."""
@@ -62,18 +57,18 @@ def stream_shard(file: IO[bytes], shard: Shard, advance: Callable[[int], None]) 
     pieces = list(shard.container(shard.tensors))
     sums = _Sums([0] * len(shard.tensors) if any(callable(piece) for piece in pieces) else [])
     size = flushed = 0
-    with Behind(LOOK_AHEAD) as hashing, Behind(1) as flushing:
+    with BackgroundQueue(LOOK_AHEAD) as hashing, BackgroundQueue(1) as flushing:
         _allocate(file.fileno(), sum(tensor.nbytes for tensor in shard.tensors.values()))
-        for number, content in _contents(pieces):
+        for number, content in prefetch((partial(_content, *block) for block in _blocks(pieces)), LOOK_AHEAD):
             if callable(content):
                 hashing.finish()
             block = memoryview(content(sums.crcs)) if callable(content) else content
-            hashing.start(sums.add, number, block)
+            hashing.submit(sums.add, number, block)
             write_fully(file.fileno(), block)
             advance(len(block))
             size += len(block)
             if size - flushed > FLUSH_BYTES and flushing.is_idle():
-                flushing.start(flush_data, file.fileno())
+                flushing.submit(flush_data, file.fileno())
                 flushed = size
         hashing.finish()
         flushing.finish()
@@ -93,27 +88,6 @@ Content = tuple[int | None, memoryview | Callable[[Sequence[int]], bytes]]
 """The number of the tensor that the bytes belong to, and the bytes, or what gives them."""
 
 
-def _contents(pieces: Sequence[Piece]) -> Iterator[Content]:
-    """The bytes of a file in order; those of tensors computed ahead of the writer."""
-    with ThreadPoolExecutor(os.cpu_count()) as readers:
-        pending: deque[tuple[int | None, Future[Array] | Piece]] = deque()
-        try:
-            for number, piece, start, stop in _blocks(pieces):
-                if isinstance(piece, LazyTensor):
-                    read = readers.submit(copy_context().run, _checked_rows, piece, start, stop)
-                    pending.append((number, read))
-                else:
-                    pending.append((number, piece))
-                if len(pending) > LOOK_AHEAD:
-                    yield _arrived(*pending.popleft())
-            while pending:
-                yield _arrived(*pending.popleft())
-        finally:
-            for _, waiting in pending:
-                if isinstance(waiting, Future):
-                    waiting.cancel()
-
-
 def _blocks(pieces: Sequence[Piece]) -> Iterator[tuple[int | None, Piece, int, int]]:
     """The tensors by blocks of rows, numbered; the other pieces as they are."""
     number = -1
@@ -126,17 +100,12 @@ def _blocks(pieces: Sequence[Piece]) -> Iterator[tuple[int | None, Piece, int, i
             yield number, piece, start, stop
 
 
-def _arrived(number: int | None, later: Future[Array] | Piece) -> Content:
-    if isinstance(later, Future):
-        return number, as_bytes(later.result())
-    assert not isinstance(later, LazyTensor)
-    return number, later if callable(later) else memoryview(later)
-
-
-def _checked_rows(tensor: LazyTensor, start: int, stop: int) -> Array:
-    rows = tensor.rows(start, stop)
-    assert rows.dtype == tensor.dtype.numpy and rows.nbytes * tensor.num_rows == tensor.nbytes * (stop - start)
-    return rows
+def _content(number: int | None, piece: Piece, start: int, stop: int) -> Content:
+    if not isinstance(piece, LazyTensor):
+        return number, piece if callable(piece) else memoryview(piece)
+    rows = piece.rows(start, stop)
+    assert rows.dtype == piece.dtype.numpy and rows.nbytes * piece.num_rows == piece.nbytes * (stop - start)
+    return number, as_bytes(rows)
 
 
 def write_fully(fd: int, block: memoryview) -> None:
