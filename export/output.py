@@ -13,7 +13,7 @@ from llmconv.errors import InputRefused
 from llmconv.export.graph_files import Drawing, Drawn, files_of
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.weights.bind import bind, mapped_bytes
-from llmconv.files.safe_folder import Content, Folder, Link
+from llmconv.files.safe_folder import FileContent, Folder, Link
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import json_bytes, plan_checkpoint
@@ -116,7 +116,7 @@ class InPlace:
         _forget_missing(manifest, self.folder, drawn)
         manifest.graphs.update(drawn.entries)
         manifest.steps = [*(old for old in manifest.steps if old != step), step]
-        files: dict[str, Content] = {**drawn.files, MANIFEST: manifest.encode()}
+        files: dict[str, FileContent] = {**drawn.files, MANIFEST: manifest.encode()}
         if self.resume and not self.overwrite and self._is_complete(files, before):
             return Sizes(drawn.nbytes, mapped, 0)
         sizes = [len(content) if isinstance(content, bytes) else 0 for content in files.values()]
@@ -128,7 +128,7 @@ class InPlace:
                 folder.remove_inner(name)
         return Sizes(drawn.nbytes, mapped, 0)
 
-    def _is_complete(self, files: Mapping[str, Content], before: set[str]) -> bool:
+    def _is_complete(self, files: Mapping[str, FileContent], before: set[str]) -> bool:
         """Whether every file is there as it would be written; a graph of other options is refused."""
         same = {name for name, content in files.items() if _is_there(self.folder / name, content)}
         other = sorted(name for name in (before & files.keys()) - same if os.path.lexists(self.folder / name))
@@ -228,7 +228,7 @@ def _files(tensors: Mapping[str, FileTensor]) -> tuple[str, ...]:
     return tuple(sorted({tensor.path.name for tensor in tensors.values()}))
 
 
-def _is_there(path: Path, content: Content) -> bool:
+def _is_there(path: Path, content: FileContent) -> bool:
     """Whether a file or link is as it would be written."""
     if isinstance(content, Link):
         return path.is_symlink() and os.readlink(path) == content.target
@@ -241,7 +241,7 @@ def graph_bytes(manifest: Manifest) -> int:
     return sum(manifest.files[name]["bytes"] for name in names if "bytes" in manifest.files.get(name, {}))
 
 
-def _entry(content: Content) -> dict[str, Any]:
+def _entry(content: FileContent) -> dict[str, Any]:
     """Of one file, for the manifest."""
     if isinstance(content, Link):
         return link_entry(content.target)

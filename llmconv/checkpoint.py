@@ -12,7 +12,7 @@ from typing import Any
 from llmconv.errors import MalformedInput
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor, read_header
-from llmconv.files.strict_json import Slip, unique_keys
+from llmconv.files.strict_json import StrictJsonError, unique_keys
 from llmconv.not_a_model_folder import refused_model
 from llmconv.tensors import LazyTensor
 
@@ -235,8 +235,8 @@ def read_json(path: Path, *, by_hand: bool = False) -> dict[str, Any]:
     try:
         text = read_small(path, JSON_BYTES).decode()
         content = json.loads(text, object_pairs_hook=unique_keys if by_hand else None)
-    except Slip as slip:
-        raise MalformedInput(f"in `{path.name}` {slip}", hint=slip.hint) from slip
+    except StrictJsonError as slip:
+        raise MalformedInput(f"in `{path.name}`: {slip}", hint=slip.hint) from slip
     except (ValueError, RecursionError) as error:
         raise MalformedInput(f"`{path.name}` is not valid JSON: {error}", hint="repair or replace the file") from error
     if not isinstance(content, dict):

@@ -80,32 +80,32 @@ def test_a_pointer_out_of_the_bucket_is_refused(bucket: Path, text: str) -> None
 
 @pytest.mark.parametrize("text", ["", "a\x00b", "a" * 2000, "\x1b[2J", "a\nb"])
 def test_a_pointer_that_holds_no_name_is_refused(bucket: Path, text: str) -> None:
-    with pytest.raises(MalformedInput, match="is no pointer"):
+    with pytest.raises(MalformedInput, match="is not a pointer"):
         local_path(write(bucket / "x.symlink", text))
 
 
 def test_binary_data_is_no_pointer(tmp_path: Path) -> None:
     (tmp_path / "x.symlink").write_bytes(b"\xff\xfe")
-    with pytest.raises(MalformedInput, match="is no pointer"):
+    with pytest.raises(MalformedInput, match="is not a pointer"):
         local_path(tmp_path / "x.symlink")
 
 
 def test_pointers_in_a_circle_are_refused(bucket: Path) -> None:
     write(bucket / "a.symlink", "b")
     write(bucket / "b.symlink", "a")
-    with pytest.raises(MalformedInput, match="without an end"):
+    with pytest.raises(MalformedInput, match="circle of pointers"):
         local_path(bucket / "a")
 
 
 def test_a_long_chain_of_pointers_is_refused(bucket: Path) -> None:
     for number in range(20):
         write(bucket / f"{number}.symlink", str(number + 1))
-    with pytest.raises(MalformedInput, match="without an end"):
+    with pytest.raises(MalformedInput, match="circle of pointers"):
         local_path(bucket / "0")
 
 
 def test_a_pointer_to_what_is_not_there_says_what_to_fetch(tmp_path: Path) -> None:
-    with pytest.raises(InputRefused, match=r"points to `run/ep9\.pt`, which is not there") as refusal:
+    with pytest.raises(InputRefused, match=r"points to `run/ep9\.pt`, which does not exist") as refusal:
         local_path(write(tmp_path / "latest.symlink", "run/ep9.pt"))
     assert "name the checkpoint itself" in refusal.value.hint
 

@@ -272,7 +272,7 @@ def test_other_json_is_not_continued_as_text(tmp_path: Path, text: str) -> None:
         read_prompts(tmp_path / "p")
 
 
-DUPLICATE = "the key `{}` is there twice"
+DUPLICATE = "duplicate key `{}`"
 NOT_FINITE = "the number `{}` is not finite"
 HAND_WRITTEN: dict[str, tuple[str, str]] = {
     "a key twice": ('{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}', f"line 2 .*{DUPLICATE.format('prompt')}"),

@@ -153,7 +153,7 @@ def nested(depth: int) -> Any:
 
 
 ODD = "the adapter config has"
-NO_FILE = "no torch file|no regular file|no adapter weights|not a PEFT adapter|no training format|cannot be read"
+NO_FILE = "not a torch file|no regular file|no adapter weights|not a PEFT adapter|no training format|cannot be read"
 SCALING = "scaling|has .* for|would merge nothing"
 HONEST = {"peft": adapter(None), "paddle's": paddle(None), "run": run(None)}
 HONEST |= {"split": run(None, options={"adapter": "split"})}
@@ -165,7 +165,7 @@ CASES: dict[str, Case] = {
     "a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "no plain state dict"),
     "a pickle behind the pickle": pickled(lambda data: data + b"cos\nsystem\n.", "after its end"),
     "a list": pickled(lambda _: pickle.dumps([1], 2), "no plain state dict"),
-    "cut": after(lambda path: os.truncate(path / "adapter_model.bin", 300), "truncated|no torch file"),
+    "cut": after(lambda path: os.truncate(path / "adapter_model.bin", 300), "truncated|not a torch file"),
     "weights: a pipe": instead("adapter_model.bin", lambda path: os.mkfifo(path), NO_FILE),
     "weights: a link to /dev/zero": instead("adapter_model.bin", lambda path: path.symlink_to("/dev/zero"), NO_FILE),
     "weights: a link to /etc/passwd": instead(

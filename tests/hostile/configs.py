@@ -135,7 +135,7 @@ CASES: dict[str, Case] = {
     "tokenizer: JSON 150 deep": tokenizer("too large or nested", {"tokenizer.json": (".json", nested(150))}),
     "tokenizer: billion laughs": tokenizer("again and again", {"tokenizer.json": (".json", laughs())}),
     "tokenizer: JSON that holds itself": tokenizer(
-        "a container that holds itself", {"tokenizer.json": (".json", circle())}
+        "a container that contains itself", {"tokenizer.json": (".json", circle())}
     ),
     "tokenizer: half a surrogate in JSON": tokenizer(
         "no text|surrogate", {"tokenizer.json": (".json", {"x": "\ud800"})}
@@ -156,7 +156,7 @@ CASES: dict[str, Case] = {
     "config: auto_map below": config(None, text_config={"auto_map": {"AutoModel": "evil.Evil"}}),
     "config: attention from a repository": config(None, _attn_implementation_internal="evil/evil"),
     "config: billion laughs": config("again and again", x=laughs()),
-    "config: holds itself": config("a container that holds itself", x=circle()),
+    "config: holds itself": config("a container that contains itself", x=circle()),
     "config: 150 deep": config("too large or nested", x=nested(150)),
     "config: a command for a model type": config("no causal language model", model_type="llama; rm -rf /"),
     "config: an escape sequence for a model type": config("no causal language model", model_type="\x1b[2Jllama"),

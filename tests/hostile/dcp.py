@@ -228,15 +228,15 @@ CASES: dict[str, Case] = {
     "place: a zero": place(OUTSIDE, relative_path="a\0.distcp"),
     "place: a name of 60,000 letters": place("cannot be read|missing|too long", relative_path="a" * 60_000),
     "place: a number": place(OUTSIDE, relative_path=7),
-    "place: `.metadata` itself": place("no torch file|ends at byte", relative_path=".metadata"),
-    "place: `config.json`": place("no torch file|ends at byte", relative_path="config.json", offset=0, length=20),
+    "place: `.metadata` itself": place("not a torch file|ends at byte", relative_path=".metadata"),
+    "place: `config.json`": place("not a torch file|ends at byte", relative_path="config.json", offset=0, length=20),
     "place: behind the end": place("ends at byte", offset=1 << 50),
     "place: 2^61 bytes": place("overlap|ends at byte", length=1 << 61),
     "place: 2^70 bytes": place("impossible bytes", length=1 << 70),
     "place: a negative byte": place("impossible bytes", offset=-1),
     "place: no number": place("impossible bytes", offset="0"),
     "place: in the middle of another": place("overlap", offset=17),
-    "place: no bytes": place("no torch file|truncated|damaged", length=0),
+    "place: no bytes": place("not a torch file|truncated|damaged", length=0),
     "place: transforms": place("extension", transform_descriptors=["\x1b[2Jzstd"]),
     "place: transforms that are none": place("transforms", transform_descriptors=[7]),
     "all places a byte longer": edited(lengths(lambda length: length + 1), "overlap|ends at byte"),
@@ -275,7 +275,7 @@ CASES: dict[str, Case] = {
     "data: nothing": files(lambda folder: (folder / DATA).write_bytes(b""), "ends at byte"),
     "data: cut": files(lambda folder: os.truncate(folder / DATA, (folder / DATA).stat().st_size // 2), "ends at byte"),
     "data: zeros": files(
-        lambda folder: (folder / DATA).write_bytes(bytes((folder / DATA).stat().st_size)), "no torch file"
+        lambda folder: (folder / DATA).write_bytes(bytes((folder / DATA).stat().st_size)), "not a torch file"
     ),
     "data: a TB of zeros behind": files(lambda folder: os.truncate(folder / DATA, 1 << 40), None),
     "blob: os.system": blob(with_call(call("os", "system", text(SHELL))), ATTACK, "file_extension"),
@@ -283,6 +283,6 @@ CASES: dict[str, Case] = {
     "blob: a torch file in bytes": blob(lambda _: saved(saved(saved({"x": 1}))), None, "class"),
     "blob: a pickle in bytes": blob(lambda _: saved(b"cos\nsystem\n."), None, "class"),
     "blob: a list a million deep": blob(with_call(b"]" * 1_000_000 + b"a" * 999_999), "nested deeper", "class"),
-    "blob: no zip": blob(lambda _: b"cos\nsystem\n.", "no torch file", "class"),
-    "blob: nothing": blob(lambda _: b"", "no torch file|truncated", "class"),
+    "blob: no zip": blob(lambda _: b"cos\nsystem\n.", "not a torch file", "class"),
+    "blob: nothing": blob(lambda _: b"", "not a torch file|truncated", "class"),
 }

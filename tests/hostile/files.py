@@ -157,7 +157,7 @@ def hugging_face(shards: Any) -> Case:
 
 
 FEW = np.ones(2, np.float32)
-NO_FILE = "no regular file|no torch file|no training format"
+NO_FILE = "no regular file|not a torch file|no training format"
 SHARD = "consolidated.00.pth"
 UNKNOWN = "no training format"
 LONG = struct.pack("<Q", 1 << 62)
@@ -171,7 +171,7 @@ CASES: dict[str, Case] = {
     "a link to /etc/passwd for a shard": replaced(SHARD, linked("/etc/passwd"), NO_FILE),
     "a link to nothing for a shard": replaced(SHARD, linked("nothing"), "cannot be read"),
     "a link to itself for a shard": replaced(SHARD, linked(SHARD), "cannot be read"),
-    "an empty shard": replaced(SHARD, Path.touch, "no torch file|empty"),
+    "an empty shard": replaced(SHARD, Path.touch, "not a torch file|empty"),
     "a pipe for params.json": replaced("params.json", lambda path: os.mkfifo(path), "no `params.json`|no regular file"),
     "a folder for params.json": replaced("params.json", Path.mkdir, "no `params.json`|no regular file"),
     "a link to /dev/zero for params.json": replaced(

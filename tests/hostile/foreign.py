@@ -189,7 +189,7 @@ CASES: dict[str, Case] = {
     "torchtune: eval": tune(ATTACK, change=EVAL),
     "torchtune: another call": tune("no plain state dict", change=value(call("evil", "Evil"))),
     "torchtune: a pickle behind the pickle": tune("after its end", change=lambda data: data + b"cos\nsystem\n."),
-    "torchtune: a list": case(plain, "no plain state dict|no torch file"),
+    "torchtune: a list": case(plain, "no plain state dict|not a torch file"),
     "torchtune: a pipe": case(pipe, "no adapter|not a PEFT adapter|no regular file"),
     "torchtune: half a pair": tune("lacks B", state={"layers.0.attn.k_proj.lora_a.weight": torch.ones(2, 4)}),
     "torchtune: a view of 2^40": tune(

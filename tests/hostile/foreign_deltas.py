@@ -120,7 +120,7 @@ CASES: dict[str, Case] = {
     "fastchat: a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "not rebuilt"),
     "fastchat: a list": pickled(lambda _: pickle.dumps([1], 2), "no state dict"),
     "fastchat: cut": difference(
-        "truncated|no torch file", change=lambda path: os.truncate(path / "pytorch_model.bin", 300)
+        "truncated|not a torch file", change=lambda path: os.truncate(path / "pytorch_model.bin", 300)
     ),
     "fastchat: a pipe": difference(
         "no delta|no torch|no regular|cannot", change=instead_of("pytorch_model.bin", lambda path: os.mkfifo(path))
@@ -145,7 +145,7 @@ CASES: dict[str, Case] = {
     "stanford: 100,000 tokens more": stanford(None, rows=100_000),
     "accessory: os.system": accessory_pickled(call("os", "system", text(SHELL)), ATTACK),
     "accessory: eval": accessory_pickled(call("builtins", "eval", text(PYTHON)), ATTACK),
-    "accessory: cut": accessory("truncated|no torch file", change=lambda path: os.truncate(path / SHARD, 300)),
+    "accessory: cut": accessory("truncated|not a torch file", change=lambda path: os.truncate(path / SHARD, 300)),
     "accessory: a pipe": accessory(
         "no torch|no regular|cannot|missing", change=instead_of(SHARD, lambda path: os.mkfifo(path))
     ),

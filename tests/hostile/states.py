@@ -16,7 +16,7 @@ from tests.hostile.pickles import PYTHON, SHELL, call, text
 
 ATTACK = "nothing was run"
 UNKNOWN = "no training format"
-NO_FILE = "no torch file|no regular file|is missing|truncated|damaged|no training format|no state dict"
+NO_FILE = "not a torch file|no regular file|is missing|truncated|damaged|no training format|no state dict"
 INDEX = "pytorch_model.bin.index.json"
 FIRST, SECOND = (f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
 EMBEDDING = "model.embed_tokens.weight"

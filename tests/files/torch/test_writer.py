@@ -20,7 +20,7 @@ from hypothesis import given, settings
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import UnsupportedInput
-from llmconv.files.pickles.encoder import Call, Name, pickle_pieces
+from llmconv.files.pickles.encoder import PickledCall, PickledName, pickle_pieces
 from llmconv.files.pickles.reader import STORAGES
 from llmconv.files.torch.reader import open_torch_file
 from llmconv.files.torch.writer import ALIGNMENT, torch_pieces
@@ -166,10 +166,10 @@ def test_a_pickle_is_what_python_reads(value: Any) -> None:
 
 def test_a_tensor_in_a_pickle_streams_as_its_bytes() -> None:
     tensor = in_memory(np.arange(6, dtype=np.float32).reshape(2, 3), F32)
-    array = Call(
-        Name("numpy.core.multiarray", "_reconstruct"),
-        (Name("numpy", "ndarray"), (0,), b"b"),
-        (1, (2, 3), Call(Name("numpy", "dtype"), ("f4", False, True)), False, tensor),
+    array = PickledCall(
+        PickledName("numpy.core.multiarray", "_reconstruct"),
+        (PickledName("numpy", "ndarray"), (0,), b"b"),
+        (1, (2, 3), PickledCall(PickledName("numpy", "dtype"), ("f4", False, True)), False, tensor),
     )
     pieces = [
         piece if isinstance(piece, bytes) else as_data(piece) for piece in pickle_pieces({"w": array}, protocol=4)

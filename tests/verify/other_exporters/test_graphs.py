@@ -125,7 +125,7 @@ def test_a_json_file_that_describes_no_ports_is_refused(
 
 def test_an_input_map_with_a_key_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text('{"axes": "bhtd", "axes": "bthd"}')
-    with pytest.raises(MalformedInput, match="in `mine.json` the key `axes` is there twice"):
+    with pytest.raises(MalformedInput, match="in `mine.json`: duplicate key `axes`"):
         maps.find_port_maps(str(tmp_path / "mine.json"))
 
 
