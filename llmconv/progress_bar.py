@@ -1,4 +1,4 @@
-"""The bar on a terminal: bytes done, speed, time left."""
+"""The progress bar on a terminal: bytes done, speed, time left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 @contextmanager
 def bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a bar over `total` bytes on stderr; yields the function that advances it."""
+    """See `llmconv.progress.bytes_bar`."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

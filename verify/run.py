@@ -12,7 +12,7 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches
-from llmconv.memory import telling_memory
+from llmconv.memory import reporting_out_of_memory
 from llmconv.output.manifest import MANIFEST
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, graph_entries
@@ -91,7 +91,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     report.reference = truth_folder.name
     verified = Folder(folder, entries, _models(folder, entries), settings)
     add = collector(report, on_checks)
-    with telling_memory(f"while `{folder.name}` was verified"):
+    with reporting_out_of_memory(f"while `{folder.name}` was verified"):
         layered = low_memory
         if eager is None:
             layered = _layered(verified, truth_folder, report, low_memory, searches=bool(bisect or piece or repeat > 1))

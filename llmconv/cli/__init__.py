@@ -19,7 +19,7 @@ import click
 from llmconv import __version__
 from llmconv.cli.options import VERBOSE, refuse_empty_paths
 from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, first_line, printable
-from llmconv.memory import says_no_memory
+from llmconv.memory import is_out_of_memory
 from llmconv.requirements import require_platform, require_transformers
 
 DEFECT = 70
@@ -127,7 +127,7 @@ class LazyGroup(click.Group):
             problem = f"reading or writing failed: {error.strerror or error} ({error.filename or 'stdout'})"
             self._fail(ctx, problem, "see that there is space, and that files can be read and written", 4)
         except Exception as error:  # a defect of ours or of a library: never exit code 1, which means a difference
-            if says_no_memory(error):
+            if is_out_of_memory(error):
                 self._fail(ctx, "out of memory", MEMORY, OutputFailed.exit_code)
             self._fail(ctx, *_defect(ctx, error), DEFECT)
 

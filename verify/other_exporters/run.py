@@ -13,7 +13,7 @@ from llmconv.checkpoint import open_weights
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, local_path
-from llmconv.memory import telling_memory
+from llmconv.memory import reporting_out_of_memory
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.decisions.affine_forms import MASK, POSITION, TOKEN
@@ -94,7 +94,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
     verified, add = Graphs(files, Model({}), settings, open_weights(folder)), collector(report, on_checks)
     _audit(files, verified.tensors, report, add)
     _audit_decisions(files, folder, report, add)
-    with ExitStack() as stack, telling_memory(f"while {report.folder} was verified"):
+    with ExitStack() as stack, reporting_out_of_memory(f"while {report.folder} was verified"):
         eager, verified = _compare(verified, eager or folder, report, add, asked, stack)
         report.where = localise(sharpest(report.checks))
         look_closer(report, verified, eager, piece, bisect=bisect)

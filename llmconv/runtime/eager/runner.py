@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
-from llmconv.memory import require_memory
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.model_kinds import require_causal
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import blaming, own_classes, runs_own_code
@@ -134,7 +134,7 @@ class EagerRunner:
         except LlmconvError:
             raise
         except Exception as error:  # a config may be wrong in ways that only some line of a model's code finds
-            require_memory(error, f"while `{folder.name}` was loaded")
+            raise_if_out_of_memory(error, f"while `{folder.name}` was loaded")
             raise InputRefused(
                 f"transformers cannot load `{folder}`: {first_line(error)}",
                 hint="the folder needs config.json and safetensors weights of a causal language model",
