@@ -169,7 +169,7 @@ def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
 def _require_shards(folder: Path, index: str, names: list[str]) -> None:
     if odd := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
         raise MalformedInput(
-            f"invalid shard name {odd[0]!r} in `{index}`", hint="shards are plain file names next to the index"
+            f"`{index}` names the shard {odd[0]!r}", hint="shards are plain file names next to the index"
         )
     if missing := [name for name in names if not (folder / name).is_file()]:
         rest = f" and {len(missing) - 1} more of {len(names)} shards are" if len(missing) > 1 else " is"

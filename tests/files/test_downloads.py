@@ -105,7 +105,7 @@ def test_an_export_from_memory_leaves_nothing(temporary: Path, in_memory: str, t
 
 @pytest.mark.parametrize("model", ["memory://llmconv/base", "file:///nowhere", "org/name"])
 def test_graphs_are_not_written_into_a_folder_that_vanishes(temporary: Path, model: str) -> None:
-    with pytest.raises(InputRefused, match="not a local folder that graphs could be written into") as caught:
+    with pytest.raises(InputRefused, match="not a local folder, so graphs cannot be written into it") as caught:
         export(model)
     assert "-o OUT`" in caught.value.hint
 
@@ -208,6 +208,6 @@ def test_an_address_never_means_a_local_folder_of_that_name(
     (tmp_path / "memory:/b").mkdir(parents=True)
     with pytest.raises(InputRefused, match="cannot fetch"):
         local_path("memory://b/x/y")
-    with pytest.raises(InputRefused, match="give a URI as text|not a whole|nor a whole"):
+    with pytest.raises(InputRefused, match="give a URI as text|nor a complete URI"):
         local_path(Path("memory://b"))
     assert local_path("./memory:/b").is_dir()

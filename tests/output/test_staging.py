@@ -278,7 +278,9 @@ def test_a_complete_output_of_something_else_is_not_resumed(change: str, tmp_pat
         plan = replace(plan, small_files={**plan.small_files, "config.json": b"{}"})
     else:
         os.utime(source, (2**32, 2**32))
-    with pytest.raises(InputRefused, match="is complete, and (it was made of another|`source` has changed)") as caught:
+    with pytest.raises(
+        InputRefused, match="is complete, but (it was made from another|`source` has changed)"
+    ) as caught:
         write_checkpoint(plan, tmp_path / "out", steps=steps, sources=[source], resume=True)
     assert "--overwrite" in caught.value.hint
 
@@ -307,7 +309,7 @@ def test_an_output_in_an_input_is_refused(place: str, overwrite: bool, tmp_path:
     (tmp_path / "in" / "link").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "in" / "link")
     output = tmp_path / place if place.startswith("link") else tmp_path / "in" / place
-    with pytest.raises(InputRefused, match="lies in `.*in`, which is to be read") as caught:
+    with pytest.raises(InputRefused, match="is inside the input `.*in`") as caught:
         staging.require_free(output, overwrite, [tmp_path / "other", tmp_path / "in"])
     assert "`-o`" in caught.value.hint
 
@@ -343,7 +345,7 @@ def test_overwrite_keeps_a_folder_with_a_file_that_llmconv_did_not_make(tmp_path
 
 def test_overwrite_keeps_a_folder_that_holds_what_is_read(tmp_path: Path) -> None:
     write(tmp_path / "out")
-    with pytest.raises(InputRefused, match="what is to be read"):
+    with pytest.raises(InputRefused, match="contains an input"):
         staging.require_free(tmp_path / "out", True, [tmp_path / "out/model-00001-of-00003.safetensors"])
 
 

@@ -158,7 +158,7 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
 
 
 def test_a_checkpoint_without_tensors_is_refused() -> None:
-    with pytest.raises(InputRefused, match="holds no tensors"):
+    with pytest.raises(InputRefused, match="contains no tensors"):
         plan_checkpoint(sample(()))
 
 
