@@ -15,7 +15,7 @@ from functools import cache, wraps
 from numbers import Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import WRITTEN, kind_of, output_path, path_of
@@ -146,7 +146,7 @@ def _several(value: Any, option: Any, name: str) -> tuple[Any, ...]:
     return tuple(fitted(one, option, f"{name}[{at}]") for at, one in enumerate(value))
 
 
-def _refuse(value: Any, name: str, wanted: str) -> Any:
+def _refuse(value: Any, name: str, wanted: str) -> NoReturn:
     shown = f" ({value!r:.40})" if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
     raise UsageProblem(f"`{name}` is {kind_of(value)}{shown}, not {wanted}", hint=f"give {wanted}")
 
@@ -155,7 +155,6 @@ def _bool(value: Any, name: str) -> bool:
     if isinstance(value, bool) or type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     _refuse(value, name, "True or False")
-    raise AssertionError
 
 
 def _int(value: Any, name: str) -> int:
@@ -165,14 +164,12 @@ def _int(value: Any, name: str) -> int:
         return operator.index(value)
     except TypeError:
         _refuse(value, name, "an integer")
-        raise AssertionError from None
 
 
 def _float(value: Any, name: str) -> float:
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     _refuse(value, name, "a number")
-    raise AssertionError
 
 
 def _str(value: Any, name: str) -> str:

@@ -115,16 +115,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = read_json(own_file(path, "config.json"))
     tensors = open_weights(path)
     files = {name: tensor.path.name for name, tensor in tensors.items() if isinstance(tensor, FileTensor)}
-    side_files, version = read_side_files(path), _writer(config)
-    return Checkpoint(
-        path, "hf", tensors, config, side_files, version=version, shards=len({*files.values()}), files=files
-    )
-
-
-def _writer(config: dict[str, Any]) -> str:
-    """The version of transformers that wrote a `config.json`, empty if not declared."""
     version = config.get("transformers_version")
-    return f"transformers {version}" if isinstance(version, str) else ""
+    version = f"transformers {version}" if isinstance(version, str) else ""
+    return Checkpoint(
+        path, "hf", tensors, config, read_side_files(path), version=version, shards=len({*files.values()}), files=files
+    )
 
 
 def open_weights(folder: Path) -> dict[str, LazyTensor]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.files.hub import TORCH_WEIGHTS
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.torch.reader import is_torch_file
 
@@ -27,7 +28,6 @@ OTHER_FILES = {
 TO_HF = "convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`"
 SUFFIXES_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
-TORCH_WEIGHTS = re.compile(r"pytorch_model.*\.bin(?:\.index\.json)?|(?:pytorch_)?model-\d+-of-\d+\.bin")
 TRAINER_STATE = re.compile(
     r"(?:.*[-_.])?optim(?:izer)?[-_.]|scheduler|training_args|rng_state|random_state|scaler|sampler"
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from llmconv.errors import printable
 
@@ -57,7 +58,10 @@ def bytes_bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     if _level["quiet"] or sys.stderr is None or not sys.stderr.isatty():
         yield lambda count: None
         return
-    from llmconv.progress_bar import bar  # noqa: PLC0415 - loading rich takes longer than planning a merge
+    from rich import progress as rich  # noqa: PLC0415 - loading rich takes longer than planning a merge
+    from rich.console import Console  # noqa: PLC0415
 
-    with bar(title, total) as advance:
-        yield advance
+    columns = (rich.BarColumn(), rich.DownloadColumn(), rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+    text = rich.TextColumn("{task.description}")
+    with rich.Progress(text, *columns, console=Console(stderr=True), transient=True) as bar:
+        yield partial(bar.advance, bar.add_task(title, total=total))

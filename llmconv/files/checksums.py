@@ -108,7 +108,14 @@ class _Coverage:
 
     def _compare(self, crc: int) -> None:
         if crc != self.record.crc:
-            raise self.record.refusal() if self.record.refusal else _damaged(self.record)
+            raise (
+                self.record.refusal()
+                if self.record.refusal
+                else MalformedInput(
+                    f"`{self.record.path.name}` is damaged: CRC-32 mismatch in `{self.record.name}`",
+                    hint="copy it again from where it was saved",
+                )
+            )
         self.complete = True
         self.pieces.clear()
 
@@ -127,13 +134,6 @@ class _Coverage:
                 f"`{self.record.path.name}` ends inside `{self.record.name}`",
                 hint="the file was changed while it was read; copy it again",
             )
-
-
-def _damaged(record: ChecksummedRange) -> MalformedInput:
-    return MalformedInput(
-        f"`{record.path.name}` is damaged: CRC-32 mismatch in `{record.name}`",
-        hint="copy it again from where it was saved",
-    )
 
 
 class PendingChecksums:

@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self
 
 from llmconv.errors import InputRefused, MalformedInput
@@ -83,9 +82,7 @@ class Folder:
     def __enter__(self) -> Folder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -302,9 +299,7 @@ class NewEntry:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._placed:
             self.folder.remove(self._temporary)
         if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
@@ -327,9 +322,7 @@ class NewFile(NewEntry):
         super().__init__(folder, name, temporary)
         self.file = file
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.file.close()
         super().__exit__(kind, error, trace)
 

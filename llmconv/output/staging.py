@@ -19,7 +19,6 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed
@@ -71,9 +70,7 @@ class StagedFolder:
             self._disposable, self._open = self._folder, stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Keeps the folder after an I/O error or an interrupt, removes it after anything else."""
         with self._open:
             resumable = isinstance(error, OSError | OutputFailed | KeyboardInterrupt)

@@ -163,7 +163,7 @@ def _reuse_freed_blocks() -> None:
 def _make_shard(folder: StagedFolder, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
     """Copies or streams one file and returns its manifest entry."""
     with failing_safely(), folder.new_file(shard.name) as new:
-        entry = (_copy_shard if shard.copy_of else _stream_shard)(new, shard, advance)
+        entry = _copy_shard(new, shard, advance) if shard.copy_of else stream_shard(new.file, shard, advance)
         new.place()
     if shard.copy_of:
         _check_copy(folder.path / shard.name, shard)
@@ -175,10 +175,6 @@ def _check_copy(path: Path, shard: Shard) -> None:
     for tensor in shard.tensors.values():
         if isinstance(tensor, FileTensor) and tensor.record:
             replace(tensor.record, path=path).was_touched()
-
-
-def _stream_shard(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:
-    return stream_shard(new.file, shard, advance)
 
 
 def _copy_shard(new: NewFile, shard: Shard, advance: Callable[[int], None]) -> dict[str, Any]:

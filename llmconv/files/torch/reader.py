@@ -14,6 +14,7 @@ import numpy as np
 
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.files.checksums import ChecksummedRange
+from llmconv.files.packing.codecs import CODECS
 from llmconv.files.pickles.reader import TensorRef, read_pickle
 from llmconv.files.pointer_files import refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor
@@ -23,16 +24,6 @@ from llmconv.tensors import Array, LazyTensor
 
 SPARSE, SPAN_ELEMENTS = 4, 1 << 14
 """A strided block is read as one span if that is at most this many times larger, or at most this many elements."""
-
-MAGICS: tuple[tuple[bytes, int, str], ...] = (
-    (b"\x1f\x8b", 0, "is compressed with gzip"),
-    (b"BZh", 0, "is compressed with bzip2"),
-    (b"\xfd7zXZ\x00", 0, "is compressed with xz"),
-    (b"\x28\xb5\x2f\xfd", 0, "is compressed with zstd"),
-    (b"\x04\x22\x4d\x18", 0, "is compressed with lz4"),
-    (b"\x5d\x00\x00", 0, "is compressed with lzma"),
-    (b"ustar", 257, "is a tar archive"),
-)
 
 
 @dataclass(frozen=True)
@@ -203,11 +194,11 @@ def explain_no_zip(path: Path, head: bytes) -> UnsupportedInput | MalformedInput
         UnsupportedInput: it is a Git LFS pointer.
     """
     refuse_git_lfs(head, path.name)
-    for magic, position, what in MAGICS:
-        if head[position:].startswith(magic):
-            return UnsupportedInput(
-                f"`{path.name}` {what}", hint="unpack it first; only a checkpoint of one file may be packed"
-            )
+    packings = [f"is compressed with {codec.name}" for codec in CODECS if codec.begins(head)]
+    if packings := packings or ["is a tar archive"] * (head[257:262] == b"ustar"):
+        return UnsupportedInput(
+            f"`{path.name}` {packings[0]}", hint="unpack it first; only a checkpoint of one file may be packed"
+        )
     return MalformedInput(
         f"`{path.name}` is not a torch file", hint="give a file that `torch.save` wrote; is the download complete?"
     )
