@@ -153,7 +153,7 @@ def nested(depth: int) -> Any:
 
 
 ODD = "the adapter config has"
-NO_FILE = "not a torch file|no regular file|no adapter weights|not a PEFT adapter|no training format|cannot be read"
+NO_FILE = "not a torch file|not a regular file|no adapter weights|not a PEFT adapter|no training format|cannot be read"
 SCALING = "scaling|has .* for|would merge nothing"
 HONEST = {"peft": adapter(None), "paddle's": paddle(None), "run": run(None)}
 HONEST |= {"split": run(None, options={"adapter": "split"})}

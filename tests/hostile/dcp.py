@@ -269,7 +269,9 @@ CASES: dict[str, Case] = {
     "names: a zero": named_by("model.\0", "does not have"),
     "data: a pipe": files(instead(lambda path: os.mkfifo(path)), "missing"),
     "data: a folder": files(instead(Path.mkdir), "missing"),
-    "data: a link to /etc/passwd": files(instead(lambda path: path.symlink_to("/etc/passwd")), "ends at byte|no torch"),
+    "data: a link to /etc/passwd": files(
+        instead(lambda path: path.symlink_to("/etc/passwd")), "ends at byte|not a torch"
+    ),
     "data: a link to /dev/zero": files(instead(lambda path: path.symlink_to("/dev/zero")), "missing"),
     "data: a link to itself": files(instead(lambda path: path.symlink_to(path.name)), "missing"),
     "data: nothing": files(lambda folder: (folder / DATA).write_bytes(b""), "ends at byte"),

@@ -130,7 +130,7 @@ def nested(depth: int) -> bytes:
 
 LAYER, NANS = "model.layers.0", torch.full((4, 4), float("nan"))
 NO_INDEX = "no index at its end"
-NO_FILE = "missing|no index|no regular file|cannot be read|damaged"
+NO_FILE = "missing|no index|not a regular file|cannot be read|damaged"
 WRITTEN = {
     "exact": exact(None),
     "one with new tensors": exact(None, more={"new.weight": torch.ones(3, 4)}),

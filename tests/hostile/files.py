@@ -157,7 +157,7 @@ def hugging_face(shards: Any) -> Case:
 
 
 FEW = np.ones(2, np.float32)
-NO_FILE = "no regular file|not a torch file|no training format"
+NO_FILE = "not a regular file|not a torch file|no training format"
 SHARD = "consolidated.00.pth"
 UNKNOWN = "no training format"
 LONG = struct.pack("<Q", 1 << 62)
@@ -172,10 +172,12 @@ CASES: dict[str, Case] = {
     "a link to nothing for a shard": replaced(SHARD, linked("nothing"), "cannot be read"),
     "a link to itself for a shard": replaced(SHARD, linked(SHARD), "cannot be read"),
     "an empty shard": replaced(SHARD, Path.touch, "not a torch file|empty"),
-    "a pipe for params.json": replaced("params.json", lambda path: os.mkfifo(path), "no `params.json`|no regular file"),
-    "a folder for params.json": replaced("params.json", Path.mkdir, "no `params.json`|no regular file"),
+    "a pipe for params.json": replaced(
+        "params.json", lambda path: os.mkfifo(path), "no `params.json`|not a regular file"
+    ),
+    "a folder for params.json": replaced("params.json", Path.mkdir, "no `params.json`|not a regular file"),
     "a link to /dev/zero for params.json": replaced(
-        "params.json", linked("/dev/zero"), "no `params.json`|no regular file"
+        "params.json", linked("/dev/zero"), "no `params.json`|not a regular file"
     ),
     "params.json of 8 GB": replaced("params.json", sparse(8 << 30), "too large|not valid JSON"),
     "a tokenizer of 8 GB": replaced("tokenizer.model", sparse(8 << 30), "too large"),

@@ -190,7 +190,7 @@ CASES: dict[str, Case] = {
     "torchtune: another call": tune("no plain state dict", change=value(call("evil", "Evil"))),
     "torchtune: a pickle behind the pickle": tune("after its end", change=lambda data: data + b"cos\nsystem\n."),
     "torchtune: a list": case(plain, "no plain state dict|not a torch file"),
-    "torchtune: a pipe": case(pipe, "no adapter|not a PEFT adapter|no regular file"),
+    "torchtune: a pipe": case(pipe, "no adapter|not a PEFT adapter|not a regular file"),
     "torchtune: half a pair": tune("lacks B", state={"layers.0.attn.k_proj.lora_a.weight": torch.ones(2, 4)}),
     "torchtune: a view of 2^40": tune(
         "larger than its storage", state={f"{QUERY}.lora_a.weight": torch.ones(1).expand(2, 1 << 40)}

@@ -123,7 +123,8 @@ CASES: dict[str, Case] = {
         "truncated|not a torch file", change=lambda path: os.truncate(path / "pytorch_model.bin", 300)
     ),
     "fastchat: a pipe": difference(
-        "no delta|no torch|no regular|cannot", change=instead_of("pytorch_model.bin", lambda path: os.mkfifo(path))
+        "no delta|not a torch|not a regular|cannot",
+        change=instead_of("pytorch_model.bin", lambda path: os.mkfifo(path)),
     ),
     "fastchat: another shape": difference("does not fit", {NAME: torch.ones(8, 5).half()}),
     "fastchat: fewer tokens": difference("does not fit", {NAME: torch.ones(7, 4).half()}),
@@ -147,11 +148,11 @@ CASES: dict[str, Case] = {
     "accessory: eval": accessory_pickled(call("builtins", "eval", text(PYTHON)), ATTACK),
     "accessory: cut": accessory("truncated|not a torch file", change=lambda path: os.truncate(path / SHARD, 300)),
     "accessory: a pipe": accessory(
-        "no torch|no regular|cannot|missing", change=instead_of(SHARD, lambda path: os.mkfifo(path))
+        "not a torch|not a regular|cannot|missing", change=instead_of(SHARD, lambda path: os.mkfifo(path))
     ),
-    "accessory: a folder": accessory("no torch|no regular|cannot|missing", change=instead_of(SHARD, Path.mkdir)),
+    "accessory: a folder": accessory("not a torch|not a regular|cannot|missing", change=instead_of(SHARD, Path.mkdir)),
     "accessory: a link to itself": accessory(
-        "no torch|no regular|cannot|missing|not there",
+        "not a torch|not a regular|cannot|missing|not there",
         change=instead_of(SHARD, lambda path: path.symlink_to(path.name)),
     ),
     "accessory: no model": accessory("model|state", change=lambda path: save(path, {"evil": 1}, SHARD)),

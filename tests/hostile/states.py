@@ -16,7 +16,9 @@ from tests.hostile.pickles import PYTHON, SHELL, call, text
 
 ATTACK = "nothing was run"
 UNKNOWN = "no training format"
-NO_FILE = "not a torch file|no regular file|is missing|truncated|damaged|no training format|no state dict"
+NO_FILE = (
+    "not a torch file|not a regular file|no regular file|is missing|truncated|damaged|no training format|no state dict"
+)
 INDEX = "pytorch_model.bin.index.json"
 FIRST, SECOND = (f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
 EMBEDDING = "model.embed_tokens.weight"
@@ -130,7 +132,7 @@ CASES: dict[str, Case] = {
     "index: a tensor that is not there": index({"x": FIRST}, "disagree about"),
     "index: 20,000 shards": index({f"x{n}": f"{n}.bin" for n in range(20_000)}, "is missing"),
     "index: 8 GB": shard(lambda path: os.truncate(path.touch() or path, 8 << 30), "too large", INDEX),  # type: ignore[func-returns-value]
-    "index: a pipe": shard(lambda path: os.mkfifo(path), "no regular file", INDEX),
+    "index: a pipe": shard(lambda path: os.mkfifo(path), "not a regular file", INDEX),
     "index: two": shard(lambda path: path.write_text("{}"), "indices", "\x1b[2J.bin.index.json"),
     "shard: a pipe": shard(lambda path: os.mkfifo(path), NO_FILE),
     "shard: a folder": shard(Path.mkdir, NO_FILE),
