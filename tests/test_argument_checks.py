@@ -1,4 +1,4 @@
-"""What a public function is given is compared with its annotations: a value of another type never passes for one."""
+"""Arguments of public functions are checked against their annotations: a value of another type is refused."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_an_open_model_in_the_place_of_a_folder_is_named_with_the_way_out(
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("value", [None, 3, b"x", "", {"a": 1}], ids=str)
-def test_what_is_not_a_path_is_a_clear_error_everywhere(
+def test_a_value_that_is_not_a_path_is_a_clear_error_everywhere(
     call: Callable[[Any, Path], Any], value: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(LlmconvError):
@@ -173,7 +173,7 @@ def test_the_rooms_are_there_once_the_package_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max_divergence", "min_agreement"])
-def test_a_limit_that_is_no_number_would_never_fail(limit: str) -> None:
+def test_a_limit_that_is_not_a_number_is_refused(limit: str) -> None:
     limits: dict[str, Any] = {limit: float("nan")}
     with pytest.raises(UsageProblem, match=f"`{limit}` is not a number"):
         llmconv.verify.verify_graphs("missing.onnx", **limits)

@@ -182,7 +182,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("given", ["an adapter", "a Trainer's output", "a safetensors file", "GGUF", "an empty folder"])
-def test_every_command_says_the_same(tmp_path: Path, command: str, given: str) -> None:
+def test_every_command_reports_the_same(tmp_path: Path, command: str, given: str) -> None:
     make, problem, _ = GIVEN[given]
     path = make(tmp_path / "x")
     done = llmconv(*(part.format(path, out=tmp_path / "out") for part in COMMANDS[command]))
@@ -211,20 +211,20 @@ def test_a_pickled_model_is_named_with_its_class(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("command", ["inspect", "export", "to-hf"])
-def test_a_pointer_in_a_model_folder_is_told(tmp_path: Path, command: str, name: str) -> None:
+def test_a_pointer_in_a_model_folder_is_reported(tmp_path: Path, command: str, name: str) -> None:
     (model(tmp_path / "x") / name).write_bytes(POINTER)
     more = () if command == "inspect" else ("-o", tmp_path / "out", "--dtype", "float16")
     done = llmconv(command, tmp_path / "x", *more)
     assert done.exit_code == 3 and f"`{name}` is a Git LFS pointer" in done.stderr and "git lfs pull" in done.stderr
 
 
-def test_a_pointer_in_the_place_of_torch_weights_is_told(tmp_path: Path) -> None:
+def test_a_pointer_in_the_place_of_torch_weights_is_reported(tmp_path: Path) -> None:
     path = files(tmp_path / "x", config__json=CONFIG, pytorch_model__bin=POINTER)
     done = llmconv("to-hf", path, "-o", tmp_path / "out")
     assert done.exit_code == 3 and "`pytorch_model.bin` is a Git LFS pointer" in done.stderr
 
 
-def test_graphs_of_another_exporter_are_told_how_to_verify(tmp_path: Path) -> None:
+def test_the_error_for_graphs_of_another_exporter_has_the_command_to_verify_them(tmp_path: Path) -> None:
     path = files(tmp_path / "x", config__json=CONFIG, model__onnx=b"x")
     done = llmconv("verify", path)
     assert done.exit_code == 3 and "llmconv did not export" in done.stderr
@@ -253,14 +253,14 @@ OTHERS = {
 
 @pytest.mark.parametrize("command", ["export", "generate", "verify"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_kind_of_model_is_told(tmp_path: Path, command: str, name: str) -> None:
+def test_another_kind_of_model_is_reported(tmp_path: Path, command: str, name: str) -> None:
     config, problem = OTHERS[name]
     (model(tmp_path / "x") / "config.json").write_text(json.dumps(config))
     done = llmconv(command, tmp_path / "x", *(("x",) if command == "generate" else ()))
     assert done.exit_code == 3 and problem in done.stderr
 
 
-def test_an_encoder_decoder_is_told_without_importing_torch(tmp_path: Path) -> None:
+def test_an_encoder_decoder_is_reported_without_importing_torch(tmp_path: Path) -> None:
     (model(tmp_path / "x") / "config.json").write_text(json.dumps(OTHERS["t5"][0]))
     code = "import sys; from llmconv.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
     command = [sys.executable, "-c", code, "export", str(tmp_path / "x")]

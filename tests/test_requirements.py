@@ -1,4 +1,4 @@
-"""What llmconv needs around it is said first, and what a system lacks is done in another way."""
+"""Requirements are checked first, and missing system calls have fallbacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import sys, click, click.testing, rich
 sys.platform = "win32"
 sys.modules["fcntl"] = sys.modules["resource"] = None
 """
-"""Run first in a process that shall take itself for one on Windows."""
+"""Run first in a process that believes it is on Windows."""
 
 
 def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Checksums of records: combined from parts read in any order and by any thread, and never left half compared."""
+"""Checksums of records: combined from parts read in any order and by any thread, and always compared completely."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_changed_byte_anywhere_in_a_record_that_is_used_is_refused(
     assert {entry.name for entry in tmp_path.iterdir()} == {"x.pt", "good"}
 
 
-def test_a_record_that_nobody_reads_may_be_damaged(tmp_path: Path) -> None:
+def test_an_unread_record_may_be_damaged(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"unused": torch.ones(100), "a": MATRIX}, path)
     flip(path, 5)

@@ -151,7 +151,7 @@ def with_call(opcodes: bytes) -> Callable[[bytes], bytes]:
 
 
 def many_chunks(count: int) -> Edit:
-    """One row in so many chunks of nothing, all of which lie at places of their own."""
+    """One row in this number of empty chunks, each at its own place."""
 
     def edit(content: Any) -> None:
         described = content.state_dict_metadata[f"model.{EMBEDDING}"]
@@ -198,7 +198,7 @@ CASES: dict[str, Case] = {
     ),
     "metadata: cut": metadata(lambda data: data[: len(data) // 2], "truncated"),
     "metadata: nothing": metadata(lambda _: b"", "truncated|" + NO_ITEM),
-    "metadata: a pickle behind it": metadata(lambda data: data + b"cos\nsystem\n.", "after its end"),
+    "metadata: a pickle after it": metadata(lambda data: data + b"cos\nsystem\n.", "after its end"),
     "metadata: another object": metadata(lambda _: pickle.dumps({"torch.distributed.": 1}), NO_ITEM),
     "metadata: 100,000 marks": metadata(lambda data: data[:2] + b"(" * 100_000, "nested deeper|truncated"),
     "metadata: missing": files(instead_of(".metadata", lambda path: None), "no `.metadata`"),
@@ -230,7 +230,7 @@ CASES: dict[str, Case] = {
     "place: a number": place(OUTSIDE, relative_path=7),
     "place: `.metadata` itself": place("not a torch file|ends at byte", relative_path=".metadata"),
     "place: `config.json`": place("not a torch file|ends at byte", relative_path="config.json", offset=0, length=20),
-    "place: behind the end": place("ends at byte", offset=1 << 50),
+    "place: past the end": place("ends at byte", offset=1 << 50),
     "place: 2^61 bytes": place("overlap|ends at byte", length=1 << 61),
     "place: 2^70 bytes": place("impossible bytes", length=1 << 70),
     "place: a negative byte": place("impossible bytes", offset=-1),

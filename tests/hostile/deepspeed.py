@@ -1,4 +1,4 @@
-"""DeepSpeed's folders: tags that lead out, files of ranks that lie about each other, universal folders, links."""
+"""DeepSpeed's folders: tags that lead out, files of ranks that contradict each other, universal folders, links."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def moved(folder: Path) -> Path:
 
 
 def latest(content: str, refused: str | None) -> Case:
-    """A save with another `latest`, beside a second one."""
+    """A save with another `latest`, next to a second one."""
 
     def build(folder: Path) -> Path:
         zero_2(folder)

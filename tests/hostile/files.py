@@ -94,7 +94,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 
 def linked_pipe(path: Path) -> None:
-    """A symbolic link to a pipe that nobody writes to."""
+    """A symbolic link to a pipe without a writer."""
     os.mkfifo(path.parent / "pipe")
     path.symlink_to("pipe")
 
@@ -117,7 +117,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
 
 
 def protobuf(more: bytes, refused: str | None) -> Case:
-    """A MindSpore file with more bytes behind an honest model."""
+    """A MindSpore file with more bytes after an honest model."""
     return Case(lambda folder: mindspore(folder, more), refused, {"config": ["run.yaml"]})
 
 
@@ -205,7 +205,7 @@ CASES: dict[str, Case] = {
     "a tar": content(bytes(257) + b"ustar" + bytes(300), "tar"),
     "a name with an escape sequence": content(b"x", UNKNOWN, "\x1b[2Jx.pt"),
     "a name with line breaks": content(b"x", UNKNOWN, "x\nhint: all is well.pt"),
-    "a name that is no text": alone(
+    "a name that is not text": alone(
         lambda path: Path(os.fsdecode(os.fsencode(path))).write_bytes(b"x"), UNKNOWN, "x\udcff.pt"
     ),
     "safetensors: no header": content(b"", "is empty", "x.safetensors"),
@@ -231,7 +231,7 @@ CASES: dict[str, Case] = {
     "safetensors: a shape that overflows": header(tensor(shape=[1 << 40, 1 << 40])),
     "safetensors: a thousand axes": header(tensor(shape=[1] * 1000)),
     "safetensors: more fields": header(tensor(url="file:///etc/passwd")),
-    "safetensors: metadata that is no map": header({**tensor(), "__metadata__": [1]}),
+    "safetensors: metadata that is not a map": header({**tensor(), "__metadata__": [1]}),
     "safetensors: a name with an escape sequence": header({"\x1b[2J": tensor()["a.weight"]}),
     "safetensors: 100,000 tensors": header(
         {f"t{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(100_000)}, data=b""
@@ -319,7 +319,7 @@ CASES: dict[str, Case] = {
         "impossible shape",
     ),
     "paddle: bytes beyond the file": more_arrays(b"\x8e" + LONG, "truncated|over the limit"),
-    "paddle: a pickle behind the pickle": arrays(lambda data: data + b"cos\nsystem\n.", "after its end"),
+    "paddle: a pickle after the pickle": arrays(lambda data: data + b"cos\nsystem\n.", "after its end"),
     "paddle: slices of nothing": arrays(
         lambda _: pickle.dumps(
             {"a": np.zeros(3), "UnpackBigParamInfor@@": {"b": {"OriginShape": (1 << 40,), "slices": ["x"]}}}, 4

@@ -54,7 +54,7 @@ def more(value: bytes, refused: str | None) -> Case:
 
 
 def stanford(refused: str | None, checksum: bytes = b"1", rows: int = 9, dtype: torch.dtype = torch.float32) -> Case:
-    """A delta of Stanford, with this checksum beside it, and so many tokens."""
+    """A delta of Stanford, with this checksum next to it, and this number of tokens."""
 
     def build(folder: Path) -> Path:
         model(folder / "base", weights())
@@ -140,7 +140,7 @@ CASES: dict[str, Case] = {
     "fastchat: config of another kind": difference(None, text_config="evil", tie_word_embeddings=LONG),
     "stanford: a checksum of 8 GB": stanford(None, b"9" * 1_000_000),
     "stanford: a checksum of 400 digits": stanford(None, b"9" * 90),
-    "stanford: a checksum that is no number": stanford(None, b"\xff\x00evil"),
+    "stanford: a checksum that is not a number": stanford(None, b"\xff\x00evil"),
     "stanford: a checksum with an escape sequence": stanford(None, b"\x1b[2J\n"),
     "stanford: whole numbers": stanford("is of int32", dtype=torch.int32),
     "stanford: 100,000 tokens more": stanford(None, rows=100_000),

@@ -149,7 +149,7 @@ def damaged(data: bytes) -> bytes:
 
 
 def pointers(files: dict[str, str], refused: str | None, start: str = "latest.pt.symlink") -> Case:
-    """Pointer files beside a run `x.pt`; a `None` content is a pipe."""
+    """Pointer files next to a run `x.pt`; a `None` content is a pipe."""
 
     def build(folder: Path) -> Path:
         save(folder, composer())
@@ -287,7 +287,7 @@ CASES: dict[str, Case] = {
     "tar: a member of a negative size": packed(sized(b"\xff" * 12), "damaged|no training format|truncated", "x.tar"),
     "tar: a size in pax of 18 digits": packed(pax(b"27 size=999999999999999999\n"), "truncated|" + GROWS, "x.tar"),
     "tar: a size in pax of 5000 digits": packed(pax(b"5011 size=" + b"9" * 5000 + b"\n"), "damaged header", "x.tar"),
-    "tar: a size in pax that is none": packed(pax(b"12 size=-10\n"), "damaged header", "x.tar"),
+    "tar: an invalid size in pax": packed(pax(b"12 size=-10\n"), "damaged header", "x.tar"),
     "tar: a pax record of length 0": packed(pax(b"0 a=b\n"), "damaged header", "x.tar"),
     "tar: a pax record that overruns": packed(pax(b"999 a=b\n"), "damaged header", "x.tar"),
     "tar: digits that int() takes": packed(pax("12 size=٣٣\n".encode()), "damaged header", "x.tar"),

@@ -43,8 +43,8 @@ def index(content: Any, refused: str | None) -> Case:
     def build(folder: Path) -> Path:
         folder_of(folder)
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        told = {"weight_map": {**weight_map, **content} if isinstance(content, dict) else content}
-        (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(told))
+        written = {"weight_map": {**weight_map, **content} if isinstance(content, dict) else content}
+        (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(written))
         return folder
 
     return Case(build, refused)
@@ -78,8 +78,8 @@ def state(refused: str | None, change: Callable[[dict[str, Any]], Any], config: 
     """A file with a state dict after `change`, or with what that returns."""
 
     def build(folder: Path) -> Path:
-        told = config if isinstance(config, str) else json.dumps({**CONFIG, **(config or {})})
-        (folder / "config.json").write_text(told)
+        written = config if isinstance(config, str) else json.dumps({**CONFIG, **(config or {})})
+        (folder / "config.json").write_text(written)
         own: dict[str, Any] = weights()
         changed = change(own)
         return save(folder, own if changed is None else changed, f"x.{suffix}")
@@ -88,7 +88,7 @@ def state(refused: str | None, change: Callable[[dict[str, Any]], Any], config: 
 
 
 def more(value: bytes, refused: str | None, around: Callable[[dict[str, Any]], Any] = dict) -> Case:
-    """A file with one more value beside the weights (or what they lie in), made by these opcodes."""
+    """A file with one more value next to the weights (or their container), made by these opcodes."""
 
     def build(folder: Path) -> Path:
         (folder / "config.json").write_text(json.dumps(CONFIG))

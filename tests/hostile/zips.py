@@ -1,4 +1,4 @@
-"""Zips whose parts lie about each other, and members that are not regular files."""
+"""Zips whose parts contradict each other, and members that are not regular files."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def encode(parts: Iterable[Member], end: Callable[[int, int, int], bytes] | None
         size = len(part.data) if part.size is None else part.size
         packed = size if part.packed is None else part.packed
         local = (part.local_name or part.name).encode()
-        said = len(part.data) if part.local_size is None else part.local_size
+        shown = len(part.data) if part.local_size is None else part.local_size
         flags = part.flags if part.local_flags is None else part.local_flags
-        header = (20, flags, part.method, 0, 0x21, crc, said, said, len(local), 0)
+        header = (20, flags, part.method, 0, 0x21, crc, shown, shown, len(local), 0)
         body += struct.pack("<4s5H3L2H", b"PK\x03\x04", *header) + local + part.data
         entry = (
             20,

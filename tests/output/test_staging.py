@@ -250,9 +250,7 @@ def test_an_output_that_exists_is_refused_and_untouched(tmp_path: Path) -> None:
     assert content(tmp_path / "out") == before
 
 
-def test_a_complete_output_is_told_as_such_and_nothing_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_output_is_reported_and_nothing_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = write(tmp_path / "out")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert write(tmp_path / "out", resume=True) == files
@@ -286,7 +284,7 @@ def test_a_complete_output_of_something_else_is_not_resumed(change: str, tmp_pat
 
 
 @pytest.mark.parametrize("damage", ["a lost file", "a cut file", "no manifest", "a strange manifest", "an open run"])
-def test_what_is_not_complete_is_not_told_to_be(damage: str, tmp_path: Path) -> None:
+def test_an_incomplete_output_is_not_reported_as_complete(damage: str, tmp_path: Path) -> None:
     write(tmp_path / "out")
     shard, manifest = tmp_path / "out/model-00001-of-00003.safetensors", tmp_path / "out/llmconv.json"
     if damage == "a lost file":
@@ -314,7 +312,7 @@ def test_an_output_in_an_input_is_refused(place: str, overwrite: bool, tmp_path:
     assert "`-o`" in caught.value.hint
 
 
-def test_an_output_beside_an_input_file_is_free(tmp_path: Path) -> None:
+def test_an_output_next_to_an_input_file_is_free(tmp_path: Path) -> None:
     (tmp_path / "x.pt").touch()
     staging.require_free(tmp_path / "out", False, [tmp_path / "x.pt", tmp_path / "outer"])
 
@@ -343,7 +341,7 @@ def test_overwrite_keeps_a_folder_with_a_file_that_llmconv_did_not_make(tmp_path
         write(tmp_path / "out", overwrite=True)
 
 
-def test_overwrite_keeps_a_folder_that_holds_what_is_read(tmp_path: Path) -> None:
+def test_overwrite_keeps_a_folder_that_contains_an_input(tmp_path: Path) -> None:
     write(tmp_path / "out")
     with pytest.raises(InputRefused, match="contains an input"):
         staging.require_free(tmp_path / "out", True, [tmp_path / "out/model-00001-of-00003.safetensors"])

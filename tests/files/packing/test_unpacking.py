@@ -1,4 +1,4 @@
-"""Unpacking: the same bytes from every packing, one clear line for what is damaged, and nothing left behind."""
+"""Unpacking: the same bytes from every packing, one clear line for damage, and nothing left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading pickles as data: what CPython reads, and what must never happen."""
+"""Reading pickles as data: the values of CPython, and attacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch files from before 1.6: what torch's own old writer made is read to the bit, everything else is refused."""
+"""Torch files from before 1.6: files of torch's own old writer are read bit for bit, everything else is refused."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_every_element_type_is_read_to_the_bit(tmp_path: Path, kind: torch.dtype
     assert read.tobytes() == tensor.view(torch.uint8).numpy().tobytes() and read.shape == (3, 4)
 
 
-def test_views_and_shared_storages_are_what_they_were(tmp_path: Path) -> None:
+def test_views_and_shared_storages_are_read(tmp_path: Path) -> None:
     base = torch.randn(6, 4)
     content = {"all": base, "rows": base[2:4], "turned": base.t(), "again": base, "one": torch.tensor(3.0)}
     read = values(open_torch_file(save(tmp_path / "x.bin", content)))
     assert all(np.array_equal(read[name], tensor.numpy()) for name, tensor in content.items())
 
 
-def test_it_is_told_by_content(tmp_path: Path) -> None:
+def test_it_is_detected_by_content(tmp_path: Path) -> None:
     assert is_torch_file(save(tmp_path / "x", {"a": torch.ones(2)}))
     (tmp_path / "y.bin").write_bytes(pickle.dumps({"a": 1}, 2))
     assert not is_torch_file(tmp_path / "y.bin")

@@ -1,4 +1,4 @@
-"""Torch files: every view exactly, and every lie of a zip or a storage refused."""
+"""Torch files: every view exactly, and every contradiction of a zip or a storage refused."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("view", LIES.values(), ids=LIES.keys())
-def test_a_tensor_that_lies_is_refused(tmp_path: Path, view: View) -> None:
+def test_a_tensor_outside_its_storage_is_refused(tmp_path: Path, view: View) -> None:
     with pytest.raises(MalformedInput):
         load(forge(tmp_path / "x.pt", view), "a")
 

@@ -1,4 +1,4 @@
-"""Torch files that are written here: torch, zip tools and our own reader find the same tensors in them."""
+"""Written torch files: torch, zip tools and the reader of llmconv find the same tensors in them."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_more_members_than_16_bits_count_are_read(tmp_path: Path) -> None:
         max_leaves=10,
     )
 )
-def test_a_pickle_is_what_python_reads(value: Any) -> None:
+def test_python_reads_the_pickle(value: Any) -> None:
     data = b"".join(piece for piece in pickle_pieces(value, protocol=4) if isinstance(piece, bytes))
     assert pickle.loads(data) == value
 
