@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files import safe_folder as folder_module
+from llmconv.files import safe_folder
 from llmconv.files.named_file import is_inner, replace_file
 from llmconv.files.safe_folder import Folder, Link, temporary_name
 
@@ -72,8 +72,8 @@ def test_an_inner_folder_that_is_a_link_is_refused(home: Path, victim: Path) -> 
 def test_where_the_platform_cannot_refuse_links_they_are_found_by_comparison(
     home: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_module, "NOFOLLOW", 0)
-    monkeypatch.setattr(folder_module, "READ", os.O_RDONLY)
+    monkeypatch.setattr(safe_folder, "NOFOLLOW", 0)
+    monkeypatch.setattr(safe_folder, "READ", os.O_RDONLY)
     (home / "onnx").symlink_to(victim.parent)
     (home / "journal").symlink_to(victim)
     with Folder.open(home) as folder:
