@@ -358,13 +358,7 @@ def require_plain(path: Path) -> None:
 
 
 def _open_plain_folder(name: str | Path, descriptor: int | None, path: Path) -> int:
-    """A descriptor of the folder, which must not be a link.
-
-    Args:
-        name: relative to `descriptor`, or a path.
-        descriptor: of the outer folder, or None.
-        path: for the message.
-    """
+    """A descriptor of the folder `name` (relative to `descriptor`, if given), which must not be a link."""
     try:
         opened = os.open(name, DIRECTORY | NOFOLLOW, dir_fd=descriptor)
     except OSError as error:
