@@ -72,7 +72,7 @@ def test_a_manifest_that_names_a_file_elsewhere_removes_nothing(model: Path, vic
     name = "../elsewhere/victim"
     manifest = {"files": {name: {"bytes": 4}}, "graphs": {"decode": {"file": name}}}
     (model / "llmconv.json").write_text(json.dumps(manifest))
-    with pytest.raises(MalformedInput, match="is not a manifest of llmconv"):
+    with pytest.raises(MalformedInput, match="is not a valid manifest"):
         export(model, incremental=True, overwrite=True)
     require_untouched(victim)
 

@@ -225,7 +225,7 @@ def llmconv(*arguments: object) -> Result:
 def test_graphs_are_not_written_next_to_weights_from_elsewhere(name: str) -> None:
     done = llmconv("export", name)
     assert done.exit_code == 3
-    assert "is not a local folder that graphs could be written into" in done.stderr
+    assert "is not a local folder, so graphs cannot be written into it" in done.stderr
     assert f"llmconv export {name} -o OUT" in done.stderr
 
 

@@ -149,7 +149,9 @@ def test_a_pointer_is_followed_in_the_bucket(remote: str, name: str) -> None:
     assert (found.name, found.read_text()) == ("ep0.pt", "weights")
 
 
-@pytest.mark.parametrize(("name", "reason"), [("broken", "does not exist"), ("out", "outside"), ("none", "cannot fetch")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("broken", "does not exist"), ("out", "outside"), ("none", "cannot fetch")]
+)
 def test_a_pointer_that_leads_nowhere_in_the_bucket_is_refused(
     remote: str, temporary: Path, name: str, reason: str
 ) -> None:

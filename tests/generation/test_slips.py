@@ -293,7 +293,7 @@ def test_slips_in_json_are_refused_with_their_line(tmp_path: Path, name: str, te
     (tmp_path / name).write_text(text)
     with pytest.raises(MalformedInput, match=problem) as caught:
         read_prompts(tmp_path / name)
-    assert caught.value.hint.startswith(("leave one", "write a number"))
+    assert caught.value.hint.startswith(("remove one", "write a float64 number"))
 
 
 NULL = '{"role": "user", "content": null}'

@@ -123,7 +123,7 @@ def test_a_broken_manifest_is_refused(read: Callable[[Path], object], tmp_path: 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", ".", "a/b/c", "a\0", "a\nb"])
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "llmconv.json").write_text(json.dumps({"files": {name: {"bytes": 1}}}))
-    with pytest.raises(MalformedInput, match="is not a manifest of llmconv: `files` names"):
+    with pytest.raises(MalformedInput, match="is not a valid manifest: `files` names"):
         read_manifest(tmp_path)
 
 

@@ -224,7 +224,7 @@ CASES: dict[str, Case] = {
         DAMAGED, lambda n, size, at: struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, n, n, size, at + 1000, 0)
     ),
     "a directory of 8 GB": Case(huge_directory, DAMAGED),
-    "bytes in front": written(
+    "bytes before the zip": written(
         encode(honest_members(), front=b"PK\x03\x04" + os.urandom(40)), "bytes before|" + DAMAGED
     ),
     "a shell script in front": written(
