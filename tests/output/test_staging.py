@@ -18,7 +18,7 @@ import pytest
 
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, OutputFailed
-from llmconv.files import copying as file_copy
+from llmconv.files import copying
 from llmconv.files.copying import copy_file
 from llmconv.output import staging, writer
 from llmconv.output.plan import plan_checkpoint
@@ -115,7 +115,7 @@ def test_killed_at_any_step_out_is_old_or_new_and_resume_completes_it(
 def test_killed_at_any_step_of_copying_out_is_absent_or_whole_and_resume_completes_it(
     after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_copy, "COPY_BYTES", 100)
+    monkeypatch.setattr(copying, "COPY_BYTES", 100)
     checkpoint = partly_changed(write_and_path(tmp_path / "base"))
     new = write(tmp_path / "reference", checkpoint)
     for step in range(1, 1000):
@@ -150,7 +150,7 @@ def test_resume_keeps_a_copy_that_is_whole_and_makes_others_again(
         return copy_file(source, *more)
 
     copied: list[str] = []
-    monkeypatch.setattr(file_copy, "FICLONE", 0)
+    monkeypatch.setattr(copying, "FICLONE", 0)
     checkpoint = partly_changed(write_and_path(tmp_path / "base"))
     broken = replace(checkpoint, tensors={**checkpoint.tensors, "t1": LazyTensor(F32, (20,), fail)})
     with pytest.raises(OutputFailed):
