@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmconv.files.safe_folder import FileContent, Folder, require_plain
+from llmconv.files.safe_folder import Folder, WritableContent, require_plain
 
 NAME_MAX = 255
 """Maximum bytes of a file's name."""
 
 
-def replace_file(path: Path, content: FileContent) -> None:
+def replace_file(path: Path, content: WritableContent) -> None:
     """Replaces one file that the user named, durably and in one step.
 
     Args:

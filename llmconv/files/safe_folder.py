@@ -40,8 +40,8 @@ class Link:
     target: str
 
 
-FileContent = bytes | Link | Callable[[BinaryIO], object]
-"""FileContent of a file to write: bytes, a link, or a function that writes into an open file."""
+WritableContent = bytes | Link | Callable[[BinaryIO], object]
+"""Content of a file to write: bytes, a link, or a function that writes into an open file."""
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 READ = os.O_RDONLY | os.O_NONBLOCK | NOFOLLOW | os.O_CLOEXEC
@@ -166,7 +166,7 @@ class Folder:
         """Replaces the file `name`, which may be `a/b`; see `write_together`."""
         self.write_together({name: content})
 
-    def write_together(self, files: Mapping[str, FileContent]) -> None:
+    def write_together(self, files: Mapping[str, WritableContent]) -> None:
         """Replaces several files; all are complete on the disk before the first one appears.
 
         Args:
@@ -183,7 +183,7 @@ class Folder:
             for entry in new:
                 entry.folder.sync()
 
-    def _prepared(self, stack: ExitStack, name: str, content: FileContent) -> NewEntry:
+    def _prepared(self, stack: ExitStack, name: str, content: WritableContent) -> NewEntry:
         """Writes the content to the disk under a temporary name."""
         outer = name.rpartition("/")[0]
         if outer and not self.find(outer):

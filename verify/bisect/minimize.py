@@ -26,7 +26,7 @@ import numpy as np
 import onnx
 
 from llmconv.errors import OutputFailed, UsageProblem
-from llmconv.files.safe_folder import FileContent, Folder
+from llmconv.files.safe_folder import Folder, WritableContent
 from llmconv.output.streaming import write_fully
 from llmconv.tensors import Array
 from llmconv.verify.audit.weights import initializer_values
@@ -213,7 +213,7 @@ def _umask() -> int:
     return mask
 
 
-def _graph_files(model: onnx.ModelProto, weights: Path) -> dict[str, FileContent]:
+def _graph_files(model: onnx.ModelProto, weights: Path) -> dict[str, WritableContent]:
     """The piece with the values of its weights, in its own file or, where they are many, in one beside it."""
     for tensor in model.graph.initializer:
         if tensor.external_data:
