@@ -152,7 +152,7 @@ CASES: dict[str, Case] = {
     ),
     "accessory: a folder": accessory("not a torch|not a regular|cannot|missing", change=instead_of(SHARD, Path.mkdir)),
     "accessory: a link to itself": accessory(
-        "not a torch|not a regular|cannot|missing|not there",
+        "not a torch|not a regular|cannot|missing|does not exist",
         change=instead_of(SHARD, lambda path: path.symlink_to(path.name)),
     ),
     "accessory: no model": accessory("model|state", change=lambda path: save(path, {"evil": 1}, SHARD)),
