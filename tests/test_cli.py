@@ -369,7 +369,7 @@ def test_resume_of_an_output_that_has_graphs_names_what_wrote_them(tmp_path: Pat
     assert CliRunner().invoke(llmconv.cli.main, command).exit_code == 0
     llmconv.export.export(tmp_path / "base")
     again = CliRunner().invoke(llmconv.cli.main, [*command, "--resume"])
-    assert again.exit_code == 3 and "is complete, and `export` has written into it since" in again.stderr
+    assert again.exit_code == 3 and "is complete, but `export` has changed it since" in again.stderr
 
 
 def test_resume_of_a_complete_output_says_so_and_exits_0(tmp_path: Path) -> None:

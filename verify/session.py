@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from llmconv.memory import telling_memory
+from llmconv.memory import reporting_out_of_memory
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.verify.bisect.first_difference import localize
 from llmconv.verify.bisect.minimize import require_new
@@ -92,7 +92,7 @@ class Session:
         Returns:
             The same report.
         """
-        with telling_memory(f"while `{report.folder}` was verified"):
+        with reporting_out_of_memory(f"while `{report.folder}` was verified"):
             eager, verified = self._collect(report, checking)
             report.where = localize(decisive(report.checks) if decisive else report.checks)
             if self.bisect or self.minimized:

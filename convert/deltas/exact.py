@@ -8,15 +8,13 @@ file of the base in which nothing changes is copied as it is, and the copy is ch
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 
+from llmconv.background import prefetch
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.adapters.placement.edits import HEAD
 from llmconv.convert.adapters.placement.vocabulary import find_embedding
@@ -151,9 +149,8 @@ class ExactDelta:
 
 def _different(sources: Mapping[str, Source], base: Checkpoint) -> list[str]:
     """The names of those of the base's tensors that have another sha256."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        digests = {name: pool.submit(copy_context().run, _sha256, base[name]) for name in sources}
-        return [name for name, digest in digests.items() if digest.result() != sources[name].sha256]
+    digests = prefetch(partial(_sha256, base[name]) for name in sources)
+    return [name for name, digest in zip(sources, digests, strict=True) if digest != sources[name].sha256]
 
 
 def _sha256(tensor: LazyTensor) -> str:

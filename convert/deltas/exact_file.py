@@ -18,7 +18,7 @@ import zstandard
 from llmconv.convert.deltas.exact_format import END, INDEX_LIMIT, MAGIC, NEW_ROW_LIMIT, TAIL
 from llmconv.convert.deltas.ulp_difference import from_planes, guess_rows, known_rows, moved, tells_of
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files.checksums import Record, combine, crc32
+from llmconv.files.checksums import ChecksummedRange, combine, crc32
 from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor, read_exactly
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor, as_bytes
 
@@ -95,7 +95,7 @@ class Stored:
         refuse = other_base or _other_base
         if self.base and isinstance(base, FileTensor) and not base.record and self._keeps(base):
             refusal = partial(refuse, _has_other_values(self.base.name))
-            record = Record(base.path, self.base.name, base.offset, base.nbytes, self._base_crc(), refusal)
+            record = ChecksummedRange(base.path, self.base.name, base.offset, base.nbytes, self._base_crc(), refusal)
             return FileTensor(base.path, base.offset, base.dtype, base.shape, record)
         return LazyTensor(self.dtype, self.shape, partial(self._load, base, refuse))
 

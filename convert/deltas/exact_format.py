@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from llmconv.background import prefetch
 from llmconv.convert.deltas.ulp_difference import guess_rows, known_rows, moves, planes
 from llmconv.files.checksums import crc32
-from llmconv.output.ahead import ahead
 from llmconv.tensors import Array, LazyTensor, Piece, as_bytes
 
 LEVEL = 1
@@ -59,7 +59,7 @@ def frame_pieces(told: Mapping[str, Told], tensors: Mapping[str, LazyTensor]) ->
     """A file with the `tensors`, told as `told` says: frames, computed ahead by several threads, then the index."""
     entries = {name: _Entry(told[name]) for name in tensors}
     spans = [(name, *span) for name in tensors for span in told[name].tensor.blocks()]
-    blocks = ahead(partial(_packed, told[name], start, stop) for name, start, stop in spans)
+    blocks = prefetch(partial(_packed, told[name], start, stop) for name, start, stop in spans)
     for name, _, _ in spans:
         yield partial(_next_frame, entries[name], blocks)
     yield lambda crcs: _index(entries)

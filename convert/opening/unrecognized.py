@@ -65,7 +65,7 @@ def _explain_folder(folder: Path) -> LlmconvError:
 
 def _explain_file(path: Path) -> LlmconvError:
     if not path.is_file():
-        return InputRefused(f"`{path}` is no regular file", hint="give a file or a folder")
+        return InputRefused(f"`{path}` is not a regular file", hint="give a file or a folder")
     if not path.stat().st_size:
         return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     with open(path, "rb") as file:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
-from os import cpu_count
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from llmconv.background import prefetch
 from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, PackedWeight, remembered
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor
@@ -101,13 +101,11 @@ def measure(
         merged: the plain weights of the result, before they are quantized.
         after: the weights of the result that changed.
     """
-    with ThreadPoolExecutor(max(1, cpu_count() or 1)) as pool:
-        found = {}
-        for name, weight in after.items():
-            rows = remembered(merged[name])
-            spans = list(rows.blocks(TILE_ELEMENTS * rows.dtype.itemsize))
-            jobs = pool.map(lambda span, n=name, m=rows, w=weight: _change(before[n], m, w.plain, *span), spans)
-            found[name] = _sum(jobs)
+    found = {}
+    for name, weight in after.items():
+        rows = remembered(merged[name])
+        spans = rows.blocks(TILE_ELEMENTS * rows.dtype.itemsize)
+        found[name] = _sum(prefetch(partial(_change, before[name], rows, weight.plain, *span) for span in spans))
     return Retention(found)
 
 

@@ -17,7 +17,7 @@ import click
 
 from llmconv.cli.options import VERBOSE, refuse_empty_paths
 from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, first_line, printable
-from llmconv.memory import says_no_memory
+from llmconv.memory import is_out_of_memory
 from llmconv.requirements import require_platform, require_transformers
 from llmconv.version import __version__
 
@@ -109,7 +109,7 @@ class CommandGroup(click.Group):
             problem = f"reading or writing failed: {error.strerror or error} ({error.filename or 'stdout'})"
             self._fail(ctx, problem, "check the free disk space, and that the files are readable and writable", 4)
         except Exception as error:  # a bug: never exit code 1, which means a difference
-            if says_no_memory(error):
+            if is_out_of_memory(error):
                 self._fail(ctx, "out of memory", MEMORY_HINT, OutputFailed.exit_code)
             self._fail(ctx, *_bug(ctx, error), BUG_EXIT_CODE)
 

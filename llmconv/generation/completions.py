@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmconv.files import system_calls as unix
+from llmconv.files import system_calls
 
 STATUS = Path("/proc/self/status")
 """Has `VmHWM`, see `proc_pid_status(5)`; `getrusage` also counts memory of the parent process."""
@@ -162,4 +162,4 @@ def peak_memory() -> int:
     try:
         return 1024 * int(STATUS.read_text().split("VmHWM:")[1].split()[0])
     except (OSError, IndexError, ValueError):
-        return unix.peak_memory()
+        return system_calls.peak_memory()

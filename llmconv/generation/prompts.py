@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.paths import kind_of, path_of
-from llmconv.files.strict_json import Slip, first_slip, parse_strictly
+from llmconv.files.strict_json import StrictJsonError, first_strict_error, parse_strictly
 from llmconv.generation.chat.messages import is_message, require_contents
 
 PromptContent = str | list[dict[str, Any]]
@@ -105,7 +105,7 @@ def _of_document(document: Any, text: str) -> list[Prompt]:
     """The prompts of a JSON document: an array, or one object with the fields of a prompt."""
     try:
         document = json.loads(text) if document is None else document
-        found_slip = first_slip(text)
+        found_slip = first_strict_error(text)
     except (ValueError, RecursionError) as error:
         raise MalformedInput(f"the prompts are not valid JSON: {_reason(error)}", hint=FORMS) from error
     if found_slip:
@@ -141,7 +141,7 @@ def _reason(error: Exception) -> str:
 def _of_json(number: int, line: str) -> Prompt:
     try:
         value = parse_strictly(line)
-    except Slip as slip:
+    except StrictJsonError as slip:
         raise _slipped(f"line {number} of the prompts", slip) from slip
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
@@ -151,8 +151,8 @@ def _of_json(number: int, line: str) -> Prompt:
     return _of_item(f"line {number}", value)
 
 
-def _slipped(where: str, slip: Slip) -> MalformedInput:
-    return MalformedInput(f"in {where} {slip}", hint=slip.hint)
+def _slipped(where: str, slip: StrictJsonError) -> MalformedInput:
+    return MalformedInput(f"in {where}: {slip}", hint=slip.hint)
 
 
 def _of_object(name: str, value: Any) -> Prompt:

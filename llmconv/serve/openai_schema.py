@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmconv.files.strict_json import Slip, parse_strictly
+from llmconv.files.strict_json import StrictJsonError, parse_strictly
 from llmconv.serve.api_errors import ApiError
 from llmconv.serve.json_fields import Fields
 
@@ -101,8 +101,8 @@ def parse_json(body: bytes) -> Any:
     """
     try:
         return parse_strictly(body)
-    except Slip as slip:
-        raise ApiError(f"in the body {slip}", code="invalid_json") from None
+    except StrictJsonError as slip:
+        raise ApiError(f"in the body: {slip}", code="invalid_json") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
 

@@ -272,7 +272,7 @@ def test_other_json_is_not_continued_as_text(tmp_path: Path, text: str) -> None:
         read_prompts(tmp_path / "p")
 
 
-DUPLICATE = "the key `{}` is there twice"
+DUPLICATE = "duplicate key `{}`"
 NOT_FINITE = "the number `{}` is not finite"
 HAND_WRITTEN: dict[str, tuple[str, str]] = {
     "a key twice": ('{"prompt": "a"}\n{"prompt": "a", "prompt": "b"}', f"line 2 .*{DUPLICATE.format('prompt')}"),
@@ -293,7 +293,7 @@ def test_mistakes_in_json_are_refused_with_their_line(tmp_path: Path, name: str,
     (tmp_path / name).write_text(text)
     with pytest.raises(MalformedInput, match=problem) as caught:
         read_prompts(tmp_path / name)
-    assert caught.value.hint.startswith(("leave one", "write a number"))
+    assert caught.value.hint.startswith(("remove one", "write a float64 number"))
 
 
 NULL = '{"role": "user", "content": null}'

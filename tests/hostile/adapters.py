@@ -55,8 +55,8 @@ def adapter(
     def build(folder: Path) -> Path:
         base(folder, **(config or {}))
         (folder / "adapter").mkdir()
-        told = settings if isinstance(settings, str) else json.dumps({**SETTINGS, **(settings or {})})
-        (folder / "adapter" / "adapter_config.json").write_text(told)
+        written = settings if isinstance(settings, str) else json.dumps({**SETTINGS, **(settings or {})})
+        (folder / "adapter" / "adapter_config.json").write_text(written)
         save(folder / "adapter", {**factors(), **(state or {})}, "adapter_model.bin")
         return folder / "adapter"
 
@@ -114,8 +114,8 @@ def paddle(
         path = folder / "adapter"
         path.mkdir()
         (path / "config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
-        told = settings if isinstance(settings, str) else json.dumps({**LORA_SETTINGS, **(settings or {})})
-        (path / "lora_config.json").write_text(told)
+        written = settings if isinstance(settings, str) else json.dumps({**LORA_SETTINGS, **(settings or {})})
+        (path / "lora_config.json").write_text(written)
         pair = {f"{PADDLE}.lora_A": np.ones((4, 2), "f4"), f"{PADDLE}.lora_B": np.ones((2, 4), "f4")}
         (path / name).write_bytes(change(pickle.dumps({**pair, **(arrays or {})}, 4)))
         return path
@@ -138,8 +138,8 @@ def run(refused: str | None, settings: Any = None, options: Mapping[str, Any] | 
         names[f"{query}.base_layer.weight"] = names.pop(f"{query}.weight")
         names |= {f"{query}.lora_{one}.default.weight": factors()[f"{MODULE}.lora_{one}.weight"] for one in "AB"}
         content["state"]["model"] = names
-        told = {**SETTINGS, **settings} if isinstance(settings or {}, dict) and settings else settings or SETTINGS
-        content["state"]["integrations"]["huggingface"]["model"]["peft_config"] = {"content": told}
+        written = {**SETTINGS, **settings} if isinstance(settings or {}, dict) and settings else settings or SETTINGS
+        content["state"]["integrations"]["huggingface"]["model"]["peft_config"] = {"content": written}
         return save(folder, content)
 
     return Case(build, refused, options or {})
@@ -153,7 +153,7 @@ def nested(depth: int) -> Any:
 
 
 ODD = "the adapter config has"
-NO_FILE = "no torch file|no regular file|no adapter weights|not a PEFT adapter|no training format|cannot be read"
+NO_FILE = "not a torch file|not a regular file|no adapter weights|not a PEFT adapter|no training format|cannot be read"
 SCALING = "scaling|has .* for|would merge nothing"
 HONEST = {"peft": adapter(None), "paddle's": paddle(None), "run": run(None)}
 HONEST |= {"split": run(None, options={"adapter": "split"})}
@@ -163,9 +163,9 @@ CASES: dict[str, Case] = {
     "eval": more(call("builtins", "eval", text(PYTHON)), ATTACK),
     "another call": more(call("evil", "Evil", text(CANARY)), "no plain state dict"),
     "a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "no plain state dict"),
-    "a pickle behind the pickle": pickled(lambda data: data + b"cos\nsystem\n.", "after its end"),
+    "a pickle after the pickle": pickled(lambda data: data + b"cos\nsystem\n.", "after its end"),
     "a list": pickled(lambda _: pickle.dumps([1], 2), "no plain state dict"),
-    "cut": after(lambda path: os.truncate(path / "adapter_model.bin", 300), "truncated|no torch file"),
+    "cut": after(lambda path: os.truncate(path / "adapter_model.bin", 300), "truncated|not a torch file"),
     "weights: a pipe": instead("adapter_model.bin", lambda path: os.mkfifo(path), NO_FILE),
     "weights: a link to /dev/zero": instead("adapter_model.bin", lambda path: path.symlink_to("/dev/zero"), NO_FILE),
     "weights: a link to /etc/passwd": instead(
@@ -313,7 +313,7 @@ CASES: dict[str, Case] = {
     "run: targets that are numbers": run(None, {"target_modules": [1, None, []]}),
     "run: modules to save of lists": run("trained|has", {"modules_to_save": [[], {}]}),
     "run: a bias that is a list": run(ODD, {"bias": [1]}),
-    "run: keys that are no texts": run("no JSON", {7: 8, None: 1}),
+    "run: keys that are not strings": run("no JSON", {7: 8, None: 1}),
     "run: code": run(None, {"auto_map": {"AutoModel": "evil.Evil"}}),
     "run: text_config is a text": run(None, text_config="evil", tie_word_embeddings=True),
     "run: apart, alpha of 400 digits": run("over the limit", {"lora_alpha": HUGE}, {"adapter": "split"}),
@@ -322,7 +322,7 @@ CASES: dict[str, Case] = {
     "paddle: eval": paddle(ATTACK, change=evil(call("builtins", "eval", text(PYTHON)))),
     "paddle: another call": paddle(None, change=evil(call("evil", "Evil"))),
     "paddle: cut": paddle("truncated|no arrays", change=lambda data: data[: len(data) // 2]),
-    "paddle: a pickle behind the pickle": paddle("after its end", change=lambda data: data + b"cos\nsystem\n."),
+    "paddle: a pickle after the pickle": paddle("after its end", change=lambda data: data + b"cos\nsystem\n."),
     "paddle: no state dict": paddle("no state dict|no arrays", change=lambda _: pickle.dumps([1], 4)),
     "paddle: nothing": paddle("no arrays|empty", change=lambda _: b""),
     "paddle: settings 100,000 deep": paddle("not valid JSON", "[" * 100_000),

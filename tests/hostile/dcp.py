@@ -151,7 +151,7 @@ def with_call(opcodes: bytes) -> Callable[[bytes], bytes]:
 
 
 def many_chunks(count: int) -> Edit:
-    """One row in so many chunks of nothing, all of which lie at places of their own."""
+    """One row in this number of empty chunks, each at its own place."""
 
     def edit(content: Any) -> None:
         described = content.state_dict_metadata[f"model.{EMBEDDING}"]
@@ -198,7 +198,7 @@ CASES: dict[str, Case] = {
     ),
     "metadata: cut": metadata(lambda data: data[: len(data) // 2], "truncated"),
     "metadata: nothing": metadata(lambda _: b"", "truncated|" + NO_ITEM),
-    "metadata: a pickle behind it": metadata(lambda data: data + b"cos\nsystem\n.", "after its end"),
+    "metadata: a pickle after it": metadata(lambda data: data + b"cos\nsystem\n.", "after its end"),
     "metadata: another object": metadata(lambda _: pickle.dumps({"torch.distributed.": 1}), NO_ITEM),
     "metadata: 100,000 marks": metadata(lambda data: data[:2] + b"(" * 100_000, "nested deeper|truncated"),
     "metadata: missing": files(instead_of(".metadata", lambda path: None), "no `.metadata`"),
@@ -230,15 +230,15 @@ CASES: dict[str, Case] = {
     "place: a zero": place(OUTSIDE, relative_path="a\0.distcp"),
     "place: a name of 60,000 letters": place("cannot be read|missing|too long", relative_path="a" * 60_000),
     "place: a number": place(OUTSIDE, relative_path=7),
-    "place: `.metadata` itself": place("no torch file|ends at byte", relative_path=".metadata"),
-    "place: `config.json`": place("no torch file|ends at byte", relative_path="config.json", offset=0, length=20),
-    "place: behind the end": place("ends at byte", offset=1 << 50),
+    "place: `.metadata` itself": place("not a torch file|ends at byte", relative_path=".metadata"),
+    "place: `config.json`": place("not a torch file|ends at byte", relative_path="config.json", offset=0, length=20),
+    "place: past the end": place("ends at byte", offset=1 << 50),
     "place: 2^61 bytes": place("overlap|ends at byte", length=1 << 61),
     "place: 2^70 bytes": place("invalid bytes", length=1 << 70),
     "place: a negative byte": place("invalid bytes", offset=-1),
     "place: no number": place("invalid bytes", offset="0"),
     "place: in the middle of another": place("overlap", offset=17),
-    "place: no bytes": place("no torch file|truncated|damaged", length=0),
+    "place: no bytes": place("not a torch file|truncated|damaged", length=0),
     "place: transforms": place("extension", transform_descriptors=["\x1b[2Jzstd"]),
     "place: transforms that are none": place("transforms", transform_descriptors=[7]),
     "all places a byte longer": edited(lengths(lambda length: length + 1), "overlap|ends at byte"),
@@ -271,13 +271,15 @@ CASES: dict[str, Case] = {
     "names: a zero": named_by("model.\0", "does not have"),
     "data: a pipe": files(instead(lambda path: os.mkfifo(path)), "missing"),
     "data: a folder": files(instead(Path.mkdir), "missing"),
-    "data: a link to /etc/passwd": files(instead(lambda path: path.symlink_to("/etc/passwd")), "ends at byte|no torch"),
+    "data: a link to /etc/passwd": files(
+        instead(lambda path: path.symlink_to("/etc/passwd")), "ends at byte|not a torch"
+    ),
     "data: a link to /dev/zero": files(instead(lambda path: path.symlink_to("/dev/zero")), "missing"),
     "data: a link to itself": files(instead(lambda path: path.symlink_to(path.name)), "missing"),
     "data: nothing": files(lambda folder: (folder / DATA).write_bytes(b""), "ends at byte"),
     "data: cut": files(lambda folder: os.truncate(folder / DATA, (folder / DATA).stat().st_size // 2), "ends at byte"),
     "data: zeros": files(
-        lambda folder: (folder / DATA).write_bytes(bytes((folder / DATA).stat().st_size)), "no torch file"
+        lambda folder: (folder / DATA).write_bytes(bytes((folder / DATA).stat().st_size)), "not a torch file"
     ),
     "data: a TB of zeros behind": files(lambda folder: os.truncate(folder / DATA, 1 << 40), None),
     "blob: os.system": blob(with_call(call("os", "system", text(SHELL))), ATTACK, "file_extension"),
@@ -285,6 +287,6 @@ CASES: dict[str, Case] = {
     "blob: a torch file in bytes": blob(lambda _: saved(saved(saved({"x": 1}))), None, "class"),
     "blob: a pickle in bytes": blob(lambda _: saved(b"cos\nsystem\n."), None, "class"),
     "blob: a list a million deep": blob(with_call(b"]" * 1_000_000 + b"a" * 999_999), "nested deeper", "class"),
-    "blob: no zip": blob(lambda _: b"cos\nsystem\n.", "no torch file", "class"),
-    "blob: nothing": blob(lambda _: b"", "no torch file|truncated", "class"),
+    "blob: no zip": blob(lambda _: b"cos\nsystem\n.", "not a torch file", "class"),
+    "blob: nothing": blob(lambda _: b"", "not a torch file|truncated", "class"),
 }

@@ -1,4 +1,4 @@
-"""DeepSpeed's folders: tags that lead out, files of ranks that lie about each other, universal folders, links."""
+"""DeepSpeed's folders: tags that lead out, files of ranks that contradict each other, universal folders, links."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def moved(folder: Path) -> Path:
 
 
 def latest(content: str, refused: str | None) -> Case:
-    """A save with another `latest`, beside a second one."""
+    """A save with another `latest`, next to a second one."""
 
     def build(folder: Path) -> Path:
         zero_2(folder)
@@ -148,7 +148,7 @@ def shapes_of_universal(more: dict[str, Any], refused: str) -> Case:
 
 
 NO_SAVE = "which is not a save"
-NO_FILE = "no torch file|no regular file|missing|no training format"
+NO_FILE = "not a torch file|not a regular file|missing|no training format"
 SHAPES = "invalid shape|need|not a dict|not a list"
 FLAT = torch.zeros(10)
 HONEST = {"zero 2": Case(zero_2, None), "zero 3": Case(zero_3, None), "universal": Case(universal, None)}

@@ -1,4 +1,4 @@
-"""Exact deltas whose frames and indices lie, and models to extract a delta of that are none."""
+"""Exact deltas whose frames and indices lie, and paths that are not models to extract a delta from."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def indexed(content: bytes | Mapping[str, Any], refused: str, before: bytes = b"
 
 def entry(refused: str, before: bytes = b"", name: str = NAME, **fields: Any) -> Case:
     """An exact delta of one tensor that the base does not have, and these bytes of frames."""
-    told = {"dtype": "float32", "shape": [8, 4], "rows": 8, "blocks": [[len(before), 0, 0]], "base": None, **fields}
+    written = {"dtype": "float32", "shape": [8, 4], "rows": 8, "blocks": [[len(before), 0, 0]], "base": None, **fields}
 
     def change(folder: Path) -> None:
-        write_index(folder, before, json.dumps({"tensors": {name: told}}).encode())
+        write_index(folder, before, json.dumps({"tensors": {name: written}}).encode())
         retell(tensors=1)(folder)
 
     return exact(refused, change)
@@ -89,7 +89,7 @@ def told_from(**fields: Any) -> dict[str, Any]:
 
 
 def bomb(size: int) -> bytes:
-    """A frame of so many zeros."""
+    """A frame of this number of zeros."""
     packer = zstandard.ZstdCompressor(level=1).compressobj(size=size)
     step = bytes(1 << 24)
     parts = [packer.compress(step[: min(len(step), size - done)]) for done in range(0, size, len(step))]
@@ -101,11 +101,11 @@ def without_size(size: int) -> bytes:
     return zstandard.ZstdCompressor(level=1, write_content_size=False).compress(bytes(size))
 
 
-def lying(size: int, said: int) -> bytes:
-    """The same, whose header says another number of bytes."""
+def lying(size: int, declared: int) -> bytes:
+    """The same, with another number of bytes in its header."""
     frame = bytearray(bomb(size))
     at = bytes(frame).index(size.to_bytes(4, "little"), 4, 16)
-    frame[at : at + 4] = said.to_bytes(4, "little")
+    frame[at : at + 4] = declared.to_bytes(4, "little")
     return bytes(frame)
 
 
@@ -130,7 +130,7 @@ def nested(depth: int) -> bytes:
 
 LAYER, NANS = "model.layers.0", torch.full((4, 4), float("nan"))
 NO_INDEX = "no index at its end"
-NO_FILE = "missing|no index|no regular file|cannot be read|damaged"
+NO_FILE = "missing|no index|not a regular file|cannot be read|damaged"
 WRITTEN = {
     "exact": exact(None),
     "one with new tensors": exact(None, more={"new.weight": torch.ones(3, 4)}),
@@ -151,10 +151,10 @@ EXACT: dict[str, Case] = {
     "frames: a bomb of 4 GB": entry("another size", bomb(1 << 32)),
     "frames: a bomb of 4 GB, and the index knows": entry("too large", bomb(1 << 32), shape=[1, 1 << 30], rows=1),
     "frames: a bomb that does not say its size": entry("another size", without_size(1 << 28)),
-    "frames: a bomb that says the right size": entry(
+    "frames: a bomb that declares the right size": entry(
         "damaged frame", lying(1 << 28, 1 << 20), shape=[1 << 18], rows=1 << 18
     ),
-    "frames: one more behind the first": entry("not give the rows", bomb(128) + bomb(128)),
+    "frames: one more after the first": entry("not give the rows", bomb(128) + bomb(128)),
     "frames: a skippable one": entry("another size|damaged", b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"),
     "frames: other rows": entry("not give the rows", bomb(128), blocks=[[len(bomb(128)), 7, 0]]),
     "frames: none for a tensor of zeros, as large as the disk": entry(
@@ -197,7 +197,7 @@ EXACT: dict[str, Case] = {
     "base: an escape sequence": changed("lacks", base=told_from(name="\x1b[2J\n" + LONG)),
     "base: another shape": changed("another kind", base=told_from(shape=[8, 5])),
     "base: another dtype": changed("another kind", base=told_from(dtype="int8")),
-    "base: a shape that is no list": changed("impossible shape", base=told_from(shape=8)),
+    "base: a shape that is not a list": changed("impossible shape", base=told_from(shape=8)),
     "base: no sha256": changed("does not say what", base={"name": NAME}),
     "base: a text": changed("does not say what", base="evil"),
     "base: none, for what was told from it": changed("not give the rows", base=None),
@@ -228,7 +228,7 @@ EXACT: dict[str, Case] = {
         "leads out", lambda path: (path / "tokenizer.json").symlink_to("/etc/passwd")
     ),
     "tokenizer: a pipe": exact(None, lambda path: os.mkfifo(path / "tokenizer.json")),
-    "code beside it": exact(None, lambda path: (path / "modeling.py").write_text(PYTHON)),
+    "code next to it": exact(None, lambda path: (path / "modeling.py").write_text(PYTHON)),
 }
 EXTRACTED: dict[str, Case] = {
     "extract: weights that are cut": extracted(

@@ -28,8 +28,8 @@ def lit(refused: str | None, settings: Any = None, config: str | None = None, ca
         place = folder / "lit"
         shutil.copytree(FIXTURES / "litgpt" / case, place)
         file = place / "model_config.yaml"
-        told = yaml.safe_load(file.read_text())
-        file.write_text(settings if isinstance(settings, str) else yaml.safe_dump({**told, **(settings or {})}))
+        written = yaml.safe_load(file.read_text())
+        file.write_text(settings if isinstance(settings, str) else yaml.safe_dump({**written, **(settings or {})}))
         if config:
             (place / "config.json").write_text(config)
         return place
@@ -78,8 +78,8 @@ def tune(refused: str | None, change: Callable[[dict[str, Any]], Any], **config:
         source = FIXTURES / "torchtune" / "llama2"
         content = torch.load(source / "model-00001-of-00001.bin")
         change(content)
-        told = json.loads((source / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**told, **config}))
+        written = json.loads((source / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**written, **config}))
         save(folder, content, "model-00001-of-00001.bin")
         return folder
 

@@ -94,7 +94,7 @@ def with_tokenizer(folder: Path) -> Path:
 
 
 def linked_pipe(path: Path) -> None:
-    """A symbolic link to a pipe that nobody writes to."""
+    """A symbolic link to a pipe without a writer."""
     os.mkfifo(path.parent / "pipe")
     path.symlink_to("pipe")
 
@@ -117,7 +117,7 @@ def tensor(**changes: Any) -> dict[str, Any]:
 
 
 def protobuf(more: bytes, refused: str | None) -> Case:
-    """A MindSpore file with more bytes behind an honest model."""
+    """A MindSpore file with more bytes after an honest model."""
     return Case(lambda folder: mindspore(folder, more), refused, {"config": ["run.yaml"]})
 
 
@@ -157,7 +157,7 @@ def hugging_face(shards: Any) -> Case:
 
 
 FEW = np.ones(2, np.float32)
-NO_FILE = "no regular file|no torch file|no training format"
+NO_FILE = "not a regular file|not a torch file|no training format"
 SHARD = "consolidated.00.pth"
 UNKNOWN = "no training format"
 LONG = struct.pack("<Q", 1 << 62)
@@ -171,11 +171,13 @@ CASES: dict[str, Case] = {
     "a link to /etc/passwd for a shard": replaced(SHARD, linked("/etc/passwd"), NO_FILE),
     "a link to nothing for a shard": replaced(SHARD, linked("nothing"), "cannot be read"),
     "a link to itself for a shard": replaced(SHARD, linked(SHARD), "cannot be read"),
-    "an empty shard": replaced(SHARD, Path.touch, "no torch file|empty"),
-    "a pipe for params.json": replaced("params.json", lambda path: os.mkfifo(path), "no `params.json`|no regular file"),
-    "a folder for params.json": replaced("params.json", Path.mkdir, "no `params.json`|no regular file"),
+    "an empty shard": replaced(SHARD, Path.touch, "not a torch file|empty"),
+    "a pipe for params.json": replaced(
+        "params.json", lambda path: os.mkfifo(path), "no `params.json`|not a regular file"
+    ),
+    "a folder for params.json": replaced("params.json", Path.mkdir, "no `params.json`|not a regular file"),
     "a link to /dev/zero for params.json": replaced(
-        "params.json", linked("/dev/zero"), "no `params.json`|no regular file"
+        "params.json", linked("/dev/zero"), "no `params.json`|not a regular file"
     ),
     "params.json of 8 GB": replaced("params.json", sparse(8 << 30), "too large|not valid JSON"),
     "a tokenizer of 8 GB": replaced("tokenizer.model", sparse(8 << 30), "too large"),
@@ -203,7 +205,7 @@ CASES: dict[str, Case] = {
     "a tar": content(bytes(257) + b"ustar" + bytes(300), "tar"),
     "a name with an escape sequence": content(b"x", UNKNOWN, "\x1b[2Jx.pt"),
     "a name with line breaks": content(b"x", UNKNOWN, "x\nhint: all is well.pt"),
-    "a name that is no text": alone(
+    "a name that is not text": alone(
         lambda path: Path(os.fsdecode(os.fsencode(path))).write_bytes(b"x"), UNKNOWN, "x\udcff.pt"
     ),
     "safetensors: no header": content(b"", "is empty", "x.safetensors"),
@@ -229,7 +231,7 @@ CASES: dict[str, Case] = {
     "safetensors: a shape that overflows": header(tensor(shape=[1 << 40, 1 << 40])),
     "safetensors: a thousand axes": header(tensor(shape=[1] * 1000)),
     "safetensors: more fields": header(tensor(url="file:///etc/passwd")),
-    "safetensors: metadata that is no map": header({**tensor(), "__metadata__": [1]}),
+    "safetensors: metadata that is not a map": header({**tensor(), "__metadata__": [1]}),
     "safetensors: a name with an escape sequence": header({"\x1b[2J": tensor()["a.weight"]}),
     "safetensors: 100,000 tensors": header(
         {f"t{n}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(100_000)}, data=b""
@@ -317,7 +319,7 @@ CASES: dict[str, Case] = {
         "invalid shape",
     ),
     "paddle: bytes beyond the file": more_arrays(b"\x8e" + LONG, "truncated|over the limit"),
-    "paddle: a pickle behind the pickle": arrays(lambda data: data + b"cos\nsystem\n.", "after its end"),
+    "paddle: a pickle after the pickle": arrays(lambda data: data + b"cos\nsystem\n.", "after its end"),
     "paddle: slices of nothing": arrays(
         lambda _: pickle.dumps(
             {"a": np.zeros(3), "UnpackBigParamInfor@@": {"b": {"OriginShape": (1 << 40,), "slices": ["x"]}}}, 4

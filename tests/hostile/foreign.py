@@ -45,8 +45,8 @@ def mlx(refused: str | None, settings: Any = None, arrays: Mapping[str, Any] | N
     """An adapter of mlx-lm with more settings, or with this text for them, and more arrays."""
 
     def write(path: Path) -> Path:
-        told = settings if isinstance(settings, str) else json.dumps({**MLX_CONFIG, **(settings or {})})
-        (path / "adapter_config.json").write_text(told)
+        written = settings if isinstance(settings, str) else json.dumps({**MLX_CONFIG, **(settings or {})})
+        (path / "adapter_config.json").write_text(written)
         header: dict[str, Any] = {"__metadata__": None}
         data, ones = b"", np.ones
         for name, array in {
@@ -74,8 +74,8 @@ def tune(
     """An adapter of torchtune with more settings, or with this text for them, and more tensors."""
 
     def write(path: Path) -> Path:
-        told = settings if isinstance(settings, str) else json.dumps({**TUNE_CONFIG, **(settings or {})})
-        (path / "adapter_config.json").write_text(told)
+        written = settings if isinstance(settings, str) else json.dumps({**TUNE_CONFIG, **(settings or {})})
+        (path / "adapter_config.json").write_text(written)
         pair = {"layers.0.attn.q_proj.lora_a.weight": torch.ones(2, 4)}
         parts = members({**pair, "layers.0.attn.q_proj.lora_b.weight": torch.ones(4, 2), **(state or {})})
         repacked(path, {**parts, "x/data.pkl": change(parts["x/data.pkl"])}, name)
@@ -107,7 +107,7 @@ def lit(
 
 
 def mind(refused: str | None, more: Mapping[str, Any] | None = None, run: str = RUN, cut: int | None = None) -> Case:
-    """LoRA pairs of MindFormers beside the YAML of the run, with more arrays."""
+    """LoRA pairs of MindFormers next to the YAML of the run, with more arrays."""
 
     def write(path: Path) -> Path:
         module, ones = "model.layers.0.attention.wq.mindpet_delta_lora", np.ones
@@ -136,7 +136,7 @@ def shards(refused: str | None, state: Mapping[Any, Any] | None = None, change: 
 
 
 def plain(path: Path) -> Path:
-    """A torch file that is no state dict, under torchtune's name."""
+    """A torch file that is not a state dict, under torchtune's name."""
     save(path, [1, 2], "adapter_0.pt")
     return path
 
@@ -188,9 +188,9 @@ CASES: dict[str, Case] = {
     "torchtune: os.system": tune(ATTACK, change=SYSTEM),
     "torchtune: eval": tune(ATTACK, change=EVAL),
     "torchtune: another call": tune("no plain state dict", change=value(call("evil", "Evil"))),
-    "torchtune: a pickle behind the pickle": tune("after its end", change=lambda data: data + b"cos\nsystem\n."),
-    "torchtune: a list": case(plain, "no plain state dict|no torch file"),
-    "torchtune: a pipe": case(pipe, "no adapter|not a PEFT adapter|no regular file"),
+    "torchtune: a pickle after the pickle": tune("after its end", change=lambda data: data + b"cos\nsystem\n."),
+    "torchtune: a list": case(plain, "no plain state dict|not a torch file"),
+    "torchtune: a pipe": case(pipe, "no adapter|not a PEFT adapter|not a regular file"),
     "torchtune: half a pair": tune("lacks B", state={"layers.0.attn.k_proj.lora_a.weight": torch.ones(2, 4)}),
     "torchtune: a view of 2^40": tune(
         "larger than its storage", state={f"{QUERY}.lora_a.weight": torch.ones(1).expand(2, 1 << 40)}
@@ -234,7 +234,7 @@ CASES: dict[str, Case] = {
     "mindformers: a module that is not there": mind(
         "does not have", {f"model.layers.0.{LONG[:300]}.lora_{one}": np.ones((2, 2), "f4") for one in "ab"}
     ),
-    "mindformers: a tensor beside them that leads out": mind("does not have", {"model.../../evil": np.ones(2, "f4")}),
+    "mindformers: another tensor that leads out": mind("does not have", {"model.../../evil": np.ones(2, "f4")}),
     "accessory: os.system": shards(ATTACK, change=SYSTEM),
     "accessory: eval": shards(ATTACK, change=EVAL),
     "accessory: a list": shards("state dict|no tensors|holds", change=lambda _: pickle.dumps([1], 2)),

@@ -16,7 +16,9 @@ from tests.hostile.pickles import PYTHON, SHELL, call, text
 
 ATTACK = "nothing was run"
 UNKNOWN = "no training format"
-NO_FILE = "no torch file|no regular file|is missing|truncated|damaged|no training format|no state dict"
+NO_FILE = (
+    "not a torch file|not a regular file|no regular file|is missing|truncated|damaged|no training format|no state dict"
+)
 INDEX = "pytorch_model.bin.index.json"
 FIRST, SECOND = (f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
 EMBEDDING = "model.embed_tokens.weight"
@@ -41,8 +43,8 @@ def index(content: Any, refused: str | None) -> Case:
     def build(folder: Path) -> Path:
         folder_of(folder)
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        told = {"weight_map": {**weight_map, **content} if isinstance(content, dict) else content}
-        (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(told))
+        written = {"weight_map": {**weight_map, **content} if isinstance(content, dict) else content}
+        (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(written))
         return folder
 
     return Case(build, refused)
@@ -76,8 +78,8 @@ def state(refused: str | None, change: Callable[[dict[str, Any]], Any], config: 
     """A file with a state dict after `change`, or with what that returns."""
 
     def build(folder: Path) -> Path:
-        told = config if isinstance(config, str) else json.dumps({**CONFIG, **(config or {})})
-        (folder / "config.json").write_text(told)
+        written = config if isinstance(config, str) else json.dumps({**CONFIG, **(config or {})})
+        (folder / "config.json").write_text(written)
         own: dict[str, Any] = weights()
         changed = change(own)
         return save(folder, own if changed is None else changed, f"x.{suffix}")
@@ -86,7 +88,7 @@ def state(refused: str | None, change: Callable[[dict[str, Any]], Any], config: 
 
 
 def more(value: bytes, refused: str | None, around: Callable[[dict[str, Any]], Any] = dict) -> Case:
-    """A file with one more value beside the weights (or what they lie in), made by these opcodes."""
+    """A file with one more value next to the weights (or their container), made by these opcodes."""
 
     def build(folder: Path) -> Path:
         (folder / "config.json").write_text(json.dumps(CONFIG))
@@ -130,7 +132,7 @@ CASES: dict[str, Case] = {
     "index: a tensor that is not there": index({"x": FIRST}, "differ in"),
     "index: 20,000 shards": index({f"x{n}": f"{n}.bin" for n in range(20_000)}, "is missing"),
     "index: 8 GB": shard(lambda path: os.truncate(path.touch() or path, 8 << 30), "too large", INDEX),  # type: ignore[func-returns-value]
-    "index: a pipe": shard(lambda path: os.mkfifo(path), "no regular file", INDEX),
+    "index: a pipe": shard(lambda path: os.mkfifo(path), "not a regular file", INDEX),
     "index: two": shard(lambda path: path.write_text("{}"), "indices", "\x1b[2J.bin.index.json"),
     "shard: a pipe": shard(lambda path: os.mkfifo(path), NO_FILE),
     "shard: a folder": shard(Path.mkdir, NO_FILE),

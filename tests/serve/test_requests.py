@@ -66,8 +66,8 @@ def test_a_body_that_is_not_a_json_object_is_refused(client: TestClient, path: s
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        (b'{"prompt": "a", "prompt": "b"}', "in the body the key `prompt` is there twice"),
-        (b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "the key `content` is there twice"),
+        (b'{"prompt": "a", "prompt": "b"}', "in the body: duplicate key `prompt`"),
+        (b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "duplicate key `content`"),
         (b'{"prompt": "a", "metadata": {"a": 1e400}}', "the number `1e400` is not finite"),
         (b'{"prompt": "a", "metadata": -Infinity}', "the number `-Infinity` is not finite"),
     ],

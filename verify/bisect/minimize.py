@@ -26,7 +26,7 @@ import numpy as np
 import onnx
 
 from llmconv.errors import OutputFailed, UsageProblem
-from llmconv.files.safe_folder import Content, Folder
+from llmconv.files.safe_folder import Folder, WritableContent
 from llmconv.output.streaming import write_fully
 from llmconv.tensors import Array
 from llmconv.verify.audit.weights import initializer_values
@@ -215,7 +215,7 @@ def _umask() -> int:
     return mask
 
 
-def _graph_files(model: onnx.ModelProto, weights: Path) -> dict[str, Content]:
+def _graph_files(model: onnx.ModelProto, weights: Path) -> dict[str, WritableContent]:
     """The files of the piece: its weights are inline, or in `weights.bin` if they are large."""
     for tensor in model.graph.initializer:
         if tensor.external_data:

@@ -15,7 +15,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
-from llmconv.memory import require_memory
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import cache_order
 from llmconv.runtime.onnxruntime.runner import SessionSettings
 from llmconv.runtime.onnxruntime.staged_session import SessionChain
@@ -147,7 +147,7 @@ class ExternalGraph:
         except TimeoutError as error:
             raise MalformedInput(f"`{self.name}` cannot be run: {error}", hint=TOO_LONG) from error
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            require_memory(error, f"in `{self.name}`")
+            raise_if_out_of_memory(error, f"in `{self.name}`")
             reason = str(error).rpartition(STATUS)[2].partition("\n")[0].strip() or first_line(error)
             raise MalformedInput(
                 f"`{self.name}` fails in onnxruntime: {reason}", hint="check whether the graph's own client can run it"

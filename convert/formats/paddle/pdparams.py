@@ -18,7 +18,8 @@ import numpy as np
 from llmconv.convert.algebra.operations import concat
 from llmconv.convert.formats.paddle.utf8_bytes import Utf8Bytes
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.files.pickles.machine import Hooks, Machine, Refused, Stub
+from llmconv.files.file_problem import FileProblem
+from llmconv.files.pickles.machine import PickleHooks, PickleMachine, Stub
 from llmconv.files.pickles.opcodes import STRING_LIMIT, text
 from llmconv.files.pickles.reader import HOOKS, RANK_LIMIT, Global, interpret
 from llmconv.files.safetensors_file import FileTensor
@@ -59,7 +60,7 @@ class PaddleFile:
     others: tuple[str, ...]
 
 
-class _FileMachine(Machine):
+class _FilePickleMachine(PickleMachine):
     """A pickle machine over a mapped file that skips long values."""
 
     def sized(self, count: int, decode: Callable[[bytes], Any], limit: int) -> Any:
@@ -69,7 +70,7 @@ class _FileMachine(Machine):
         self.position += count
         self.skipped += count
         if self.position > len(self.data):
-            raise Refused(f"is truncated: it ends at byte {len(self.data)}")
+            raise FileProblem(f"is truncated: it ends at byte {len(self.data)}")
         return value
 
 
@@ -111,7 +112,7 @@ def _read(path: Path) -> Any:
     if path.stat().st_size == 0:
         raise MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return interpret(_FileMachine(data, Hooks(_name, _call, HOOKS.refer)), path.name)
+        return interpret(_FilePickleMachine(data, PickleHooks(_name, _call, HOOKS.refer)), path.name)
 
 
 def _name(module: str, name: str) -> Any:

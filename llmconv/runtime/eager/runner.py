@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from llmconv.checkpoint import INDEX, SINGLE, read_json
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
-from llmconv.memory import require_memory
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.model_kinds import require_causal
 from llmconv.not_a_model_folder import refused_model
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
@@ -133,7 +133,7 @@ class EagerRunner(Runner):
         except LlmconvError:
             raise
         except Exception as error:  # an invalid config may raise anything in the model's code
-            require_memory(error, f"while `{folder.name}` was loaded")
+            raise_if_out_of_memory(error, f"while `{folder.name}` was loaded")
             raise InputRefused(
                 f"transformers cannot load `{folder}`: {first_line(error)}",
                 hint="the folder needs config.json and safetensors weights of a causal language model",

@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, first_line
-from llmconv.memory import require_memory
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_state, past_of
 from llmconv.runtime.low_memory.graph_pieces import TYPES, GraphPiece, ValueTypes, cut_graph
 from llmconv.runtime.low_memory.pass_scheduler import LOW_MEMORY_HINT
@@ -142,7 +142,7 @@ class PiecedGraph(OrtGraph):
             except LlmconvError:
                 raise
             except Exception as error:  # onnxruntime's exceptions share no base class of their own
-                require_memory(error, f"in `{self.name}`")
+                raise_if_out_of_memory(error, f"in `{self.name}`")
                 raise MalformedInput(
                     f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint=LOW_MEMORY_HINT
                 ) from error

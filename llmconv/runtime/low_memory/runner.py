@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
-from llmconv.memory import require_memory
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.eager.cache import EagerCache, keeps_states, to_numpy
 from llmconv.runtime.eager.runner import EagerRunner, layer_modules, single_torch_thread
 from llmconv.runtime.eager.stored_tensors import ScaleFactors, StoredTensor, stored_tensors
@@ -142,7 +142,7 @@ class StreamedRunner(EagerRunner):
         except LlmconvError:
             raise
         except (RuntimeError, NotImplementedError, AttributeError) as error:  # a tensor on the meta device was used
-            require_memory(error, "in the model")
+            raise_if_out_of_memory(error, "in the model")
             raise UnsupportedInput(
                 f"the model cannot run layer by layer: {type(error).__name__}: {first_line(error)}",
                 hint=LOW_MEMORY_HINT,

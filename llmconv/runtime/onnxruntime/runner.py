@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime as ort
 
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line
-from llmconv.memory import require_memory
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.cache_names import is_past, is_present, is_state
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS, INPUTS_EMBEDS, EmbeddingGraph
 from llmconv.runtime.onnxruntime.graph_entry import GraphEntry, PrefixEntry, graph_entries
@@ -134,7 +134,7 @@ class OrtGraph:
         except TimeoutError as error:
             raise MalformedInput(f"`{self.name}` cannot be run: {error}", hint=TOO_LONG) from error
         except Exception as error:  # onnxruntime's exceptions share no base class of their own
-            require_memory(error, f"in `{self.name}`")
+            raise_if_out_of_memory(error, f"in `{self.name}`")
             fixed = ", ".join(f"{name} = {size}" for name, size in self._fixed.items())
             hint = f"free dimensions are fixed to {fixed}" if fixed else "run `llmconv verify` on the folder"
             raise MalformedInput(f"`{self.name}` fails in onnxruntime: {first_line(error)}", hint=hint) from error

@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 
 from llmconv.errors import MalformedInput, first_line
-from llmconv.memory import require_memory
+from llmconv.memory import raise_if_out_of_memory
 from llmconv.runtime.onnxruntime.guard import load_guarded, nodes, weight_bytes
 from llmconv.runtime.onnxruntime.prepacked import open_changed, open_packed
 from llmconv.runtime.onnxruntime.session_settings import CPU, GraphTransform
@@ -105,7 +105,7 @@ def _open(
     except TimeoutError as error:
         raise MalformedInput(f"`{path.name}` cannot be opened: {error}", hint=TOO_LONG) from error
     except Exception as error:  # onnxruntime's exceptions share no base class of their own
-        require_memory(error, f"while `{path.name}` was opened")
+        raise_if_out_of_memory(error, f"while `{path.name}` was opened")
         raise MalformedInput(
             f"onnxruntime cannot open `{path.name}`: {first_line(error)}", hint="run `llmconv export` again"
         ) from error

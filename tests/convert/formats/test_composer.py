@@ -22,7 +22,7 @@ from llmconv.convert import to_hf
 from llmconv.convert.models.config_file import merged_configs
 from llmconv.convert.opening.training_checkpoint import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.files import safetensors_file as safetensors_io
+from llmconv.files import safetensors_file
 
 CASES = ["llama_full", "weights_only", "gpt2_full", "legacy_gpt2_0135"]
 FILE = "ep0-ba2-rank0.pt"
@@ -76,13 +76,13 @@ def test_a_link_to_the_latest_checkpoint_is_followed(composer: Path, tmp_path: P
 
 def test_no_byte_is_read_but_the_weights(composer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spans: list[int] = []
-    read = safetensors_io.read_exactly
+    read = safetensors_file.read_exactly
 
     def counting(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         spans.append(len(buffer))
         read(fd, buffer, offset, path)
 
-    monkeypatch.setattr(safetensors_io, "read_exactly", counting)
+    monkeypatch.setattr(safetensors_file, "read_exactly", counting)
     plan = to_hf(composer / "llama_full" / FILE, tmp_path / "hf")
     assert sum(spans) == plan.nbytes == 176_768
 

@@ -101,7 +101,7 @@ def test_inspecting_opens_no_blob_of_the_model(run: Path, tmp_path: Path) -> Non
     blank(tmp_path / "x", open_folder(run).tree["state"]["model"])
     found = inspect(tmp_path / "x")
     assert (found.parameters, found.format) == (44_192, "composer")
-    with pytest.raises(MalformedInput, match="no torch file"):
+    with pytest.raises(MalformedInput, match="not a torch file"):
         to_hf(tmp_path / "x", tmp_path / "hf")
 
 

@@ -24,7 +24,7 @@ from llmconv.convert.state_dicts.distributed.chunks import assemble, is_tiled
 from llmconv.convert.state_dicts.distributed.folder import DistributedFolder, open_folder
 from llmconv.convert.state_dicts.distributed.metadata import BlobLocation, BytesItem, Chunk
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.files import safetensors_file as safetensors_io
+from llmconv.files import safetensors_file
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 from tests.builders.dcp_folders import change, save, split
 
@@ -106,7 +106,7 @@ def test_rows_are_read_from_the_chunks_that_hold_them(dcp: Path, monkeypatch: py
     found = tensor(open_folder(dcp / "grids"), "model", "rows.uneven")
     spans: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        safetensors_io, "read_exactly", lambda _, buffer, __, path: spans.append((path.name, len(buffer)))
+        safetensors_file, "read_exactly", lambda _, buffer, __, path: spans.append((path.name, len(buffer)))
     )
     found.rows(1, 3)
     assert spans == [("__0_0.distcp", 20), ("__1_0.distcp", 20)]

@@ -57,7 +57,7 @@ def test_both_forms_reach_onnxruntime(tmp_path: Path, content: str) -> None:
         ("[sessions]\na = 1\n", "unknown section `sessions`"),
         ("threads = 1\n", r"not an \.ini file"),
         ('{"session": 1}', "not an object"),
-        ('{"session": {"a": 1, "a": 2}}', "in `session.conf` the key `a` is there twice"),
+        ('{"session": {"a": 1, "a": 2}}', "in `session.conf`: duplicate key `a`"),
         ('{"session"', "not valid JSON"),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_json_file_that_is_not_an_input_map_is_refused(
 
 def test_an_input_map_with_a_duplicate_key_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text('{"axes": "bhtd", "axes": "bthd"}')
-    with pytest.raises(MalformedInput, match="in `mine.json` the key `axes` is there twice"):
+    with pytest.raises(MalformedInput, match="in `mine.json`: duplicate key `axes`"):
         maps.find_port_maps(str(tmp_path / "mine.json"))
 
 
