@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmconv.convert.adapters.lora.patterns import matches, require_few
+from llmconv.convert.adapters.lora.patterns import MatchTime, matches, require_few
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 
 FORMULA = "its update is not W + s·B·A; merge it with PEFT's `merge_and_unload` and `save_pretrained`"
@@ -108,6 +108,7 @@ class LoraConfig:
     fused_by_unsloth: bool = False
     base_class: str = ""
     peft_version: tuple[int, int] | None = None
+    match_time: MatchTime = field(default_factory=MatchTime, compare=False, repr=False)
 
     def scale(self, module: str, rank: int) -> float:
         """The factor s of W + s·B·A (PEFT `LoraLayer.update_layer`: alpha/r, or alpha/√r with `use_rslora`).
@@ -119,23 +120,28 @@ class LoraConfig:
         Raises:
             MalformedInput: the config gives the module another rank, or an alpha that makes no sense.
         """
-        expected = self.rank_pattern.get(matching_key(self.rank_pattern, module), self.rank)
+        expected = self.rank_pattern.get(matching_key(self.rank_pattern, module, self.match_time), self.rank)
         if expected not in (None, rank):
             raise MalformedInput(
                 f"the adapter config gives `{module}` rank {expected}, its tensors have rank {rank}",
                 hint="config and tensors are of different adapters; copy the adapter again",
             )
-        alpha = self.alpha_pattern.get(matching_key(self.alpha_pattern, module), self.alpha)
+        alpha = self.alpha_pattern.get(matching_key(self.alpha_pattern, module, self.match_time), self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def matching_key(pattern: Mapping[str, Any], module: str) -> str:
+def matching_key(pattern: Mapping[str, Any], module: str, time: MatchTime) -> str:
     """The first key of `pattern` that matches the module's path (PEFT `get_pattern_key`), or `""`.
 
+    Args:
+        pattern: regular expressions to values.
+        module: path of the module.
+        time: shared by all patterns of an adapter.
+
     Raises:
-        MalformedInput: a key is no regular expression, or one that is an attack.
+        MalformedInput: a key is an invalid regular expression, or takes too long.
     """
-    return next((key for key in pattern if matches(key, module)), "")
+    return next((key for key in pattern if matches(key, module, time)), "")
 
 
 def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initial: bool = False) -> LoraConfig:

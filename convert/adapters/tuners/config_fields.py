@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmconv.convert.adapters.lora.config import matching_key
+from llmconv.convert.adapters.lora.patterns import MatchTime
 from llmconv.errors import MalformedInput
 
 LARGEST = 2.0**63
@@ -22,6 +23,7 @@ class Settings:
     """
 
     fields: Mapping[str, Any]
+    match_time: MatchTime = field(default_factory=MatchTime, compare=False, repr=False)
 
     def number(self, name: str, default: float) -> float:
         """A finite number.
@@ -73,7 +75,7 @@ class Settings:
         values = self.fields.get(pattern) or {}
         if not isinstance(values, dict):
             raise odd(pattern, values)
-        value = _number(pattern, values.get(matching_key(values, module), default))
+        value = _number(pattern, values.get(matching_key(values, module, self.match_time), default))
         if value <= 0:
             raise odd(pattern, value)
         return value
