@@ -13,7 +13,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.peft_file import CONFIG
+from llmconv.convert.adapters.peft_tensors import CONFIG
 
 FAMILIES = (
     *("llama", "qwen", "gemma", "mistral", "mixtral", "gpt2", "gptj", "gpt_neox", "pythia", "bloom", "opt", "mpt"),

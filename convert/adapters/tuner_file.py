@@ -14,7 +14,8 @@ from llmconv.checkpoint import read_json
 from llmconv.convert.adapters.adapter import Adapter, check
 from llmconv.convert.adapters.lora.config import LoraConfig
 from llmconv.convert.adapters.lora.saved_modules import Wholes, put
-from llmconv.convert.adapters.peft_file import CONFIG, WEIGHTS, plain_name, read_tensors
+from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
+from llmconv.convert.adapters.peft_tensors import CONFIG, plain_name
 from llmconv.convert.adapters.tuners import Tuner, by_peft_type
 from llmconv.convert.adapters.tuners.config_fields import Settings, odd
 from llmconv.convert.adapters.tuners.module_tensors import Learned

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import numpy as np
 
-from llmconv.convert.adapters.rounding import BFLOAT16, round_into, widen
+from llmconv.convert.algebra.rounding import BFLOAT16, round_into, widen
 from llmconv.tensors import Array, DType, LazyTensor
 
 compiled: ModuleType | None
@@ -67,7 +67,7 @@ def is_mirrored(one: object, other: object) -> bool:
     return all(np.array_equal(mine, others) for mine, others in pairs)
 
 
-def add_low_rank(base: LazyTensor, changes: Sequence[LowRank], dtype: DType) -> LazyTensor:
+def add_products(base: LazyTensor, changes: Sequence[LowRank], dtype: DType | None = None) -> LazyTensor:
     """`base` plus the sum of `changes`, rounded once (nearest even) to `dtype`.
 
     Every element is the float64 sum, rounded as torch and `ml_dtypes` do it: to float32 and from there to narrower
@@ -83,13 +83,13 @@ def add_low_rank(base: LazyTensor, changes: Sequence[LowRank], dtype: DType) -> 
     """
 
     def load(start: int, stop: int) -> Array:
-        return sum_rows(base.rows(start, stop), [change.factors(start, stop) for change in changes], dtype)
+        return add_products_to_rows(base.rows(start, stop), [change.factors(start, stop) for change in changes], dtype)
 
-    return LazyTensor(dtype, base.shape, load, lambda other: add_low_rank(base, changes, other))
+    return LazyTensor(dtype, base.shape, load, lambda other: add_products(base, changes, other))
 
 
-def sum_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) -> Array:
-    """rows + Σ left @ right, rounded once to `dtype`, tile by tile; see `add_low_rank` for the arithmetic.
+def add_products_to_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) -> Array:
+    """rows + Σ left @ right, rounded once to `dtype`, tile by tile; see `add_products` for the arithmetic.
 
     Args:
         rows: of the base; what is behind the first dimension counts as columns.

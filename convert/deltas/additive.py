@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from llmconv.convert.adapters.rounding import round_into, widen
-from llmconv.convert.deltas.float16 import round_to_halves, widened_halves
+from llmconv.convert.algebra.rounding import round_into, widen
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, Array, DType, LazyTensor
 
@@ -43,7 +42,7 @@ def added(name: str, base: LazyTensor | None, delta: LazyTensor) -> LazyTensor:
 
 
 def _widened(rows: Array, work: DType) -> Array:
-    wide = widened_halves(rows) if rows.dtype == np.float16 else widen(rows)
+    wide = widen(rows)
     return wide.astype(work.numpy, copy=wide is rows)
 
 
@@ -60,8 +59,7 @@ def rounded(tensor: LazyTensor, dtype: DType) -> LazyTensor:
         values = tensor.rows(start, stop)
         values = widen(values) if dtype.name == "float16" else values
         result = np.empty(values.shape, dtype.numpy)
-        if values.dtype != np.float32 or dtype.name != "float16" or not round_to_halves(result, values):
-            round_into(result, values)
+        round_into(result, values)
         return result
 
     return tensor.recast(dtype) if tensor.recast else LazyTensor(dtype, tensor.shape, load)

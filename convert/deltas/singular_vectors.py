@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.convert.adapters.rounding import widen
+from llmconv.convert.algebra.rounding import widen
 from llmconv.convert.deltas.tiled_products import product, turned_product
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, LazyTensor

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Self
 
@@ -18,7 +19,6 @@ import numpy as np
 
 from llmconv.convert.quantization.packed_weight import (
     TILE_ELEMENTS,
-    Once,
     PackedWeight,
     as_bytes,
     finite,
@@ -71,10 +71,11 @@ class FourBit(PackedWeight):
 
     block: int
     nested: Nested | None
-    map: Once[Array] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "map", Once(lambda: self._table(f"{self.name}.quant_map")))
+    @cached_property
+    def code_values(self) -> Array:
+        """The value of each of the 16 codes, float32."""
+        return self._table(f"{self.name}.quant_map")
 
     @property
     def count(self) -> int:
@@ -89,7 +90,7 @@ class FourBit(PackedWeight):
         codes = np.empty((len(packed), 2), np.uint8)
         np.right_shift(packed, 4, out=codes[:, 0])
         np.bitwise_and(packed, 15, out=codes[:, 1])
-        wide = self.map()[codes.reshape(-1)[first % 2 :][: last - first]]
+        wide = self.code_values[codes.reshape(-1)[first % 2 :][: last - first]]
         scales = self.scales(first // self.block, -(-last // self.block))
         wide *= np.repeat(scales, self.block)[first % self.block :][: last - first]
         return wide.reshape(stop - start, *self.shape[1:])
@@ -163,7 +164,7 @@ class FourBit(PackedWeight):
 
     def _codes(self, weight: LazyTensor, start: int, stop: int) -> Array:
         """The codes of elements `start:stop`; behind the last one there are zeros."""
-        code = self.map()
+        code = self.code_values
         order = np.argsort(code, kind="stable").astype(np.uint8)
         bounds = (code[order[:-1]] + code[order[1:]]) / 2
         blocks = self._blocks(weight, start // self.block, -(-min(stop, self.count) // self.block))

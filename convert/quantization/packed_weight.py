@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from threading import Lock
-from typing import Generic, NoReturn, Self, TypeVar
+from typing import NoReturn, Self
 
 import numpy as np
 
@@ -19,8 +18,6 @@ from llmconv.tensors import BY_NAME, Array, LazyTensor
 FLOAT32 = BY_NAME["float32"]
 TILE_ELEMENTS = 1 << 18
 """Values that are made at once: a megabyte in float32, so the passes over them stay in the cache."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,19 +100,6 @@ def peaks_of(weight: LazyTensor, start: int, stop: int) -> Array:
     rows = np.abs(weight.rows(start, stop).reshape(stop - start, -1))
     largest: Array = rows.max(axis=1, initial=0)
     return largest.astype(np.float32)
-
-
-class Once(Generic[T]):
-    """A value that is computed when it is first asked for, by whichever thread comes first."""
-
-    def __init__(self, compute: Callable[[], T]) -> None:
-        self._compute, self._lock, self._values = compute, Lock(), list[T]()
-
-    def __call__(self) -> T:
-        with self._lock:
-            if not self._values:
-                self._values.append(self._compute())
-        return self._values[0]
 
 
 def as_bytes(tensor: LazyTensor) -> LazyTensor:

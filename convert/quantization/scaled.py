@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from math import prod
+from threading import Lock
 from typing import Self
 
 import numpy as np
 
-from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, Once, PackedWeight, finite, part, refuse, tiled
+from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, PackedWeight, finite, part, refuse, tiled
 from llmconv.tensors import Array, DType, LazyTensor
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
@@ -36,10 +38,6 @@ class ScaledWeight(PackedWeight):
     codes: str
     scales: str
     block: tuple[int, int]
-    grid: Once[Array] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "grid", Once(self._read_scales))
 
     @property
     def cells(self) -> tuple[int, int]:
@@ -51,13 +49,21 @@ class ScaledWeight(PackedWeight):
         codes = self.parts[self.codes].rows(start, stop)
         wide = _table(self.parts[self.codes].dtype)[codes.view(np.uint8)].reshape(-1, self.shape[-1])
         height = prod(self.shape[1:-1])
-        wide *= self._spread(self.grid(), start * height, stop * height)
+        wide *= self._spread(self.grid, start * height, stop * height)
         return wide.reshape(codes.shape)
 
     def requantized(self, weight: LazyTensor) -> Self:
         """See `PackedWeight`. A block keeps its scale where its largest value fits and uses half of the range."""
         scales, codes = self.parts[self.scales], self.parts[self.codes]
-        grid = Once(lambda: self._new_scales(weight))
+        lock = Lock()
+
+        @cache
+        def computed_grid() -> Array:
+            return self._new_scales(weight)
+
+        def grid() -> Array:
+            with lock:  # one pass over the weight, for the thread that comes first
+                return computed_grid()
 
         def new_codes(start: int, stop: int) -> Array:
             height = prod(self.shape[1:-1])
@@ -81,12 +87,14 @@ class ScaledWeight(PackedWeight):
         cells = rows // self.shape[-2] * self.cells[0] + rows % self.shape[-2] // self.block[0]
         return np.repeat(grid[cells], self.block[1], axis=1)[:, : self.shape[-1]]
 
-    def _read_scales(self) -> Array:
+    @cached_property
+    def grid(self) -> Array:
+        """Scales in float32: a row of `cells` below the other, of all matrices."""
         scales = self.parts[self.scales]
         return _decoded(scales.read(), scales.dtype, self.scales).reshape(-1, self.cells[1])
 
     def _new_scales(self, weight: LazyTensor) -> Array:
-        dtype, old, codes = self.parts[self.scales].dtype, self.grid(), self.parts[self.codes].dtype.name
+        dtype, old, codes = self.parts[self.scales].dtype, self.grid, self.parts[self.codes].dtype.name
         largest = LARGEST[codes]
         peaks = self._peaks(weight)
         reach = largest + 1 if codes == "int8" else largest  # -128 has no counterpart
@@ -96,7 +104,7 @@ class ScaledWeight(PackedWeight):
 
     def _peaks(self, weight: LazyTensor) -> Array:
         """The largest absolute value of every block."""
-        peaks = np.zeros_like(self.grid())
+        peaks = np.zeros_like(self.grid)
         height, columns = prod(self.shape[1:-1]), self.shape[-1]
         edges = np.arange(0, columns, self.block[1])
         for start, stop in weight.blocks(TILE_ELEMENTS * weight.dtype.itemsize):

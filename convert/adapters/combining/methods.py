@@ -28,9 +28,9 @@ from math import prod
 import numpy as np
 
 from llmconv.convert.adapters.combining.selection import kth_largest
-from llmconv.convert.adapters.placement.tuned_weight import Once
-from llmconv.convert.adapters.rounding import round_into
+from llmconv.convert.adapters.placement.tuned_weight import KeptUntilLastRow
 from llmconv.convert.algebra.blas_threads import single_threaded
+from llmconv.convert.algebra.rounding import round_into
 from llmconv.errors import UsageProblem
 from llmconv.tensors import Array, DType, LazyTensor
 
@@ -214,7 +214,7 @@ def _largest(vector: TaskVector, name: str, seed: int) -> Rows:
     """The change without its smallest elements; those that are as large as the last one kept are all kept."""
     if vector.density == 1:
         return _whole(vector)
-    threshold, count = Once(1 << 62), int(vector.density * prod(vector.delta.shape))
+    threshold, count = KeptUntilLastRow(1 << 62), int(vector.density * prod(vector.delta.shape))
 
     def rows(start: int, stop: int) -> Array:
         least = threshold.take(stop - start, lambda: kth_largest(vector.delta, count))
@@ -245,7 +245,7 @@ def _truncated(vectors: Sequence[TaskVector], rank: int) -> Rows:
     weights = np.array([vector.weight for vector in vectors])[:, None, None]
     if len(delta.shape) < 2:
         return lambda start, stop: _sum(rows, weights, start, stop)
-    once = Once(delta.num_rows)
+    once = KeptUntilLastRow(delta.num_rows)
     if all(vector.factors for vector in vectors):
 
         def product(start: int, stop: int) -> Array:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.convert.adapters.rounding import round_into
-from llmconv.convert.adapters.weighted_sum import LowRank, sum_rows
+from llmconv.convert.adapters.weighted_sum import LowRank, add_products_to_rows
+from llmconv.convert.algebra.rounding import round_into
 from llmconv.tensors import Array, DType, LazyTensor
 
 PARTS = {
@@ -104,7 +104,7 @@ def parts(tensors: Mapping[str, LazyTensor]) -> dict[str, Part]:
 
 
 def add_to_experts(base: LazyTensor, slabs: Sequence[Slab], dtype: DType) -> LazyTensor:
-    """A fused tensor with the changes of its experts, rounded once; arithmetic and errors as in `add_low_rank`.
+    """A fused tensor with the changes of its experts, rounded once; arithmetic and errors as in `add_products`.
 
     Args:
         base: E×rows×columns.
@@ -132,7 +132,7 @@ def _add_slabs(result: Array, rows: Array, slabs: Sequence[Slab], dtype: DType) 
         here = [slab for slab in slabs if slab.first <= start and stop <= slab.first + slab.count]
         pairs = [slab.change.factors(start - slab.first, stop - slab.first) for slab in here]
         if pairs:
-            result[start:stop] = sum_rows(rows[start:stop], pairs, dtype)
+            result[start:stop] = add_products_to_rows(rows[start:stop], pairs, dtype)
         else:
             wide = rows[start:stop].astype(np.float64)
             round_into(result[start:stop], wide)

@@ -103,7 +103,7 @@ def _limited(pattern: str) -> str:
             raise refused(pattern, f"of which {pattern[token.start() :][:8]!r} is not supported")
         if token[0].startswith("("):
             depths.append(0)
-        elif token[0] == ")":
+        elif token[0] == ")" and len(depths) > 1:
             inner = depths.pop() + pattern.startswith(("+", "*", "?", "{"), token.end())
             depths[-1] = max(depths[-1], inner)
     counts = [max(int(token["least"] or 1), int((token["most"] or ",1")[1:] or 1), 1) for token in tokens]

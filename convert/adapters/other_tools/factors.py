@@ -14,7 +14,7 @@ from typing import Any
 
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.config import parse_config
-from llmconv.convert.adapters.peft_file import to_adapter
+from llmconv.convert.adapters.peft_tensors import to_adapter
 from llmconv.convert.algebra.operations import LAYER_NUMBER, LISTED, listing
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.tensors import LazyTensor

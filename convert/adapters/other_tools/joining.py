@@ -9,7 +9,7 @@ import numpy as np
 from llmconv.convert.adapters.other_tools.factors import Factors
 from llmconv.convert.algebra.operations import concat
 from llmconv.errors import MalformedInput, UnsupportedInput
-from llmconv.tensors import Array, LazyTensor
+from llmconv.tensors import Array, DType, LazyTensor
 
 Combine = Callable[[Sequence[LazyTensor]], LazyTensor]
 
@@ -75,7 +75,7 @@ def _join(
     rank = first.rank * len(trained)
     blocks, column = [], 0
     for part, count in zip(found, counts, strict=True):
-        blocks.append(_placed(part.b if part else None, column, (count, rank), first.b))
+        blocks.append(padded_columns(part.b if part else None, column, (count, rank), first.b.dtype))
         column += part.rank if part else 0
     return Factors(
         concat([part.a for part in trained], 0),
@@ -85,13 +85,13 @@ def _join(
     )
 
 
-def _placed(part: LazyTensor | None, column: int, shape: tuple[int, int], like: LazyTensor) -> LazyTensor:
-    """Zeros of `shape` with `part` from `column` on."""
+def padded_columns(part: LazyTensor | None, column: int, shape: tuple[int, int], dtype: DType) -> LazyTensor:
+    """Zeros of `shape` with `part` in the columns from `column` on."""
 
     def rows(start: int, stop: int) -> Array:
-        whole = np.zeros((stop - start, shape[1]), like.dtype.numpy)
+        whole = np.zeros((stop - start, shape[1]), dtype.numpy)
         if part is not None:
             whole[:, column : column + part.shape[1]] = part.rows(start, stop)
         return whole
 
-    return LazyTensor(like.dtype, shape, rows)
+    return LazyTensor(dtype, shape, rows)

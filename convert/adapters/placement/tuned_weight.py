@@ -21,7 +21,7 @@ TILE_ELEMENTS = 1 << 18
 
 
 @dataclass
-class Once:
+class KeptUntilLastRow:
     """A value that many threads need for all rows of a tensor: made by the first, let go when every row was served.
 
     Attributes:
@@ -64,7 +64,7 @@ class Tuned:
     shape: Shape
     weight: float
     transposed: bool
-    needed: Once
+    needed: KeptUntilLastRow
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
         """Rows `start:stop` of the change, float64, of two dimensions; see `updates.Update`."""
@@ -122,10 +122,10 @@ def updates_of(
         learned = adapter.learned[module]
         complete = replace(learned, tensors={**drawn, **learned.tensors})
         tuner.require(complete, shape)
-        yield name, Tuned(tuner, complete, shape, weight, transposed, Once(current(name).num_rows))
+        yield name, Tuned(tuner, complete, shape, weight, transposed, KeptUntilLastRow(current(name).num_rows))
         bias = name.removesuffix("weight") + "bias"
         if tuner.scales_output and tuner.fit(learned)[0] is not None and has_bias(bias):
-            yield bias, Tuned(tuner, complete, (shape[0], 1), weight, False, Once(shape[0]))
+            yield bias, Tuned(tuner, complete, (shape[0], 1), weight, False, KeptUntilLastRow(shape[0]))
 
 
 def _lies(adapter: str, name: str, weight: LazyTensor, fit: Fit, turned: tuple[bool, bool]) -> tuple[Shape, bool]:

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from llmconv.convert.adapters.lora.experts import Slab, add_to_experts
-from llmconv.convert.adapters.rounding import round_into
-from llmconv.convert.adapters.weighted_sum import LowRank, add_low_rank
+from llmconv.convert.adapters.weighted_sum import LowRank, add_products
+from llmconv.convert.algebra.rounding import round_into
 from llmconv.tensors import Array, DType, LazyTensor
 
 
@@ -44,7 +44,7 @@ def add_changes(base: LazyTensor, changes: Sequence[Change], dtype: DType) -> La
     if slabs:
         return add_to_experts(base, slabs, dtype)
     if len(low_rank) == len(changes):
-        return add_low_rank(base, low_rank, dtype)
+        return add_products(base, low_rank, dtype)
     return _add_updates(base, [change for change in changes if not isinstance(change, Slab)], dtype)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 
-from llmconv.convert.adapters.weighted_sum import LowRank, add_low_rank
+from llmconv.convert.adapters.weighted_sum import LowRank, add_products
 from llmconv.convert.algebra.operations import listing, permute_rows, rename, require, rope_order, slice_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.accessory.config import Params
@@ -149,9 +148,7 @@ def _with_lora(parts: Tensors, owner: str, source: str) -> LazyTensor:
             f"the LoRA of `{owner}` in `{source}` does not fit: {list(b)} times {list(a)} for {list(weight.shape)}",
             hint="the base is another model's, or a matrix is missing; copy the folder again",
         )
-    changes = [LowRank(parts["lora_a"], parts["lora_b"], 1.0)]
-    merged = add_low_rank(weight, changes, weight.dtype)
-    return replace(merged, recast=lambda dtype: add_low_rank(weight, changes, dtype))
+    return add_products(weight, [LowRank(parts["lora_a"], parts["lora_b"], 1.0)])
 
 
 def _with_zero_biases(tensors: Tensors) -> Tensors:

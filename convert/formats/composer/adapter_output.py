@@ -11,7 +11,7 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.adapters.merging import merged
-from llmconv.convert.adapters.peft_file import to_adapter
+from llmconv.convert.adapters.peft_tensors import to_adapter
 from llmconv.convert.adapters.placement.edits import HEAD
 from llmconv.convert.adapters.placement.tensor_names import match_names
 from llmconv.convert.adapters.placement.vocabulary import says_tied

@@ -20,7 +20,7 @@ from llmconv.convert.adapters.other_tools import AdapterFormat
 from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.other_tools.joining import join_modules
 from llmconv.convert.adapters.other_tools.layer_sizes import Sizes, sizes_of
-from llmconv.convert.adapters.peft_file import CONFIG
+from llmconv.convert.adapters.peft_tensors import CONFIG
 from llmconv.convert.algebra.operations import listing, permute_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.mindformers import glm, gpt, llama

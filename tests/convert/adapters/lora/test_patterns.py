@@ -38,22 +38,7 @@ NAMES = st.text("ab1.", max_size=9)
 LONG = "model.layers.10.self_attn.q_proj" * 3
 
 
-READ_DIFFERENTLY = [
-    r"{",
-    r"}",
-    r"{,}",
-    r"{e}",
-    r"{e<=1}",
-    r"[",
-    r"]",
-    r"[[",
-    r"[]a]",
-    r"[[:a:]]",
-    r"[a&&b]",
-    r"[a--b]",
-    r"\b",
-    r"(?P<n>",
-]
+READ_DIFFERENTLY = [*"{}[]", "{,}", "{e}", "{e<=1}", "[[", "[]a]", "[[:a:]]", "[a&&b]", "[a--b]", r"\b", "(?P<n>"]
 """Syntax that has another meaning to `regex` than to `re`, or might have."""
 
 
