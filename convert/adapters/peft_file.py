@@ -23,13 +23,13 @@ def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = Fals
 
     Args:
         path: the folder, or its `adapter_model.*` file.
-        alpha: `lora_alpha` where the config does not carry it.
-        initial: the adapter as it was before training is given too, or this is that one.
+        alpha: `lora_alpha` if the config does not contain it.
+        initial: the adapter as it was before training is given too, or this is that adapter.
 
     Raises:
         InputRefused: config or weights are missing.
-        MalformedInput: incomplete pairs, wrong ranks, or values that are not finite.
-        UnsupportedInput: a kind of adapter that is not plain LoRA.
+        MalformedInput: incomplete pairs, mismatched ranks, or values that are not finite.
+        UnsupportedInput: a variant of LoRA that cannot be merged.
     """
     folder = path if path.is_dir() else path.parent
     if not (folder / CONFIG).is_file():
@@ -37,7 +37,7 @@ def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = Fals
     config = parse_config(read_json(folder / CONFIG), alpha, initial=initial)
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
-        raise InputRefused(f"`{folder}` holds no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
+        raise InputRefused(f"`{folder}` contains no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
     return to_adapter(folder, (weights,), config, read_tensors(weights))
 
 
@@ -58,15 +58,15 @@ def _not_an_adapter(path: Path) -> InputRefused:
 
 
 def read_tensors(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a `.safetensors` file, or of a torch file that holds one state dict.
+    """The tensors of a `.safetensors` file, or of a torch file with one state dict.
 
     Raises:
-        MalformedInput: the file does not hold that.
+        MalformedInput: a torch file with other content.
     """
     if path.suffix == ".safetensors":
         return dict(read_header(path).tensors)
     torch_file = open_torch_file(path)
     content = torch_file.content
     if not isinstance(content, dict) or not all(isinstance(value, TensorRef) for value in content.values()):
-        raise MalformedInput(f"`{path.name}` holds no plain state dict", hint="save the adapter again with PEFT")
+        raise MalformedInput(f"`{path.name}` is not a plain state dict", hint="save the adapter again with PEFT")
     return {str(name): torch_file.tensor(str(name), ref) for name, ref in content.items()}

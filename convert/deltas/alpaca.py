@@ -71,7 +71,7 @@ def _mean(tensor: LazyTensor) -> Array:
 
 
 @dataclass
-class Checksum:
+class WeightSum:
     """The sum of all weights, taken while they pass, and what it should be.
 
     Attributes:
@@ -110,7 +110,7 @@ class Checksum:
         return [f"{told}: is the base another one, or a file damaged?"]
 
 
-def checksum_of(folder: Path, config: Mapping[str, Any], *, mean_rows: bool) -> Checksum | None:
+def checksum_of(folder: Path, config: Mapping[str, Any], *, mean_rows: bool) -> WeightSum | None:
     """The checksum of a delta, where there is one.
 
     Args:
@@ -124,9 +124,9 @@ def checksum_of(folder: Path, config: Mapping[str, Any], *, mean_rows: bool) -> 
             number = float(path.read_text())
         except ValueError:
             number = float("nan")
-        return Checksum(f"`{CHECKSUM}`", number, rotary_sum(config)) if isfinite(number) else None
+        return WeightSum(f"`{CHECKSUM}`", number, rotary_sum(config)) if isfinite(number) else None
     if mean_rows and all(config.get(name) == value for name, value in SEVEN_BILLION.items()):
-        return Checksum("Stanford's script for Alpaca 7B", SEVEN_BILLION_SUM, rotary_sum(config))
+        return WeightSum("Stanford's script for Alpaca 7B", SEVEN_BILLION_SUM, rotary_sum(config))
     return None
 
 

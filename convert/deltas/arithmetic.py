@@ -17,10 +17,10 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint, open_weights, read_json, read_side_files
 from llmconv.convert.adapters.placement.edits import HEAD
-from llmconv.convert.adapters.placement.vocabulary import find_embedding, says_tied, set_everywhere
+from llmconv.convert.adapters.placement.vocabulary import find_embedding, is_tied, set_everywhere
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.deltas.additive import added, all_rounded, rounded, wider
-from llmconv.convert.deltas.alpaca import Checksum, begins_at_mean, checksum_of, with_mean_rows
+from llmconv.convert.deltas.alpaca import WeightSum, begins_at_mean, checksum_of, with_mean_rows
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
 from llmconv.convert.models.completeness import DROPPED
 from llmconv.convert.models.config_file import without_code
@@ -56,7 +56,7 @@ def open_difference(folder: Path) -> Checkpoint:
     return Checkpoint(folder, "delta", kept, config, read_side_files(folder))
 
 
-def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Checkpoint, Checksum | None]:
+def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Checkpoint, WeightSum | None]:
     """The tuned model: base + delta, with the delta's config and side files where it has them; and its checksum.
 
     Raises:
@@ -82,7 +82,7 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
     warnings += [f"dropped {listing(dropped)} from the configuration: no code comes from a delta"] if dropped else []
     if embedding := find_embedding(below):
         set_everywhere(config, "vocab_size", above[embedding].num_rows)
-    if HEAD in below and says_tied(config):
+    if HEAD in below and is_tied(config):
         set_everywhere(config, "tie_word_embeddings", False)
     checksum = checksum_of(delta.path, config, mean_rows=by_mean)
     tensors = all_rounded(checksum.watched(sums) if checksum else sums, kept, dtype)
@@ -99,10 +99,10 @@ def _files(base: Mapping[str, bytes], delta: Mapping[str, bytes]) -> dict[str, b
     return {**kept, **delta}
 
 
-Tensors = Mapping[str, LazyTensor]
+NamedTensors = Mapping[str, LazyTensor]
 
 
-def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[Tensors, Tensors]:
+def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[NamedTensors, NamedTensors]:
     """The tensors of both, without buffers; a head that only one of them stores is the embedding of the other.
 
     Raises:
@@ -112,7 +112,7 @@ def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[Tensors, Tensors]:
     above = dict(delta.tensors)
     for one, other in ((below, above), (above, below)):
         config, embedding = base.config if one is below else delta.config or base.config, find_embedding(one)
-        if HEAD in other and HEAD not in one and embedding and says_tied(config):
+        if HEAD in other and HEAD not in one and embedding and is_tied(config):
             one[HEAD] = one[embedding]
     for one, other, problem in ((below, above, "the delta lacks"), (above, below, "the base lacks")):
         if missing := [name for name in one if name not in other]:
@@ -123,7 +123,7 @@ def _same_names(base: Checkpoint, delta: Checkpoint) -> tuple[Tensors, Tensors]:
     return below, {name: above[name] for name in below}
 
 
-def _check_shapes(base: Checkpoint, delta: Checkpoint, below: Tensors, above: Tensors) -> None:
+def _check_shapes(base: Checkpoint, delta: Checkpoint, below: NamedTensors, above: NamedTensors) -> None:
     odd = [
         f"{name} {list(above[name].shape)} for {list(below[name].shape)}"
         for name in below
@@ -155,7 +155,7 @@ def _halved(base: LazyTensor, delta: LazyTensor, result: DType) -> LazyTensor:
     return rounded(base, result) if delta.dtype == result == BY_NAME["float16"] else base
 
 
-def _begin_at_mean(below: Tensors, above: Tensors) -> bool:
+def _begin_at_mean(below: NamedTensors, above: NamedTensors) -> bool:
     """Whether the tokens that the base lacks are told from the mean of the others, as Stanford Alpaca's are."""
     name = find_embedding(below)
     if name is None or below[name].num_rows >= above[name].num_rows:
@@ -163,7 +163,7 @@ def _begin_at_mean(below: Tensors, above: Tensors) -> bool:
     return begins_at_mean(below[name], above[name])
 
 
-def _grown(below: Tensors, above: Tensors, *, by_mean: bool) -> list[str]:
+def _grown(below: NamedTensors, above: NamedTensors, *, by_mean: bool) -> list[str]:
     """A warning where the delta has more tokens than the base."""
     rows = {(below[name].num_rows, above[name].num_rows) for name in below if _is_vocabulary(name)}
     told = "as the mean of the others, as for Stanford Alpaca" if by_mean else "as zeros, as for FastChat"
@@ -174,7 +174,7 @@ def _grown(below: Tensors, above: Tensors, *, by_mean: bool) -> list[str]:
     ]
 
 
-def _require_delta(below: Tensors, above: Tensors, delta: Checkpoint) -> None:
+def _require_delta(below: NamedTensors, above: NamedTensors, delta: Checkpoint) -> None:
     """Refuses a delta whose last norm is nearly the base's: it is a whole model."""
     name: Any = next((name for name in below if name.endswith(NORM) and ".layers." not in name), None)
     if name is None:

@@ -22,9 +22,9 @@ from llmconv.convert.adapters.placement.edits import HEAD
 from llmconv.convert.adapters.placement.vocabulary import find_embedding
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.deltas import DELTA_FILE
-from llmconv.convert.deltas.exact_file import Source, Stored, open_frames
-from llmconv.convert.deltas.exact_format import NEW_ROW_LIMIT, TENSORS_LIMIT, Told, frame_pieces
-from llmconv.convert.deltas.ulp_difference import tells_of
+from llmconv.convert.deltas.exact_file import BaseTensor, DeltaTensor, open_frames
+from llmconv.convert.deltas.exact_format import NEW_ROW_LIMIT, TENSORS_LIMIT, PredictedTensor, frame_pieces
+from llmconv.convert.deltas.ulp_difference import can_predict
 from llmconv.convert.models.config_file import without_code
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.output.plan import Plan, Shard, json_bytes, plan_checkpoint
@@ -69,18 +69,18 @@ def _frame_names(count: int) -> list[str]:
     return ["delta.zst"] if count == 1 else [f"delta-{number:05}-of-{count:05}.zst" for number in range(1, count + 1)]
 
 
-def _told(name: str, tensor: LazyTensor, base: Checkpoint) -> Told:
+def _told(name: str, tensor: LazyTensor, base: Checkpoint) -> PredictedTensor:
     """From the tensor of the same name; a head of its own from the embedding that was the head before."""
     embedding = find_embedding(base)
     source = embedding if name == HEAD and name not in base and embedding else name
-    if source in base and tells_of(base[source], tensor.dtype, tensor.shape):
-        return Told(tensor, source, base[source])
+    if source in base and can_predict(base[source], tensor.dtype, tensor.shape):
+        return PredictedTensor(tensor, source, base[source])
     if prod(tensor.shape[1:]) * tensor.dtype.itemsize > NEW_ROW_LIMIT:
         raise UnsupportedInput(
             f"`{name}` is new, and one row of it has more than {NEW_ROW_LIMIT:,} bytes",
             hint="publish the tuned model as it is",
         )
-    return Told(tensor)
+    return PredictedTensor(tensor)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ExactDelta:
     """
 
     path: Path
-    stored: Mapping[str, Stored]
+    stored: Mapping[str, DeltaTensor]
     base_name: str
     config: dict[str, object]
     side_files: Mapping[str, bytes]
@@ -139,7 +139,7 @@ class ExactDelta:
                 f"{len(different)} of {len(sources)} tensors have other values: {listing(different)}"
             )
 
-    def _sources(self) -> dict[str, Source]:
+    def _sources(self) -> dict[str, BaseTensor]:
         return {one.base.name: one.base for one in self.stored.values() if one.base}
 
     def _other_base(self, problem: str) -> InputRefused:
@@ -149,7 +149,7 @@ class ExactDelta:
         )
 
 
-def _different(sources: Mapping[str, Source], base: Checkpoint) -> list[str]:
+def _different(sources: Mapping[str, BaseTensor], base: Checkpoint) -> list[str]:
     """The names of those of the base's tensors that have another sha256."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         digests = {name: pool.submit(copy_context().run, _sha256, base[name]) for name in sources}
@@ -176,7 +176,7 @@ def open_exact(folder: Path) -> ExactDelta:
             f"`{folder.name}` is a delta of version {str(content.get('version'))[:20]!r}, this llmconv reads {VERSION}",
             hint="apply it with a later llmconv",
         )
-    files, stored = content.get("files"), dict[str, Stored]()
+    files, stored = content.get("files"), dict[str, DeltaTensor]()
     if not isinstance(files, list) or not all(isinstance(name, str) and Path(name).name == name for name in files):
         raise MalformedInput(f"`{DELTA_FILE}` does not list its files", hint="copy the delta again")
     for name in files:

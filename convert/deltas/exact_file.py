@@ -16,7 +16,7 @@ import numpy as np
 import zstandard
 
 from llmconv.convert.deltas.exact_format import END, INDEX_LIMIT, MAGIC, NEW_ROW_LIMIT, TAIL
-from llmconv.convert.deltas.ulp_difference import from_planes, guess_rows, known_rows, moved, tells_of
+from llmconv.convert.deltas.ulp_difference import can_predict, from_planes, known_rows, predicted_rows, with_differences
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.checksums import Record, combine, crc32
 from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor, read_exactly
@@ -43,7 +43,7 @@ def _has_other_values(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Source:
+class BaseTensor:
     """The base's tensor that another is told from: its name, and what it must be."""
 
     name: str
@@ -53,7 +53,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RowBlock:
     """Some rows of a tensor: position and size of their frame, CRC-32 of the tuned rows and of the base's."""
 
     position: int
@@ -63,7 +63,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Stored:
+class DeltaTensor:
     """One tensor as a delta file holds it.
 
     Attributes:
@@ -78,8 +78,8 @@ class Stored:
     dtype: DType
     shape: tuple[int, ...]
     rows: int
-    blocks: tuple[Block, ...]
-    base: Source | None
+    blocks: tuple[RowBlock, ...]
+    base: BaseTensor | None
 
     def over(self, base: LazyTensor | None, other_base: OtherBase | None = None) -> LazyTensor:
         """The tuned tensor: the base's own, with the checksum that it must have, where all of its rows are the base's.
@@ -101,8 +101,8 @@ class Stored:
 
     def _keeps(self, base: LazyTensor) -> bool:
         """Whether there are rows, and every one is as in the base."""
-        moved = any(block.size or block.crc != block.base_crc for block in self.blocks)
-        return bool(base.nbytes) and (self.dtype, self.shape) == (base.dtype, base.shape) and not moved
+        with_differences = any(block.size or block.crc != block.base_crc for block in self.blocks)
+        return bool(base.nbytes) and (self.dtype, self.shape) == (base.dtype, base.shape) and not with_differences
 
     def _base_crc(self) -> int:
         """CRC-32 of all rows of a base that has as many."""
@@ -125,11 +125,11 @@ class Stored:
             return np.empty((0, *self.shape[1:]), self.dtype.numpy)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _restored(self, block: Block, known: Array | None, shape: tuple[int, ...]) -> Array:
-        rows = guess_rows(known, self.dtype, shape)
+    def _restored(self, block: RowBlock, known: Array | None, shape: tuple[int, ...]) -> Array:
+        rows = predicted_rows(known, self.dtype, shape)
         if block.size:
             content = self._unpacked(block.position, block.size, prod(shape) * self.dtype.itemsize)
-            rows = moved(rows, from_planes(content, self.dtype.itemsize))
+            rows = with_differences(rows, from_planes(content, self.dtype.itemsize))
         crc = block.base_crc if rows is known else crc32(as_bytes(rows))  # the base's rows were compared already
         if crc != block.crc:
             _refuse(self.path, "does not give the rows that it was made from")
@@ -149,7 +149,7 @@ class Stored:
             ) from error
 
 
-def open_frames(path: Path) -> dict[str, Stored]:
+def open_frames(path: Path) -> dict[str, DeltaTensor]:
     """The tensors of one file of an exact delta, in order; only its index is read.
 
     Raises:
@@ -163,7 +163,7 @@ def open_frames(path: Path) -> dict[str, Stored]:
     entries = content.get("tensors") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
         _refuse(path, "has an index without tensors")
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, DeltaTensor] = {}
     position = 0
     for name, entry in entries.items():
         if not isinstance(entry, dict) or not name or len(name) > NAME_LIMIT or not name.isprintable():
@@ -191,7 +191,7 @@ def _index_text(path: Path) -> tuple[int, bytes]:
         return begin, file.read(length)
 
 
-def _stored(path: Path, name: str, entry: Mapping[str, Any], position: int) -> Stored:
+def _stored(path: Path, name: str, entry: Mapping[str, Any], position: int) -> DeltaTensor:
     dtype, shape = _kind(path, name, entry)
     rows, blocks, base = entry.get("rows"), entry.get("blocks"), entry.get("base")
     if not _natural(rows) or not rows or not isinstance(blocks, list):
@@ -206,17 +206,17 @@ def _stored(path: Path, name: str, entry: Mapping[str, Any], position: int) -> S
     if not known or len(blocks) != count:
         _refuse(path, f"has {len(blocks)} blocks for `{name}`, its shape needs {count}")
     starts = accumulate((block[0] for block in blocks), initial=position)
-    placed = tuple(Block(start, *block) for start, block in zip(starts, blocks, strict=False))
-    return Stored(path, dtype, shape, rows, placed, _source(path, name, base, dtype, shape))
+    placed = tuple(RowBlock(start, *block) for start, block in zip(starts, blocks, strict=False))
+    return DeltaTensor(path, dtype, shape, rows, placed, _source(path, name, base, dtype, shape))
 
 
-def _source(path: Path, name: str, base: Any, dtype: DType, shape: tuple[int, ...]) -> Source | None:
+def _source(path: Path, name: str, base: Any, dtype: DType, shape: tuple[int, ...]) -> BaseTensor | None:
     if base is None:
         return None
     if not isinstance(base, dict) or not isinstance(base.get("name"), str) or not isinstance(base.get("sha256"), str):
         _refuse(path, f"does not say what `{name}` is told from")
-    source = Source(base["name"], *_kind(path, base["name"], base), base["sha256"])
-    if not tells_of(LazyTensor(source.dtype, source.shape, lambda start, stop: np.empty(0)), dtype, shape):
+    source = BaseTensor(base["name"], *_kind(path, base["name"], base), base["sha256"])
+    if not can_predict(LazyTensor(source.dtype, source.shape, lambda start, stop: np.empty(0)), dtype, shape):
         _refuse(path, f"tells `{name}` from a tensor of another kind")
     return source
 

@@ -15,10 +15,10 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.placement.edits import HEAD
 from llmconv.convert.adapters.placement.targets import CONV1D, CONV1D_TYPES
-from llmconv.convert.adapters.placement.vocabulary import find_embedding, says_tied
+from llmconv.convert.adapters.placement.vocabulary import find_embedding, is_tied
 from llmconv.convert.algebra.operations import equal, listing
-from llmconv.convert.deltas.low_rank_factors import Factors, Share
-from llmconv.convert.deltas.singular_vectors import Change
+from llmconv.convert.deltas.low_rank_factors import CapturedNorm, FactoredChanges
+from llmconv.convert.deltas.singular_vectors import MatrixChange
 from llmconv.convert.models.blueprint.blueprint import blueprint
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
 from llmconv.convert.models.completeness import DROPPED
@@ -47,7 +47,7 @@ class LowRankDelta:
     plan: Plan
     products: tuple[str, ...]
     whole: tuple[str, ...]
-    factors: Factors
+    factors: FactoredChanges
 
     def captured(self) -> dict[str, float]:
         """‖B·A‖ / ‖tuned − base‖ of each product."""
@@ -56,7 +56,7 @@ class LowRankDelta:
     def captured_overall(self) -> float:
         """The same of all products together."""
         shares = [self.factors.share(name) for name in self.products]
-        return Share(sum(share.held for share in shares), sum(share.change for share in shares)).captured
+        return CapturedNorm(sum(share.held for share in shares), sum(share.change for share in shares)).captured
 
 
 def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) -> LowRankDelta:
@@ -75,8 +75,8 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
         raise UsageProblem(f"`--rank {rank}` is not possible", hint="give a positive number, such as 16")
     below, above = _effective(base), _effective(tuned)
     products, whole = _sorted(base, below, above)
-    changes = {name: Change(below[name], above[name]) for name in products}
-    factors = Factors(changes, {name: min(rank, *changes[name].shape) for name in products})
+    changes = {name: MatrixChange(below[name], above[name]) for name in products}
+    factors = FactoredChanges(changes, {name: min(rank, *changes[name].shape) for name in products})
     turned = {name for name in products if _is_turned(base, name)}
     tensors: dict[str, LazyTensor] = {}
     for name in products:
@@ -101,15 +101,15 @@ def _effective(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
         raise UnsupportedInput(f"`{checkpoint.path.name}` is quantized", hint=EXACT)
     tensors = {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
     embedding = find_embedding(tensors)
-    if HEAD not in tensors and embedding and says_tied(checkpoint.config):
+    if HEAD not in tensors and embedding and is_tied(checkpoint.config):
         tensors[HEAD] = tensors[embedding]
     return tensors
 
 
-Tensors = Mapping[str, LazyTensor]
+NamedTensors = Mapping[str, LazyTensor]
 
 
-def _sorted(base: Checkpoint, below: Tensors, above: Tensors) -> tuple[list[str], list[str]]:
+def _sorted(base: Checkpoint, below: NamedTensors, above: NamedTensors) -> tuple[list[str], list[str]]:
     """The names of changed tensors: those that get a product, and those that are stored whole.
 
     Raises:
@@ -127,7 +127,7 @@ def _sorted(base: Checkpoint, below: Tensors, above: Tensors) -> tuple[list[str]
             f"transformers knows by other names what changed in {len(odd)} tensors: {listing(odd)}",
             hint=EXACT,
         )
-    routers, own_head = _beside_experts(above), HEAD in base and not says_tied(base.config)
+    routers, own_head = _beside_experts(above), HEAD in base and not is_tied(base.config)
     products = [
         name
         for name in changed
@@ -141,7 +141,7 @@ def _sorted(base: Checkpoint, below: Tensors, above: Tensors) -> tuple[list[str]
     return products, _with_siblings([name for name in changed if name not in products], above)
 
 
-def _with_siblings(whole: list[str], above: Tensors) -> list[str]:
+def _with_siblings(whole: list[str], above: NamedTensors) -> list[str]:
     """PEFT stores saved modules with all their parameters; the bias of a linear layer goes alone."""
     modules = [_module(name) for name in whole if not _is_linear_bias(name, above)]
     return [name for name in above if name in whole or (_module(name) in modules and not _is_linear_bias(name, above))]
@@ -156,12 +156,12 @@ def _is_linear(name: str, tensor: LazyTensor) -> bool:
     return name.endswith(".weight") and len(tensor.shape) == 2 and not is_embedding
 
 
-def _beside_experts(tensors: Tensors) -> set[str]:
+def _beside_experts(tensors: NamedTensors) -> set[str]:
     """The modules that hold experts; a weight that lies in one chooses among them, and PEFT only saves it whole."""
     return {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
 
 
-def _is_linear_bias(name: str, tensors: Tensors) -> bool:
+def _is_linear_bias(name: str, tensors: NamedTensors) -> bool:
     weight = f"{_module(name)}.weight"
     return name.endswith(".bias") and weight in tensors and _is_linear(weight, tensors[weight])
 
@@ -186,7 +186,9 @@ def _is_turned(base: Checkpoint, name: str) -> bool:
     return base.config.get("model_type") in CONV1D_TYPES and name.split(".")[-2] in CONV1D
 
 
-def _pair(name: str, change: Change, rank: int, factors: Factors, *, turned: bool) -> dict[str, LazyTensor]:
+def _pair(
+    name: str, change: MatrixChange, rank: int, factors: FactoredChanges, *, turned: bool
+) -> dict[str, LazyTensor]:
     """A and B of one weight, in float32."""
     rows, columns = change.shape
 
@@ -213,7 +215,7 @@ def _stored_name(name: str, products: list[str]) -> str:
 
 
 def _adapter_config(
-    base: Checkpoint, rank: int, changes: Mapping[str, Change], whole: list[str], *, turned: bool
+    base: Checkpoint, rank: int, changes: Mapping[str, MatrixChange], whole: list[str], *, turned: bool
 ) -> dict[str, Any]:
     small = {_module(name): min(change.shape) for name, change in changes.items() if min(change.shape) < rank}
     biases = [name for name in whole if _is_linear_bias(name, base)]
@@ -238,7 +240,9 @@ def _adapter_config(
     }
 
 
-def _warnings(base: Checkpoint, tuned: Checkpoint, below: Tensors, above: Tensors, whole: list[str]) -> list[str]:
+def _warnings(
+    base: Checkpoint, tuned: Checkpoint, below: NamedTensors, above: NamedTensors, whole: list[str]
+) -> list[str]:
     names = sorted({*base.config, *tuned.config} - {*TRACES})
     odd = [name for name in names if base.config.get(name) != tuned.config.get(name)]
     warnings = [f"an adapter does not carry what else changed in the config: {listing(odd)}"] if odd else []

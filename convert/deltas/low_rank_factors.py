@@ -16,7 +16,7 @@ from threading import Lock
 import numpy as np
 
 from llmconv.convert.algebra.blas_threads import single_threaded
-from llmconv.convert.deltas.singular_vectors import Change, largest_vectors, not_finite
+from llmconv.convert.deltas.singular_vectors import MatrixChange, largest_vectors, not_finite
 from llmconv.tensors import Array
 
 KEPT = 8
@@ -30,7 +30,7 @@ the share of that side which `rank` may be at most for less."""
 
 
 @dataclass(frozen=True)
-class Share:
+class CapturedNorm:
     """Squared Frobenius norms: of the change, and of what the product holds of it."""
 
     held: float
@@ -42,7 +42,7 @@ class Share:
         return sqrt(min(1.0, self.held / self.change)) if self.change else 1.0
 
 
-class Factors:
+class FactoredChanges:
     """The products of many changes, each computed when one of its halves is first asked for, one at a time.
 
     Args:
@@ -50,9 +50,9 @@ class Factors:
         ranks: the width of each product.
     """
 
-    def __init__(self, changes: Mapping[str, Change], ranks: Mapping[str, int]) -> None:
+    def __init__(self, changes: Mapping[str, MatrixChange], ranks: Mapping[str, int]) -> None:
         self._changes, self._ranks = changes, ranks
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, CapturedNorm] = {}
         self._recent: OrderedDict[str, tuple[Array, Array]] = OrderedDict()
         self._lock = Lock()
 
@@ -71,15 +71,15 @@ class Factors:
                     self._recent.popitem(last=False)
             return self._recent[name]
 
-    def share(self, name: str) -> Share:
+    def share(self, name: str) -> CapturedNorm:
         """How much of a change its product holds."""
         if name not in self._shares:
             self.of(name)
         return self._shares[name]
 
 
-def factored(name: str, change: Change, rank: int) -> tuple[Array, Array, Share]:
-    """left, right and the share that their product holds; see `Factors.of`."""
+def factored(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, CapturedNorm]:
+    """left, right and the share that their product holds; see `FactoredChanges.of`."""
     rows, columns = change.shape
     if rows * columns > DENSE and min(rows, columns) > THIN and SPARSE * rank <= min(rows, columns):
         found = largest_vectors(name, change, rank)
@@ -89,13 +89,13 @@ def factored(name: str, change: Change, rank: int) -> tuple[Array, Array, Share]
         left, right, total = _dense(name, change, rank)
     # One side is orthonormal, the other as long as the singular values; √σ for each.
     values = np.linalg.norm(left, axis=0) * np.linalg.norm(right, axis=1)
-    share = Share(float(np.square(values).sum()), total)
+    share = CapturedNorm(float(np.square(values).sum()), total)
     root = np.sqrt(np.where(values > 0, values, 1))
     upper, lower = (root, 1 / root) if rows < columns else (1 / root, root)
     return (left * upper).astype(np.float32), (right * lower[:, None]).astype(np.float32), share
 
 
-def _dense(name: str, change: Change, rank: int) -> tuple[Array, Array, float]:
+def _dense(name: str, change: MatrixChange, rank: int) -> tuple[Array, Array, float]:
     """The two halves of D·Q·Qᵀ, or of Q·Qᵀ·D where D is wider than high, in float64, and the squared norm of D.
 
     Q is from all eigenvectors of the smaller of D·Dᵀ and Dᵀ·D.

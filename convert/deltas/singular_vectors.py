@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmconv.convert.algebra.rounding import widen
-from llmconv.convert.deltas.tiled_products import product, turned_product
+from llmconv.convert.deltas.tiled_products import product, transposed_product
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 
@@ -33,7 +33,7 @@ TINY = 1e-5
 
 
 @dataclass(frozen=True)
-class Change:
+class MatrixChange:
     """One linear weight before and after, of one shape (rows×columns)."""
 
     base: LazyTensor
@@ -57,7 +57,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Largest:
+class SingularVectors:
     """What belongs to the largest singular values of D, the largest first.
 
     Attributes:
@@ -71,7 +71,7 @@ class Largest:
     total: float
 
 
-Product = Callable[[Array], Array]
+MatrixProduct = Callable[[Array], Array]
 
 
 def not_finite(name: str) -> UnsupportedInput:
@@ -79,14 +79,14 @@ def not_finite(name: str) -> UnsupportedInput:
     return UnsupportedInput(f"the change of `{name}` is not finite", hint="extract an exact delta, without `--rank`")
 
 
-def largest_vectors(name: str, change: Change, rank: int) -> Largest:
+def largest_vectors(name: str, change: MatrixChange, rank: int) -> SingularVectors:
     """The `rank` largest singular values and their vectors, in float64, as near as the module says.
 
     Raises:
         UnsupportedInput: the change is not finite.
     """
     matrix = _Matrix(name, change)
-    both: tuple[Product, Product] = matrix.times, matrix.turned_times
+    both: tuple[MatrixProduct, MatrixProduct] = matrix.times, matrix.turned_times
     ahead, back = both if change.shape[0] >= change.shape[1] else both[::-1]
     start = np.random.default_rng(0).standard_normal((min(change.shape), rank + SPARE)).astype(np.float32)
     known, gram = _krylov(_orthonormal(start), ahead, back, rank)
@@ -94,10 +94,10 @@ def largest_vectors(name: str, change: Change, rank: int) -> Largest:
     # One more step in float64 gives back what float32 lost of a change that is of low rank.
     basis = np.linalg.qr(ahead(best))[0]
     left, values, right = np.linalg.svd(back(basis), full_matrices=False)
-    return Largest(left, product(basis, right.T * values * matrix.scale), matrix.total)
+    return SingularVectors(left, product(basis, right.T * values * matrix.scale), matrix.total)
 
 
-def _krylov(block: Array, ahead: Product, back: Product, rank: int) -> tuple[Array, Array]:
+def _krylov(block: Array, ahead: MatrixProduct, back: MatrixProduct, rank: int) -> tuple[Array, Array]:
     """An orthonormal basis of the span of `block`, (DᵀD)·`block`, …; the inner products of its images under D."""
     known, images, gram, before = np.empty((len(block), 0), np.float32), None, np.empty((0, 0)), 0.0
     for _ in range(DEPTH):
@@ -117,16 +117,16 @@ def _krylov(block: Array, ahead: Product, back: Product, rank: int) -> tuple[Arr
 def _with_products(gram: Array, images: Array) -> Array:
     """The inner products of all columns in float64, those of the first being there."""
     there = len(gram)
-    more = turned_product(images, images[:, there:].astype(np.float64))
+    more = transposed_product(images, images[:, there:].astype(np.float64))
     return np.hstack([np.vstack([gram, more[:there].T]), more])
 
 
 def _orthogonal(block: Array, known: Array) -> Array:
     """An orthonormal basis of what `block` has beyond the span of `known`; no columns where that is rounding alone."""
     least = TINY * np.linalg.norm(block, axis=0).max(initial=0)
-    rest = block - product(known, turned_product(known, block))
+    rest = block - product(known, transposed_product(known, block))
     basis = _orthonormal(rest, least)
-    return _orthonormal(basis - product(known, turned_product(known, basis)), 0.5)
+    return _orthonormal(basis - product(known, transposed_product(known, basis)), 0.5)
 
 
 def _orthonormal(block: Array, least: float = 0.0) -> Array:
@@ -137,7 +137,7 @@ def _orthonormal(block: Array, least: float = 0.0) -> Array:
     """
     wide = block.astype(np.float64)
     for _ in range(2):
-        values, vectors = np.linalg.eigh(turned_product(wide, wide))
+        values, vectors = np.linalg.eigh(transposed_product(wide, wide))
         long = values > max(least * least, 1e-12 * values.max(initial=0))
         wide = product(wide, vectors[:, long] / np.sqrt(values[long]))
         least = 0.0
@@ -152,7 +152,7 @@ class _Matrix:
         scale: that power, 1 where no product comes near the ends of float32.
     """
 
-    def __init__(self, name: str, change: Change) -> None:
+    def __init__(self, name: str, change: MatrixChange) -> None:
         rows, columns = change.shape
         self._change, self.scale, self.total = change, 1.0, 0.0
         self._kept: list[Array] | None = [] if 4 * rows * columns <= MEMORY else None
@@ -187,6 +187,6 @@ class _Matrix:
         total = np.zeros((self._change.shape[1], left.shape[1]), left.dtype)
         start = 0
         for part in self._parts():
-            total += turned_product(part, left[start : start + len(part)])
+            total += transposed_product(part, left[start : start + len(part)])
             start += len(part)
         return total

@@ -38,7 +38,7 @@ def product(left: Array, right: Array) -> Array:
     return result
 
 
-def turned_product(left: Array, right: Array) -> Array:
+def transposed_product(left: Array, right: Array) -> Array:
     """`left`ᵀ @ `right`, in the wider of their dtypes; see `product`."""
     height, width = TURNED
     result = np.zeros((left.shape[1], right.shape[1]), np.result_type(left, right))

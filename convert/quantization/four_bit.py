@@ -44,7 +44,7 @@ LARGE = 1e38
 
 
 @dataclass(frozen=True)
-class Nested:
+class NestedScales:
     """Scales that are codes themselves.
 
     Attributes:
@@ -61,7 +61,7 @@ class Nested:
 
 
 @dataclass(frozen=True, eq=False)
-class FourBit(PackedWeight):
+class FourBitWeight(PackedWeight):
     """value = quant_map[code] · scale of its block.
 
     Attributes:
@@ -70,7 +70,7 @@ class FourBit(PackedWeight):
     """
 
     block: int
-    nested: Nested | None
+    nested: NestedScales | None
 
     @cached_property
     def code_values(self) -> Array:
@@ -126,7 +126,7 @@ class FourBit(PackedWeight):
             parts |= self._nested_parts(weight, self.nested)
         return replace(self, parts={**self.parts, **parts})
 
-    def _nested_parts(self, weight: LazyTensor, nested: Nested) -> dict[str, LazyTensor]:
+    def _nested_parts(self, weight: LazyTensor, nested: NestedScales) -> dict[str, LazyTensor]:
         """The scales of the scales, and the codes of the scales (`quantize_blockwise` of bitsandbytes)."""
         absmax = self.parts[f"{self.name}.absmax"]
         code = self._table(nested.map)
@@ -193,7 +193,7 @@ def _above(bounds: Array, values: Array) -> Array:
     return count
 
 
-def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str) -> FourBit:
+def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str) -> FourBitWeight:
     """The weight called `name`, whose state is the tensor `state_name`.
 
     Raises:
@@ -216,15 +216,15 @@ def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str)
         wanted[".nested_quant_map"] = ((256,), ("float32",))
     for end, (size, dtypes) in wanted.items():
         parts[name + end] = require(part(tensors, name + end, name), name + end, size, dtypes)
-    return FourBit(name, parts, shape, block, nested)
+    return FourBitWeight(name, parts, shape, block, nested)
 
 
-def _nested(state: Mapping[str, Any], name: str, source: str) -> Nested:
+def _nested(state: Mapping[str, Any], name: str, source: str) -> NestedScales:
     offset = state.get("nested_offset")
     if not isinstance(offset, int | float) or not -LARGE < offset < LARGE:
         refuse(source, "has a `nested_offset` that is no number")
     block = _size(state, "nested_blocksize", source, BLOCK_SIZES)
-    return Nested(f"{name}.nested_absmax", f"{name}.nested_quant_map", float(offset), block)
+    return NestedScales(f"{name}.nested_absmax", f"{name}.nested_quant_map", float(offset), block)
 
 
 def _read_state(tensor: LazyTensor, name: str) -> dict[str, Any]:

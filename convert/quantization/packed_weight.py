@@ -58,7 +58,7 @@ class PackedWeight(ABC):
             refuse(self.name, "has scales so large that its values are infinite")
 
 
-def remembered(tensor: LazyTensor) -> LazyTensor:
+def with_recent_rows(tensor: LazyTensor) -> LazyTensor:
     """A computed tensor whose last small ranges of rows stay in memory: codes and scales are made from the same ones.
 
     The arrays are shared, so they are not to be written to.

@@ -11,9 +11,9 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.placement.targets import CONV1D, CONV1D_TYPES
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.models.dtype import with_dtype
-from llmconv.convert.quantization.methods import Method, methods
-from llmconv.convert.quantization.packed_weight import PackedWeight, remembered
-from llmconv.convert.quantization.transposed import turned
+from llmconv.convert.quantization.methods import QuantizationMethod, methods
+from llmconv.convert.quantization.packed_weight import PackedWeight, with_recent_rows
+from llmconv.convert.quantization.transposed import transposed_weight
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 
@@ -36,7 +36,7 @@ class QuantizedBase:
     """
 
     stored: Checkpoint
-    method: Method
+    method: QuantizationMethod
     weights: Mapping[str, PackedWeight]
     plain: Checkpoint
 
@@ -70,7 +70,7 @@ class QuantizedBase:
         """
         self._require_in_place(merged)
         changed = {
-            name: weight.requantized(remembered(merged[name]))
+            name: weight.requantized(with_recent_rows(merged[name]))
             for name, weight in self.weights.items()
             if merged[name] is not self.plain[name]
         }
@@ -132,10 +132,12 @@ def quantized_base(checkpoint: Checkpoint) -> QuantizedBase | None:
 def _as_model(checkpoint: Checkpoint, weight: PackedWeight) -> PackedWeight:
     """The weight as the plain model holds it."""
     is_conv1d = checkpoint.config.get("model_type") in CONV1D_TYPES and weight.name.rpartition(".")[0].endswith(CONV1D)
-    return turned(weight) if is_conv1d and len(weight.shape) == 2 else weight
+    return transposed_weight(weight) if is_conv1d and len(weight.shape) == 2 else weight
 
 
-def _plain(checkpoint: Checkpoint, method: Method, weights: Mapping[str, PackedWeight]) -> dict[str, LazyTensor]:
+def _plain(
+    checkpoint: Checkpoint, method: QuantizationMethod, weights: Mapping[str, PackedWeight]
+) -> dict[str, LazyTensor]:
     """The tensors with each quantized weight where its first part was."""
     home = {part: name for name, weight in weights.items() for part in weight.parts}
     tensors: dict[str, LazyTensor] = {}
@@ -162,7 +164,7 @@ def method_name(config: Mapping[str, Any]) -> str | None:
     return str(name)
 
 
-def _method(config: Mapping[str, Any]) -> Method:
+def _method(config: Mapping[str, Any]) -> QuantizationMethod:
     name = str(method_name(config))
     if name not in methods() or not isinstance(config[FIELD], Mapping):
         raise UnsupportedInput(

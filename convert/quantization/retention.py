@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, PackedWeight, remembered
+from llmconv.convert.quantization.packed_weight import TILE_ELEMENTS, PackedWeight, with_recent_rows
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -20,7 +20,7 @@ ENOUGH = 0.5
 step: below, most of it is lost, or most of what changes is rounding."""
 
 
-class Change(NamedTuple):
+class UpdateSums(NamedTuple):
     """Sums over elements, of what was asked for (ΔW) and of what came out (W'_q - W_q).
 
     Attributes:
@@ -59,10 +59,10 @@ class Retention:
         weights: by plain name.
     """
 
-    weights: Mapping[str, Change]
+    weights: Mapping[str, UpdateSums]
 
     @property
-    def total(self) -> Change:
+    def total(self) -> UpdateSums:
         """Over all weights."""
         return _sum(self.weights.values())
 
@@ -104,22 +104,22 @@ def measure(
     with ThreadPoolExecutor(max(1, cpu_count() or 1)) as pool:
         found = {}
         for name, weight in after.items():
-            rows = remembered(merged[name])
+            rows = with_recent_rows(merged[name])
             spans = list(rows.blocks(TILE_ELEMENTS * rows.dtype.itemsize))
             jobs = pool.map(lambda span, n=name, m=rows, w=weight: _change(before[n], m, w.plain, *span), spans)
             found[name] = _sum(jobs)
     return Retention(found)
 
 
-def _change(before: LazyTensor, merged: LazyTensor, after: LazyTensor, start: int, stop: int) -> Change:
+def _change(before: LazyTensor, merged: LazyTensor, after: LazyTensor, start: int, stop: int) -> UpdateSums:
     old = before.rows(start, stop).astype(np.float64)
     wanted = merged.rows(start, stop) - old
     found = after.rows(start, stop) - old
-    return Change(float((wanted * wanted).sum()), float((found * found).sum()), float((wanted * found).sum()))
+    return UpdateSums(float((wanted * wanted).sum()), float((found * found).sum()), float((wanted * found).sum()))
 
 
-def _sum(changes: Iterable[Change]) -> Change:
-    total = Change(0.0, 0.0, 0.0)
+def _sum(changes: Iterable[UpdateSums]) -> UpdateSums:
+    total = UpdateSums(0.0, 0.0, 0.0)
     for change in changes:
-        total = Change(*(one + other for one, other in zip(total, change, strict=True)))
+        total = UpdateSums(*(one + other for one, other in zip(total, change, strict=True)))
     return total

@@ -128,7 +128,7 @@ class TaskVector:
     factors: Callable[[], tuple[Array, Array]] | None = None
 
 
-Rows = Callable[[int, int], Array]
+ReadRows = Callable[[int, int], Array]
 """`rows(start, stop)` of a change: float64, of two dimensions."""
 
 
@@ -162,7 +162,7 @@ def combine(
 
 
 @dataclass(frozen=True)
-class Method:
+class CombinationMethod:
     """One way to combine.
 
     Attributes:
@@ -172,13 +172,13 @@ class Method:
         truncates: the sum becomes one of a rank.
     """
 
-    kept: Callable[[TaskVector, str, int], Rows]
+    kept: Callable[[TaskVector, str, int], ReadRows]
     prunes: bool = False
     elects: bool = False
     truncates: bool = False
 
 
-def _change(name: str, vectors: Sequence[TaskVector], combination: Combination) -> Rows:
+def _change(name: str, vectors: Sequence[TaskVector], combination: Combination) -> ReadRows:
     method = METHODS[combination.method]
     if method.truncates:
         return _truncated(vectors, combination.rank or 1)
@@ -189,11 +189,11 @@ def _change(name: str, vectors: Sequence[TaskVector], combination: Combination) 
     return lambda start, stop: _elect([rows(start, stop) for rows in kept], weights, combination.majority_sign)
 
 
-def _whole(vector: TaskVector, name: str = "", seed: int = 0) -> Rows:
+def _whole(vector: TaskVector, name: str = "", seed: int = 0) -> ReadRows:
     return lambda start, stop: vector.delta.rows(start, stop).reshape(stop - start, -1)
 
 
-def _sum(kept: Sequence[Rows], weights: Array, start: int, stop: int) -> Array:
+def _sum(kept: Sequence[ReadRows], weights: Array, start: int, stop: int) -> Array:
     total: Array = weights[0] * kept[0](start, stop)
     for weight, rows in zip(weights[1:], kept[1:], strict=True):
         total += weight * rows(start, stop)
@@ -210,7 +210,7 @@ def _elect(kept: Sequence[Array], weights: Array, method: str) -> Array:
     return mean
 
 
-def _largest(vector: TaskVector, name: str, seed: int) -> Rows:
+def _largest(vector: TaskVector, name: str, seed: int) -> ReadRows:
     """The change without its smallest elements; those that are as large as the last one kept are all kept."""
     if vector.density == 1:
         return _whole(vector)
@@ -224,7 +224,7 @@ def _largest(vector: TaskVector, name: str, seed: int) -> Rows:
     return rows
 
 
-def _drawn(vector: TaskVector, name: str, seed: int) -> Rows:
+def _drawn(vector: TaskVector, name: str, seed: int) -> ReadRows:
     """A random part of the change, divided by its share; a counter-based generator gives any row its numbers."""
     key = int.from_bytes(hashlib.sha256(f"{seed}\0{name}\0{vector.key}".encode()).digest()[:16], "little")
     columns, limit = prod(vector.delta.shape[1:]), int(vector.density * 2**53)
@@ -238,7 +238,7 @@ def _drawn(vector: TaskVector, name: str, seed: int) -> Rows:
     return rows
 
 
-def _truncated(vectors: Sequence[TaskVector], rank: int) -> Rows:
+def _truncated(vectors: Sequence[TaskVector], rank: int) -> ReadRows:
     """The sum of the changes, of at most `rank`; a tensor of one dimension stays whole."""
     delta = vectors[0].delta
     rows = [_whole(vector) for vector in vectors]
@@ -284,13 +284,13 @@ def _truncated_matrix(whole: Array, rank: int) -> Array:
     return made
 
 
-METHODS: dict[str, Method] = {
-    "linear": Method(_whole),
-    "cat": Method(_whole),
-    "svd": Method(_whole, truncates=True),
-    "magnitude_prune": Method(_largest, prunes=True),
-    "ties": Method(_largest, prunes=True, elects=True),
-    "dare_linear": Method(_drawn, prunes=True),
-    "dare_ties": Method(_drawn, prunes=True, elects=True),
+METHODS: dict[str, CombinationMethod] = {
+    "linear": CombinationMethod(_whole),
+    "cat": CombinationMethod(_whole),
+    "svd": CombinationMethod(_whole, truncates=True),
+    "magnitude_prune": CombinationMethod(_largest, prunes=True),
+    "ties": CombinationMethod(_largest, prunes=True, elects=True),
+    "dare_linear": CombinationMethod(_drawn, prunes=True),
+    "dare_ties": CombinationMethod(_drawn, prunes=True, elects=True),
 }
 """By the names that PEFT has for them."""

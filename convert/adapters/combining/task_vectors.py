@@ -11,7 +11,7 @@ from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining.methods import Combination, TaskVector, combine
 from llmconv.convert.adapters.placement.edits import Edits
 from llmconv.convert.adapters.placement.weight_updates import add_changes
-from llmconv.convert.adapters.weighted_sum import LowRank
+from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor
 
 FLOAT64 = BY_NAME["float64"]
@@ -99,7 +99,7 @@ def _difference(edits: Edits, name: str) -> LazyTensor:
 def _factors(edits: Edits, name: str) -> Callable[[], tuple[Array, Array]] | None:
     """Two thin matrices whose product the change is, for a matrix that only LoRA changes."""
     changes, weight = edits.changes[name], edits.current(name)
-    plain = [change for change in changes if isinstance(change, LowRank)]
+    plain = [change for change in changes if isinstance(change, LoraProduct)]
     if len(plain) != len(changes) or len(weight.shape) != 2:
         return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmconv.convert.adapters.lora.config import Blocks
+from llmconv.convert.adapters.lora.config import BlockDiagonal
 from llmconv.errors import MalformedInput
 from llmconv.tensors import Array, LazyTensor
 
@@ -45,7 +45,7 @@ def unblocked(factor: LazyTensor, count: int) -> LazyTensor:
     return LazyTensor(factor.dtype, (rows, count * width), load)
 
 
-def dense(a: LazyTensor, b: LazyTensor, module: str, blocks: Blocks | None) -> tuple[LazyTensor, LazyTensor]:
+def dense(a: LazyTensor, b: LazyTensor, module: str, blocks: BlockDiagonal | None) -> tuple[LazyTensor, LazyTensor]:
     """A and B of a module with those that are blocked made whole."""
     if blocks and len(a.shape) == len(b.shape) == 2:
         a = unblocked(a, blocks.count) if is_blocked(blocks.a, module) else a

@@ -55,7 +55,7 @@ KNOWN = {
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockDiagonal:
     """BD-LoRA (PEFT `BdLoraConfig`): a factor is block-diagonal, and only its blocks are stored.
 
     Attributes:
@@ -104,7 +104,7 @@ class LoraConfig:
     layers: tuple[tuple[int, int], ...] = ()
     parameters: tuple[str, ...] = ()
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    blocks: Blocks | None = None
+    blocks: BlockDiagonal | None = None
     fused_by_unsloth: bool = False
     base_class: str = ""
     peft_version: tuple[int, int] | None = None
@@ -264,12 +264,12 @@ def _are_counts(value: Any, length: int | None = None) -> bool:
     return all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
 
 
-def _blocks(fields: Mapping[str, Any]) -> Blocks | None:
+def _blocks(fields: Mapping[str, Any]) -> BlockDiagonal | None:
     own = dict(_map(fields, "use_bdlora"))
     if not own:
         return None
     count = int(_number("nblocks", own.get("nblocks", 1)))
-    return Blocks(count, _names(own, "target_modules_bd_a"), _names(own, "target_modules_bd_b"))
+    return BlockDiagonal(count, _names(own, "target_modules_bd_a"), _names(own, "target_modules_bd_b"))
 
 
 def _class(value: Any) -> str:

@@ -8,12 +8,12 @@ from functools import cached_property
 
 import numpy as np
 
-from llmconv.convert.adapters.weighted_sum import LowRank
+from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.tensors import Array, LazyTensor
 
 
 @dataclass(frozen=True)
-class Dora:
+class DoraUpdate:
     """One adapter's change of one weight: m/‖V‖·V − W with V = W + s·B·A (PEFT `tuners/lora/dora.py`, `variants.py`).
 
     ‖V‖ is the length of the weights of each output: of a row, or of a column where the weight is stored transposed.
@@ -25,7 +25,7 @@ class Dora:
         columns: memory for m/‖V‖ where outputs are columns; what is first computed stays there.
     """
 
-    changes: Sequence[LowRank]
+    changes: Sequence[LoraProduct]
     magnitude: LazyTensor
     weight: float
     columns: list[Array] = field(default_factory=list, compare=False)

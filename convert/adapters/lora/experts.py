@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.convert.adapters.weighted_sum import LowRank, add_products_to_rows
+from llmconv.convert.adapters.weighted_sum import LoraProduct, add_products_to_rows
 from llmconv.convert.algebra.rounding import round_into
 from llmconv.tensors import Array, DType, LazyTensor
 
@@ -29,7 +29,7 @@ FUSED = re.compile(r"(?P<experts>.+\.experts)\.(?P<name>gate_up_proj|down_proj)"
 
 
 @dataclass(frozen=True)
-class Slab:
+class ExpertProduct:
     """A change of some rows of one expert in a fused tensor.
 
     Attributes:
@@ -42,11 +42,11 @@ class Slab:
     expert: int
     first: int
     count: int
-    change: LowRank
+    change: LoraProduct
 
 
 @dataclass(frozen=True)
-class Part:
+class ExpertRows:
     """Where one expert's matrix lies in a fused tensor.
 
     Attributes:
@@ -62,17 +62,17 @@ class Part:
     count: int
 
 
-Stack = tuple[tuple[str, ...], ...]
+ExpertTensors = tuple[tuple[str, ...], ...]
 """The tensors of each expert that make up a fused one, in the order in which they lie below each other."""
 
 
-def stacks(tensors: Mapping[str, LazyTensor]) -> dict[str, Stack]:
+def stacks(tensors: Mapping[str, LazyTensor]) -> dict[str, ExpertTensors]:
     """The fused tensors that a file with one tensor per expert does not have, by the names they would have."""
     found: dict[str, dict[str, set[int]]] = {}
     for name in tensors:
         if match := ONE.fullmatch(name):
             found.setdefault(match["experts"], {}).setdefault(match["part"], set()).add(int(match["index"]))
-    result: dict[str, Stack] = {}
+    result: dict[str, ExpertTensors] = {}
     for experts, parts in found.items():
         for fused, habits in PARTS.items():
             for habit in habits:
@@ -88,9 +88,9 @@ def stacks(tensors: Mapping[str, LazyTensor]) -> dict[str, Stack]:
     return {name: stack for name, stack in result.items() if name not in tensors}
 
 
-def parts(tensors: Mapping[str, LazyTensor]) -> dict[str, Part]:
+def parts(tensors: Mapping[str, LazyTensor]) -> dict[str, ExpertRows]:
     """The tensors of each expert that a file with fused ones does not have, by the names they would have."""
-    result: dict[str, Part] = {}
+    result: dict[str, ExpertRows] = {}
     for name, tensor in tensors.items():
         match = FUSED.fullmatch(name)
         if not match or len(tensor.shape) != 3:
@@ -99,11 +99,11 @@ def parts(tensors: Mapping[str, LazyTensor]) -> dict[str, Part]:
             count = tensor.shape[1] // len(habit)
             for index in range(tensor.shape[0]):
                 for at, part in enumerate(habit):
-                    result[f"{match['experts']}.{index}.{part}.weight"] = Part(name, index, at * count, count)
+                    result[f"{match['experts']}.{index}.{part}.weight"] = ExpertRows(name, index, at * count, count)
     return {name: part for name, part in result.items() if name not in tensors}
 
 
-def add_to_experts(base: LazyTensor, slabs: Sequence[Slab], dtype: DType) -> LazyTensor:
+def add_to_experts(base: LazyTensor, slabs: Sequence[ExpertProduct], dtype: DType) -> LazyTensor:
     """A fused tensor with the changes of its experts, rounded once; arithmetic and errors as in `add_products`.
 
     Args:
@@ -111,7 +111,7 @@ def add_to_experts(base: LazyTensor, slabs: Sequence[Slab], dtype: DType) -> Laz
         slabs: changes; those of the same rows are summed.
         dtype: element type of the result.
     """
-    by_expert: dict[int, list[Slab]] = {}
+    by_expert: dict[int, list[ExpertProduct]] = {}
     for slab in slabs:
         by_expert.setdefault(slab.expert, []).append(slab)
 
@@ -125,7 +125,7 @@ def add_to_experts(base: LazyTensor, slabs: Sequence[Slab], dtype: DType) -> Laz
     return LazyTensor(dtype, base.shape, load, lambda other: add_to_experts(base, slabs, other))
 
 
-def _add_slabs(result: Array, rows: Array, slabs: Sequence[Slab], dtype: DType) -> None:
+def _add_slabs(result: Array, rows: Array, slabs: Sequence[ExpertProduct], dtype: DType) -> None:
     """One expert: rows between two edges are touched by the same changes."""
     edges = sorted({0, len(rows), *(edge for slab in slabs for edge in (slab.first, slab.first + slab.count))})
     for start, stop in zip(edges, edges[1:], strict=False):

@@ -23,7 +23,7 @@ FLOAT32 = BY_NAME["float32"]
 
 
 @dataclass(frozen=True)
-class Wholes:
+class WholeTensors:
     """The whole tensors of a file, by the names that they have in the model.
 
     Attributes:
@@ -60,11 +60,11 @@ def is_saved(name: str, modules: Collection[str]) -> bool:
     return name.rpartition(".")[0].endswith(tuple(modules))
 
 
-def put(place: dict[str, LazyTensor], key: str, tensor: LazyTensor, named: str, *, may_repeat: bool) -> None:
+def place_once(place: dict[str, LazyTensor], key: str, tensor: LazyTensor, named: str, *, may_repeat: bool) -> None:
     """Puts a tensor in its place.
 
     Args:
-        place: where to put it.
+        place: where to place_once it.
         key: under which key.
         tensor: the tensor.
         named: file and name of the tensor, for messages.
@@ -89,7 +89,7 @@ def same_values(one: LazyTensor, other: LazyTensor) -> bool:
     return equal(cast(one, FLOAT32), cast(other, FLOAT32)) if wide else equal(one, other)
 
 
-def without_own(originals: Mapping[str, LazyTensor], base: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def changed_originals(originals: Mapping[str, LazyTensor], base: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The originals that are not what the base has itself."""
     return {
         name: tensor for name, tensor in originals.items() if not (name in base and same_values(tensor, base[name]))

@@ -19,14 +19,14 @@ from llmconv.convert.algebra.operations import LAYER_NUMBER, LISTED, listing
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.tensors import LazyTensor
 
-Rows = Callable[[LazyTensor], LazyTensor]
+RowTransform = Callable[[LazyTensor], LazyTensor]
 
 PARTS = {"a": "a", "b": "b", "lora_a": "a", "lora_b": "b", "m": "m", "magnitude": "m"}
 """What the halves of a pair are called, and DoRA's magnitude."""
 
 
 @dataclass(frozen=True)
-class Factors:
+class ForeignPair:
     """The low-rank change of one weight.
 
     Attributes:
@@ -46,12 +46,12 @@ class Factors:
         """r: the columns of B."""
         return self.b.shape[-1]
 
-    def with_rows(self, rows: Rows) -> Factors:
+    def with_rows(self, rows: RowTransform) -> ForeignPair:
         """The factors with `rows` done to what has a row per output."""
         return replace(self, b=rows(self.b), magnitude=self.magnitude and rows(self.magnitude))
 
 
-def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: str) -> dict[str, Factors]:
+def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: str) -> dict[str, ForeignPair]:
     """The factors by module, of the tensors whose names `sign` matches with the groups `module` and `part`.
 
     Raises:
@@ -79,12 +79,12 @@ def pair_up(tensors: Mapping[str, LazyTensor], sign: re.Pattern[str], source: st
                 f"A of `{module}` in `{source}` has shape {list(a)}, B {list(b)}: they make no product",
                 hint="the file is damaged, or a shard of a larger one; copy the adapter again",
             )
-    return {module: Factors(parts["a"], parts["b"], parts.get("m")) for module, parts in found.items()}
+    return {module: ForeignPair(parts["a"], parts["b"], parts.get("m")) for module, parts in found.items()}
 
 
 def renamed(
-    factors: Mapping[str, Factors], table: Mapping[str, str], source: str, what: str = "the adapter's format"
-) -> dict[str, Factors]:
+    factors: Mapping[str, ForeignPair], table: Mapping[str, str], source: str, what: str = "the adapter's format"
+) -> dict[str, ForeignPair]:
     """The factors by the module that `table` has for theirs, with `{}` for the number of a layer.
 
     Args:
@@ -129,7 +129,7 @@ def unplaced(names: Sequence[str], known: Iterable[str], source: str, what: str)
     )
 
 
-def peft_names(factors: Mapping[str, Factors]) -> dict[str, LazyTensor]:
+def peft_names(factors: Mapping[str, ForeignPair]) -> dict[str, LazyTensor]:
     """The tensors under PEFT's names."""
     tensors: dict[str, LazyTensor] = {}
     for module, own in factors.items():
@@ -143,7 +143,7 @@ def as_adapter(
     files: Sequence[Path],
     settings: Path | None,
     fields: Mapping[str, Any],
-    factors: Mapping[str, Factors],
+    factors: Mapping[str, ForeignPair],
     alpha: float | None = None,
     others: Mapping[str, LazyTensor] | None = None,
     notes: Sequence[str] = (),

@@ -6,22 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from llmconv.convert.adapters.other_tools.factors import Factors
+from llmconv.convert.adapters.other_tools.factors import ForeignPair
 from llmconv.convert.algebra.operations import concat
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor
 
-Combine = Callable[[Sequence[LazyTensor]], LazyTensor]
+JoinRows = Callable[[Sequence[LazyTensor]], LazyTensor]
 
 
 def join_modules(
-    factors: Mapping[str, Factors],
+    factors: Mapping[str, ForeignPair],
     parts: Sequence[str],
     whole: str,
     counts: Sequence[int],
     source: str,
-    combine: Combine = lambda rows: concat(rows, 0),
-) -> dict[str, Factors]:
+    combine: JoinRows = lambda rows: concat(rows, 0),
+) -> dict[str, ForeignPair]:
     """The factors with those of each layer that `parts` names put together, where the base has them in one matrix.
 
     Its A is that of the trained parts, one below the other; its B has each one's own where rows and columns are its.
@@ -38,7 +38,7 @@ def join_modules(
         MalformedInput: a part has another number of rows.
         UnsupportedInput: parts of different ranks, or DoRA on some of them only.
     """
-    result: dict[str, Factors] = {}
+    result: dict[str, ForeignPair] = {}
     for module, own in factors.items():
         last = next((part for part in parts if module.endswith(f".{part}")), "")
         root = module.removesuffix(last)
@@ -52,11 +52,11 @@ def join_modules(
 
 def _join(
     module: str,
-    found: Sequence[Factors | None],
+    found: Sequence[ForeignPair | None],
     counts: Sequence[int],
     source: str,
-    combine: Combine,
-) -> Factors:
+    combine: JoinRows,
+) -> ForeignPair:
     trained = [part for part in found if part is not None]
     first = trained[0]
     odd = [part for part, count in zip(found, counts, strict=True) if part and part.b.num_rows != count]
@@ -77,7 +77,7 @@ def _join(
     for part, count in zip(found, counts, strict=True):
         blocks.append(padded_columns(part.b if part else None, column, (count, rank), first.b.dtype))
         column += part.rank if part else 0
-    return Factors(
+    return ForeignPair(
         concat([part.a for part in trained], 0),
         combine(blocks),
         combine(magnitudes) if magnitudes else None,

@@ -18,7 +18,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """Heads of queries and of keys/values, elements of a head, rows of the feed-forward."""
 
     queries: int
@@ -32,7 +32,7 @@ class Sizes:
         return self.queries * self.dim, self.keys * self.dim, self.keys * self.dim
 
 
-def sizes_of(base: Checkpoint) -> Sizes:
+def sizes_of(base: Checkpoint) -> LayerSizes:
     """The sizes that the base's config says.
 
     Raises:
@@ -43,7 +43,7 @@ def sizes_of(base: Checkpoint) -> Sizes:
     if all(type(value) is int and 0 <= value < 1 << 31 for value in found.values()) and found["queries"]:
         dim = found["dim"] or found["hidden"] // found["queries"]
         if dim and not dim % 2:
-            return Sizes(
+            return LayerSizes(
                 found["queries"], found["keys"] or found["queries"], dim, found["inner"] or 4 * found["hidden"]
             )
     raise InputRefused(

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.lora.saved_modules import is_saved, same_values, without_own
+from llmconv.convert.adapters.lora.saved_modules import changed_originals, is_saved, same_values
 from llmconv.convert.adapters.lora.trainable_tokens import TokenRows, with_rows
-from llmconv.convert.adapters.placement.targets import Targets, other_base
+from llmconv.convert.adapters.placement.targets import AdapterTargets, other_base
 from llmconv.convert.adapters.placement.tensor_names import match_saved
 from llmconv.convert.adapters.placement.tuned_weight import updates_of
-from llmconv.convert.adapters.placement.weight_updates import Change, add_changes
-from llmconv.convert.adapters.weighted_sum import LowRank, is_mirrored
+from llmconv.convert.adapters.placement.weight_updates import WeightChange, add_changes
+from llmconv.convert.adapters.weighted_sum import LoraProduct, is_mirrored
 from llmconv.convert.algebra.operations import equal
 from llmconv.convert.models.blueprint.names import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -50,7 +50,7 @@ class Edits:
     tied: tuple[str, ...] = ()
     whole: dict[str, LazyTensor] = field(default_factory=dict)
     tokens: dict[str, list[TokenRows]] = field(default_factory=dict)
-    changes: dict[str, list[Change]] = field(default_factory=dict)
+    changes: dict[str, list[WeightChange]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def touches(self, name: str | None) -> bool:
@@ -100,7 +100,7 @@ class Edits:
         """
         modules = adapter.config.modules_to_save
         new = {name for name in adapter.whole if name not in self.tensors and is_saved(name, modules)}
-        targets = Targets(adapter, ChainMap(self.whole, self.tensors), self.config)
+        targets = AdapterTargets(adapter, ChainMap(self.whole, self.tensors), self.config)
         homes = targets.homes(adapter.whole.keys() - new)
         homes |= match_saved(new, homes, self.tensors.keys(), adapter.name)
         self._replace_all(adapter, homes)
@@ -135,7 +135,7 @@ class Edits:
         for one, other in (self.tied, self.tied[::-1]) if self.tied else ():
             if one in originals and other not in trained:
                 originals.setdefault(other, originals[one])
-        for name, tensor in without_own(originals, self.tensors).items():
+        for name, tensor in changed_originals(originals, self.tensors).items():
             if name not in trained and not (name in self.whole and same_values(tensor, self.whole[name])):
                 self._replace(adapter.name, name, tensor)
         for name, tensor in trained.items():
@@ -180,7 +180,7 @@ class Edits:
         if bias.shape != self.current(name).shape:
             raise other_base(adapter, name, self.current(name).shape, bias.shape)
         column = LazyTensor(bias.dtype, (*bias.shape, 1), lambda start, stop: bias.rows(start, stop).reshape(-1, 1))
-        self.changes.setdefault(name, []).append(LowRank(ONE, column, scale))
+        self.changes.setdefault(name, []).append(LoraProduct(ONE, column, scale))
 
     def _warn(self, adapter: Adapter, weight: float) -> None:
         notes = list(adapter.config.warnings)

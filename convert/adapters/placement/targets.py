@@ -1,4 +1,4 @@
-"""Targets: the tensors of the base that one adapter's factors mean, and what they do to each."""
+"""AdapterTargets: the tensors of the base that one adapter's factors mean, and what they do to each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from math import prod
 from typing import Any
 
 from llmconv.convert.adapters.adapter import Adapter, Pair
-from llmconv.convert.adapters.lora.dora import Dora
-from llmconv.convert.adapters.lora.experts import Part, Slab, Stack, parts, stacks
-from llmconv.convert.adapters.lora.target_parameters import Layout, Shapes, is_transposed, parameter_names
+from llmconv.convert.adapters.lora.dora import DoraUpdate
+from llmconv.convert.adapters.lora.experts import ExpertProduct, ExpertRows, ExpertTensors, parts, stacks
+from llmconv.convert.adapters.lora.target_parameters import ExpertLayout, MatrixShape, is_transposed, parameter_names
 from llmconv.convert.adapters.placement.tensor_names import match_names
-from llmconv.convert.adapters.placement.weight_updates import Change
-from llmconv.convert.adapters.weighted_sum import LowRank
+from llmconv.convert.adapters.placement.weight_updates import WeightChange
+from llmconv.convert.adapters.weighted_sum import LoraProduct
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import LazyTensor
 
@@ -22,19 +22,19 @@ CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
 CONV1D_TYPES = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 """Modules that transformers makes as Conv1D, whose weight is stored in×out, and the model types that have them."""
 
-Changes = Iterator[tuple[str, Sequence[Change]]]
+NamedChanges = Iterator[tuple[str, Sequence[WeightChange]]]
 """Names of the base's tensors, and what is done to each."""
 
 
-class Targets:
+class AdapterTargets:
     """Where the factors of one adapter belong."""
 
     def __init__(self, adapter: Adapter, tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> None:
         """Of `adapter` in the base of these tensors, replaced ones included, and this `config.json`."""
         self.adapter, self.tensors, self.config = adapter, tensors, config
         wide = any(".experts." in f"{module}." for module in adapter.pairs)
-        self.stacks: dict[str, Stack] = stacks(tensors) if wide else {}
-        self.parts: dict[str, Part] = parts(tensors) if wide else {}
+        self.stacks: dict[str, ExpertTensors] = stacks(tensors) if wide else {}
+        self.parts: dict[str, ExpertRows] = parts(tensors) if wide else {}
         self._homes: dict[str, str] = {}
 
     @cached_property
@@ -80,7 +80,7 @@ class Targets:
             )
         return name
 
-    def changes(self, module: str, pair: Pair, weight: float) -> Changes:
+    def changes(self, module: str, pair: Pair, weight: float) -> NamedChanges:
         """What a module's factors do, once `homes` is known.
 
         Raises:
@@ -102,23 +102,23 @@ class Targets:
         wanted = self.wanted[module]
         return self.adapter.config.scale(module if wanted == f"{module}.weight" else wanted, rank)
 
-    def _factors(self, module: str, pair: Pair, weight: float, transposed: bool) -> list[LowRank]:
+    def _factors(self, module: str, pair: Pair, weight: float, transposed: bool) -> list[LoraProduct]:
         """The trained product, and the initial one to be subtracted where there is one."""
-        result = [LowRank(pair.a, pair.b, weight * self._scale(module, pair.rank), transposed)]
+        result = [LoraProduct(pair.a, pair.b, weight * self._scale(module, pair.rank), transposed)]
         if self.adapter.initial:
             before = self.adapter.initial.pairs[module]
             scale = self.adapter.initial.config.scale(module, before.rank)
-            result.append(LowRank(before.a, before.b, -weight * scale, transposed))
+            result.append(LoraProduct(before.a, before.b, -weight * scale, transposed))
         return result
 
-    def _change(self, module: str, pair: Pair, weight: float, name: str) -> Sequence[Change]:
+    def _change(self, module: str, pair: Pair, weight: float, name: str) -> Sequence[WeightChange]:
         transposed = self._is_transposed(module, pair, name)
         if not pair.magnitude:
             return self._factors(module, pair, weight, transposed)
         outputs = self.tensors[name].shape[1 if transposed else 0]
         if pair.magnitude.shape not in {(outputs,), (1, outputs, *(1,) * len(pair.kernel))}:
             raise other_base(self.adapter.name, f"{module}.lora_magnitude_vector", (outputs,), pair.magnitude.shape)
-        return [Dora(self._factors(module, pair, 1.0, transposed), pair.magnitude, weight)]
+        return [DoraUpdate(self._factors(module, pair, 1.0, transposed), pair.magnitude, weight)]
 
     def _is_transposed(self, module: str, pair: Pair, name: str) -> bool:
         """Whether the weight is stored in×out; raises where it has another shape."""
@@ -138,15 +138,15 @@ class Targets:
         """For square weights, whose shape does not tell; nor does `fan_in_fan_out`, which PEFT overrides."""
         return self.config.get("model_type") in CONV1D_TYPES and name.split(".")[-2] in CONV1D
 
-    def _change_part(self, module: str, pair: Pair, weight: float, part: Part) -> Changes:
+    def _change_part(self, module: str, pair: Pair, weight: float, part: ExpertRows) -> NamedChanges:
         """One expert's pair, where the base has all experts in one tensor [E, out, in]."""
         there, own = (part.count, self.tensors[part.tensor].shape[2]), (pair.b.shape[0], pair.a.shape[1])
         if there != own or pair.magnitude:
             raise other_base(self.adapter.name, self.wanted[module], there, own)
         factors = self._factors(module, pair, weight, transposed=False)
-        yield part.tensor, [Slab(part.expert, part.first, part.count, change) for change in factors]
+        yield part.tensor, [ExpertProduct(part.expert, part.first, part.count, change) for change in factors]
 
-    def _change_experts(self, module: str, pair: Pair, weight: float, name: str) -> Changes:
+    def _change_experts(self, module: str, pair: Pair, weight: float, name: str) -> NamedChanges:
         """The pairs of all experts, where the base has one tensor or one for each."""
         experts, _ = self._sizes(name)
         if pair.rank % experts:
@@ -155,10 +155,10 @@ class Targets:
                 hint="the adapter was trained on another model; see its `base_model_name_or_path`",
             )
         scale = weight * self._scale(module, pair.rank // experts)
-        layout = Layout(experts, self._experts_transposed, self.adapter.config.fused_by_unsloth)
+        layout = ExpertLayout(experts, self._experts_transposed, self.adapter.config.fused_by_unsloth)
         for index, change in enumerate(layout.changes(pair.a, pair.b, scale)):
             if name in self.tensors:
-                yield name, [Slab(index, 0, self.tensors[name].shape[1], change)]
+                yield name, [ExpertProduct(index, 0, self.tensors[name].shape[1], change)]
                 continue
             first = 0
             for tensor in self.stacks[name][index]:
@@ -168,14 +168,14 @@ class Targets:
 
     @cached_property
     def _experts_transposed(self) -> bool:
-        sizes: dict[str, tuple[Shapes, Shapes]] = {}
+        sizes: dict[str, tuple[MatrixShape, MatrixShape]] = {}
         for module, pair in self.adapter.pairs.items():
             name = self._homes[self.wanted[module]]
             if name not in self.parts and self._is_fused(name, pair):
                 sizes[name] = (pair.b.shape[0], pair.a.shape[1]), self._sizes(name)[1]
         return is_transposed(sizes, self.adapter.config, self.config.get("model_type"), self.adapter.name)
 
-    def _sizes(self, name: str) -> tuple[int, Shapes]:
+    def _sizes(self, name: str) -> tuple[int, MatrixShape]:
         """How many experts there are, and the sizes of the matrix of each."""
         if name in self.tensors:
             experts, rows, columns = self.tensors[name].shape
@@ -190,7 +190,7 @@ class Targets:
         return len(stack), (sum(shape[0] for shape in next(iter(shapes))), widths.pop())
 
 
-def _rows(change: LowRank, first: int, count: int) -> LowRank:
+def _rows(change: LoraProduct, first: int, count: int) -> LoraProduct:
     """Some rows of a change."""
     if change.transposed:
         a = change.a

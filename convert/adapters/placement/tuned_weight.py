@@ -1,4 +1,4 @@
-"""Tuned: what an adapter of another kind than LoRA does to one weight, by rows of the file's tensor."""
+"""TunerUpdate: what an adapter of another kind than LoRA does to one weight, by rows of the file's tensor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from llmconv.convert.adapters.adapter import Adapter
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import FLOATS, Array, LazyTensor
 
@@ -44,7 +44,7 @@ class KeptUntilLastRow:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunerUpdate:
     """One adapter's change of one weight.
 
     Row blocks, except where the file's rows are inputs (Conv1D): there the whole tensor's change is made at once, in
@@ -60,8 +60,8 @@ class Tuned:
     """
 
     tuner: Tuner
-    learned: Learned
-    shape: Shape
+    learned: ModuleTensors
+    shape: WeightShape
     weight: float
     transposed: bool
     needed: KeptUntilLastRow
@@ -92,7 +92,7 @@ def updates_of(
     has_bias: Callable[[str], bool],
     is_conv1d: Callable[[str], bool],
     weight: float,
-) -> Iterator[tuple[str, Tuned]]:
+) -> Iterator[tuple[str, TunerUpdate]]:
     """Every change that an adapter makes, with the name of the base's tensor; nothing large is read.
 
     Args:
@@ -122,13 +122,15 @@ def updates_of(
         learned = adapter.learned[module]
         complete = replace(learned, tensors={**drawn, **learned.tensors})
         tuner.require(complete, shape)
-        yield name, Tuned(tuner, complete, shape, weight, transposed, KeptUntilLastRow(current(name).num_rows))
+        yield name, TunerUpdate(tuner, complete, shape, weight, transposed, KeptUntilLastRow(current(name).num_rows))
         bias = name.removesuffix("weight") + "bias"
         if tuner.scales_output and tuner.fit(learned)[0] is not None and has_bias(bias):
-            yield bias, Tuned(tuner, complete, (shape[0], 1), weight, False, KeptUntilLastRow(shape[0]))
+            yield bias, TunerUpdate(tuner, complete, (shape[0], 1), weight, False, KeptUntilLastRow(shape[0]))
 
 
-def _lies(adapter: str, name: str, weight: LazyTensor, fit: Fit, turned: tuple[bool, bool]) -> tuple[Shape, bool]:
+def _lies(
+    adapter: str, name: str, weight: LazyTensor, fit: FittingShape, turned: tuple[bool, bool]
+) -> tuple[WeightShape, bool]:
     """out×in of the weight, and whether it is stored in×out.
 
     The second of `turned`, what the config says, counts where the weight does not fit otherwise: it is often wrong.
@@ -151,5 +153,5 @@ def _lies(adapter: str, name: str, weight: LazyTensor, fit: Fit, turned: tuple[b
     )
 
 
-def _matches(shape: Shape, fit: Fit) -> bool:
+def _matches(shape: WeightShape, fit: FittingShape) -> bool:
     return all(wanted in (None, size) for size, wanted in zip(shape, fit, strict=True))

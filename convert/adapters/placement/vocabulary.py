@@ -24,7 +24,7 @@ def find_head(names: Iterable[str], embedding: str | None) -> str:
     return HEADS[1] if (embedding or "").endswith("embed_in.weight") else HEAD
 
 
-def says_tied(config: Mapping[str, Any]) -> bool:
+def is_tied(config: Mapping[str, Any]) -> bool:
     """Whether head and embedding are one matrix when the file has only one (transformers' default is yes)."""
     parts = (config, config.get("text_config"))
     return all(part.get("tie_word_embeddings", True) for part in parts if isinstance(part, Mapping))
@@ -78,7 +78,7 @@ def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]
     """
     if edits.tied and edits.same(head, embedding):
         del edits.tensors[head]
-    elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and says_tied(config):
+    elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and is_tied(config):
         set_everywhere(config, "tie_word_embeddings", False)
 
 

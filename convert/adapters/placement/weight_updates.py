@@ -7,13 +7,13 @@ from typing import Protocol
 
 import numpy as np
 
-from llmconv.convert.adapters.lora.experts import Slab, add_to_experts
-from llmconv.convert.adapters.weighted_sum import LowRank, add_products
+from llmconv.convert.adapters.lora.experts import ExpertProduct, add_to_experts
+from llmconv.convert.adapters.weighted_sum import LoraProduct, add_products
 from llmconv.convert.algebra.rounding import round_into
 from llmconv.tensors import Array, DType, LazyTensor
 
 
-class Update(Protocol):
+class WeightUpdate(Protocol):
     """What one adapter adds to one weight: its new value less the old one."""
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
@@ -30,25 +30,25 @@ class Update(Protocol):
         ...
 
 
-Change = LowRank | Slab | Update
+WeightChange = LoraProduct | ExpertProduct | WeightUpdate
 """A change of a tensor; the first two have fast sums of their own."""
 
 
-def add_changes(base: LazyTensor, changes: Sequence[Change], dtype: DType) -> LazyTensor:
+def add_changes(base: LazyTensor, changes: Sequence[WeightChange], dtype: DType) -> LazyTensor:
     """`base` plus the sum of `changes`, rounded once (nearest even) to `dtype`.
 
     Every update is of the base as it was, so their order does not count, and each adapter's weight scales all it does.
     """
-    slabs = [change for change in changes if isinstance(change, Slab)]
-    low_rank = [change for change in changes if isinstance(change, LowRank)]
+    slabs = [change for change in changes if isinstance(change, ExpertProduct)]
+    low_rank = [change for change in changes if isinstance(change, LoraProduct)]
     if slabs:
         return add_to_experts(base, slabs, dtype)
     if len(low_rank) == len(changes):
         return add_products(base, low_rank, dtype)
-    return _add_updates(base, [change for change in changes if not isinstance(change, Slab)], dtype)
+    return _add_updates(base, [change for change in changes if not isinstance(change, ExpertProduct)], dtype)
 
 
-def _add_updates(base: LazyTensor, updates: Sequence[Update], dtype: DType) -> LazyTensor:
+def _add_updates(base: LazyTensor, updates: Sequence[WeightUpdate], dtype: DType) -> LazyTensor:
     """The sum in float64, for updates that are more than a product of two factors."""
 
     def load(start: int, stop: int) -> Array:

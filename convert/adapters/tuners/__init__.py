@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NoReturn
 
-from llmconv.convert.adapters.tuners.config_fields import Settings
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners.config_fields import AdapterFields
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.errors import UnsupportedInput
 from llmconv.plugins import plugins
 from llmconv.tensors import LazyTensor
 
-Shape = tuple[int, int]
-Fit = tuple[int | None, int | None]
+WeightShape = tuple[int, int]
+FittingShape = tuple[int | None, int | None]
 """out and in of the weight that an adapter's tensors are for; None where any size fits."""
 
 
@@ -45,11 +45,11 @@ class Tuner:
     peft_type: str
     parts: tuple[str, ...]
     fields: tuple[str, ...]
-    fit: Callable[[Learned], Fit] = no_formula
-    delta: Callable[[Learned, Shape], Delta] = no_formula
-    require: Callable[[Learned, Shape], None] = lambda learned, shape: None
+    fit: Callable[[ModuleTensors], FittingShape] = no_formula
+    delta: Callable[[ModuleTensors, WeightShape], RowChange] = no_formula
+    require: Callable[[ModuleTensors, WeightShape], None] = lambda learned, shape: None
     shared: tuple[str, ...] = ()
-    drawn: Callable[[Settings, Sequence[Shape]], Mapping[str, LazyTensor]] = lambda settings, shapes: {}
+    drawn: Callable[[AdapterFields, Sequence[WeightShape]], Mapping[str, LazyTensor]] = lambda settings, shapes: {}
     conv1d: bool = False
     scales_output: bool = False
 

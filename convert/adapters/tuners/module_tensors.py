@@ -1,4 +1,4 @@
-"""Learned: the tensors that an adapter holds for one module, with what its config says of them."""
+"""ModuleTensors: the tensors that an adapter holds for one module, with what its config says of them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmconv.convert.adapters.tuners.config_fields import Settings
+from llmconv.convert.adapters.tuners.config_fields import AdapterFields
 from llmconv.errors import MalformedInput
 from llmconv.tensors import Array, LazyTensor
 
-Delta = Callable[[Array, int], Array]
+RowChange = Callable[[Array, int], Array]
 """`delta(rows, start)`: the change of the rows of a weight from `start` on (float64, rows×in), given those rows."""
 
 
 @dataclass(frozen=True)
-class Learned:
+class ModuleTensors:
     """What an adapter has learned for one module.
 
     Attributes:
@@ -27,7 +27,7 @@ class Learned:
 
     module: str
     tensors: Mapping[str, LazyTensor]
-    settings: Settings
+    settings: AdapterFields
 
     def shape(self, name: str, dims: int | None = None) -> tuple[int, ...]:
         """The shape of one tensor.

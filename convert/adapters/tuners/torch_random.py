@@ -16,7 +16,7 @@ LONG = (2**32 - 1) // 20
 """Permutations of so many or more torch draws in another way (`aten/src/ATen/native/TensorFactories.cpp`)."""
 
 
-class Draws:
+class TorchRandom:
     """The 32-bit numbers that torch's generator gives after `manual_seed(seed)`."""
 
     def __init__(self, seed: int) -> None:
@@ -48,7 +48,7 @@ def first_of_permutation(size: int, count: int, seed: int) -> Array:
         raise UnsupportedInput(
             f"a seeded permutation of {size:,} places is not known", hint="merge it with PEFT's `merge_and_unload`"
         )
-    draws = Draws(seed).take(count) % (size - np.arange(count, dtype=np.int64))
+    draws = TorchRandom(seed).take(count) % (size - np.arange(count, dtype=np.int64))
     moved: dict[int, int] = {}
     result = np.empty(count, np.int64)
     for step, draw in enumerate(draws.tolist()):

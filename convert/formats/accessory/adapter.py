@@ -18,7 +18,7 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
+from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.other_tools.layer_sizes import sizes_of
 from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
 from llmconv.convert.formats.accessory.config import Params
@@ -85,7 +85,7 @@ def _experts(base: Checkpoint) -> int:
     return count if type(count) is int and 0 < count < 1 << 16 else 0
 
 
-def _placed(whole: Tensors, family: str, base: Checkpoint, source: str) -> tuple[dict[str, Factors], Tensors]:
+def _placed(whole: Tensors, family: str, base: Checkpoint, source: str) -> tuple[dict[str, ForeignPair], Tensors]:
     """The factors by module and the other tensors by name, both the base's, rows in its order."""
     params = Params(family, {"moe": {"num_experts": _experts(base)}}, 0, 0, 1, 1, 0)
     names = table_of(params)

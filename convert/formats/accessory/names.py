@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from llmconv.convert.adapters.weighted_sum import LowRank, add_products
+from llmconv.convert.adapters.weighted_sum import LoraProduct, add_products
 from llmconv.convert.algebra.operations import listing, permute_rows, rename, require, rope_order, slice_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.accessory.config import Params
@@ -148,7 +148,7 @@ def _with_lora(parts: Tensors, owner: str, source: str) -> LazyTensor:
             f"the LoRA of `{owner}` in `{source}` does not fit: {list(b)} times {list(a)} for {list(weight.shape)}",
             hint="the base is another model's, or a matrix is missing; copy the folder again",
         )
-    return add_products(weight, [LowRank(parts["lora_a"], parts["lora_b"], 1.0)])
+    return add_products(weight, [LoraProduct(parts["lora_a"], parts["lora_b"], 1.0)])
 
 
 def _with_zero_biases(tensors: Tensors) -> Tensors:

@@ -17,9 +17,9 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
+from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.other_tools.joining import join_modules
-from llmconv.convert.adapters.other_tools.layer_sizes import Sizes, sizes_of
+from llmconv.convert.adapters.other_tools.layer_sizes import LayerSizes, sizes_of
 from llmconv.convert.adapters.peft_tensors import CONFIG
 from llmconv.convert.algebra.operations import listing, permute_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
@@ -36,7 +36,7 @@ FUSED_GLM = ".self_attention.query_key_value"
 LOW_BITS = 2.0**-7
 """Relative difference of two roundings of one number to half precision."""
 
-Placed = dict[str, Factors]
+Placed = dict[str, ForeignPair]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Family:
 
     sign: re.Pattern[str]
     names: Mapping[str, str | None]
-    place: Callable[[Placed, RunConfig, Sizes, Mapping[str, str]], Placed]
+    place: Callable[[Placed, RunConfig, LayerSizes, Mapping[str, str]], Placed]
 
 
 def is_mindformers_adapter(path: Path) -> bool:
@@ -130,7 +130,7 @@ def _placed(factors: Placed, family: Family, run: RunConfig, base: Checkpoint, s
         ) from error
 
 
-def _llama(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
+def _llama(factors: Placed, run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]) -> Placed:
     """Queries, keys and values, or gate and up, may be fused, each with the A of the whole."""
     heads = Heads(sizes.queries, sizes.keys, sizes.dim)
     apart: Placed = {}
@@ -156,7 +156,7 @@ def _unfused(run: RunConfig, name: str, rows: LazyTensor, heads: Heads) -> Mappi
     return unfuse(run, {name: rows}, heads)
 
 
-def _glm(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
+def _glm(factors: Placed, run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]) -> Placed:
     heads = Heads(sizes.queries, sizes.keys, sizes.dim)
     apart: Placed = {}
     for module, own in factors.items():
@@ -177,12 +177,12 @@ def _glm(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]
     return join_modules(placed, sides, "mlp.gate_up_proj", (sizes.inner, sizes.inner), run.source)
 
 
-def _gpt2(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
+def _gpt2(factors: Placed, run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]) -> Placed:
     placed = renamed(factors, table, run.source, WHAT)
     return join_modules(placed, gpt.PARTS, "c_attn", sizes.attention, run.source)
 
 
-def _bloom(factors: Placed, run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> Placed:
+def _bloom(factors: Placed, run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]) -> Placed:
     plain = {module.removeprefix("transformer."): own for module, own in factors.items()}
     counts = [sizes.dim] * 3
     return join_modules(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmconv.convert.adapters.weighted_sum import LowRank, add_products
+from llmconv.convert.adapters.weighted_sum import LoraProduct, add_products
 from llmconv.convert.algebra.operations import concat, equal, listing, require
 from llmconv.convert.algebra.row_groups import interleave_rows, pick_rows
 from llmconv.convert.formats.mindformers.config import RunConfig
@@ -139,7 +139,7 @@ def _merged(
             f"{list(base.shape)}",
             hint="the parameters are of another run, or `lora_rank` of the configuration is",
         )
-    return add_products(base, [LowRank(a, b, alpha / rank)])
+    return add_products(base, [LoraProduct(a, b, alpha / rank)])
 
 
 def unfuse(run: RunConfig, tensors: Mapping[str, LazyTensor], heads: Heads) -> Tensors:

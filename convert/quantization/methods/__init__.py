@@ -12,7 +12,7 @@ from llmconv.plugins import plugins
 
 
 @dataclass(frozen=True)
-class Method:
+class QuantizationMethod:
     """One way to store weights; each file of this folder has one as its constant `METHOD`.
 
     Attributes:
@@ -28,6 +28,6 @@ class Method:
 
 
 @lru_cache(maxsize=1)
-def methods() -> dict[str, Method]:
+def methods() -> dict[str, QuantizationMethod]:
     """Every method by name, in alphabetical order."""
-    return {row.name: row for row in plugins(__name__, "METHOD", Method).values()}
+    return {row.name: row for row in plugins(__name__, "METHOD", QuantizationMethod).values()}

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.grouped import GroupedWeight, Packing
-from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.methods import QuantizationMethod
 from llmconv.convert.quantization.packed_weight import part, refuse, require
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
@@ -89,4 +89,4 @@ def pack_outputs(codes: Array) -> Array:
     return words.view(np.int32)
 
 
-METHOD = Method("awq", open_awq)
+METHOD = QuantizationMethod("awq", open_awq)

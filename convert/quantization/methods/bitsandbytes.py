@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.four_bit import STATE, open_four_bit
 from llmconv.convert.quantization.int8_rows import open_int8
-from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.methods import QuantizationMethod
 from llmconv.convert.quantization.packed_weight import PackedWeight, refuse
 
 PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".SCB", ".weight_format")
@@ -34,4 +34,4 @@ def open_bitsandbytes(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     return weights
 
 
-METHOD = Method("bitsandbytes", open_bitsandbytes)
+METHOD = QuantizationMethod("bitsandbytes", open_bitsandbytes)

@@ -16,7 +16,7 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.grouped import GroupedWeight, Packing
-from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.methods import QuantizationMethod
 from llmconv.convert.quantization.methods.fp8 import ACTIVATIONS, block_size
 from llmconv.convert.quantization.packed_bits import WIDTHS, pack, unpack
 from llmconv.convert.quantization.packed_weight import PackedWeight, part, refuse, require
@@ -134,7 +134,7 @@ def _zero_points(zeros: LazyTensor | None, bits: int, shape: tuple[int, ...]) ->
     return unpack(zeros.read().T, bits)[:, : shape[0]].T
 
 
-METHOD = Method(
+METHOD = QuantizationMethod(
     "compressed-tensors",
     open_compressed,
     ACTIVATIONS,

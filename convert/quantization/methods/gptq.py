@@ -15,7 +15,7 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.quantization.grouped import GroupedWeight, Packing
-from llmconv.convert.quantization.methods import Method
+from llmconv.convert.quantization.methods import QuantizationMethod
 from llmconv.convert.quantization.packed_bits import WIDTHS, pack, unpack
 from llmconv.convert.quantization.packed_weight import part, refuse, require
 from llmconv.errors import UnsupportedInput
@@ -113,4 +113,4 @@ def zero_points(words: Array, bits: int, less_one: bool) -> Array:
     return (unpack(words, bits) + np.uint8(1)) & np.uint8((1 << bits) - 1)
 
 
-METHOD = Method("gptq", open_gptq)
+METHOD = QuantizationMethod("gptq", open_gptq)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.convert.adapters.tuners.torch_random import first_of_permutation
 from llmconv.errors import MalformedInput
 from llmconv.tensors import Array
 
 
-def fit(learned: Learned) -> Fit:
+def fit(learned: ModuleTensors) -> FittingShape:
     """Any size; the number of frequencies must be the config's."""
     (count,), settings = learned.shape("fourierft_spectrum", 1), learned.settings
     expected = settings.of_module("n_frequency_pattern", learned.module, settings.positive("n_frequency", 1000))
@@ -29,13 +29,13 @@ def fit(learned: Learned) -> Fit:
     return None, None
 
 
-def require(learned: Learned, shape: Shape) -> None:
+def require(learned: ModuleTensors, shape: WeightShape) -> None:
     """There are as many places as frequencies."""
     if (count := learned.shape("fourierft_spectrum")[0]) > shape[0] * shape[1]:
         raise learned.misfit(f"{count} frequencies for {shape[0]}×{shape[1]} weights")
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     """Rows of the change.
 
     The real part of a transform is the transform of the spectrum's Hermitian part, whose half is enough.

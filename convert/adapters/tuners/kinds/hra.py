@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.tensors import Array
 
 
-def fit(learned: Learned) -> Fit:
+def fit(learned: ModuleTensors) -> FittingShape:
     """in; the rank must be the config's."""
     columns, rank = learned.shape("hra_u", 2)
     learned.same("the rank", rank, int(learned.settings.positive("r", 8)))
@@ -20,13 +20,13 @@ def fit(learned: Learned) -> Fit:
     return None, columns
 
 
-def require(learned: Learned, shape: Shape) -> None:
+def require(learned: ModuleTensors, shape: WeightShape) -> None:
     """Every column has a direction, also after it was made orthogonal."""
     if not np.isfinite(_directions(learned)).all():
         raise learned.misfit("a column of `hra_u` is zero, or what the ones before it leave of it is")
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     """Rows of the change, one reflection after the other."""
     vectors = _directions(learned)
 
@@ -39,7 +39,7 @@ def delta(learned: Learned, shape: Shape) -> Delta:
     return rows
 
 
-def _directions(learned: Learned) -> Array:
+def _directions(learned: ModuleTensors) -> Array:
     """u, one in each row."""
     vectors = learned.read("hra_u").T
     with np.errstate(invalid="ignore", divide="ignore"):

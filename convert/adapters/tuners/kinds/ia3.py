@@ -5,13 +5,13 @@ l is out×1, or 1×in in a feed-forward module; the bias is scaled with the rows
 
 from __future__ import annotations
 
-from llmconv.convert.adapters.tuners import Fit, Shape, Tuner
-from llmconv.convert.adapters.tuners.module_tensors import Delta, Learned
+from llmconv.convert.adapters.tuners import FittingShape, Tuner, WeightShape
+from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowChange
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import Array
 
 
-def fit(learned: Learned) -> Fit:
+def fit(learned: ModuleTensors) -> FittingShape:
     """The side that the vector lies along."""
     if len(learned.shape("ia3_l")) > 2:
         raise UnsupportedInput(
@@ -22,7 +22,7 @@ def fit(learned: Learned) -> Fit:
     return (None, columns) if rows == 1 else (rows, None)
 
 
-def delta(learned: Learned, shape: Shape) -> Delta:
+def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     """Rows of the change: W ∘ l - W."""
     excess = learned.read("ia3_l") - 1
 
