@@ -72,11 +72,11 @@ def is_mirrored(one: object, other: object) -> bool:
     return all(np.array_equal(mine, others) for mine, others in pairs)
 
 
-def add_products(base: LazyTensor, changes: Sequence[LoraProduct], dtype: DType | None = None) -> LazyTensor:
-    """`base` plus the sum of `changes`, rounded once (nearest even) to `dtype`.
+def add_products(base: LazyTensor, products: Sequence[LoraProduct], dtype: DType | None = None) -> LazyTensor:
+    """The lazy tensor W + Σ s·B·A, every element summed in float64 and rounded once.
 
-    Every element is the float64 sum, rounded as torch and `ml_dtypes` do it: to float32 and from there to narrower
-    types. The result does not depend on how many threads compute how many rows.
+    The rounding is that of torch and `ml_dtypes`: to float32, and from there to narrower types, to nearest even. The
+    result does not depend on the number of threads or the division into rows.
 
     Args:
         base: W, two-dimensional, or a bias, which counts as one column; floating-point.
@@ -86,11 +86,12 @@ def add_products(base: LazyTensor, changes: Sequence[LoraProduct], dtype: DType 
     Raises (when rows are read):
         UnsupportedInput: a sum is too large for `dtype`.
     """
+    kind = dtype or base.dtype
 
     def load(start: int, stop: int) -> Array:
-        return add_products_to_rows(base.rows(start, stop), [change.factors(start, stop) for change in changes], dtype)
+        return add_products_to_rows(base.rows(start, stop), [each.factors(start, stop) for each in products], kind)
 
-    return LazyTensor(dtype, base.shape, load, lambda other: add_products(base, changes, other))
+    return LazyTensor(kind, base.shape, load, lambda other: add_products(base, products, other))
 
 
 def add_products_to_rows(rows: Array, pairs: Sequence[tuple[Array, Array]], dtype: DType) -> Array:

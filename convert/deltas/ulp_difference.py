@@ -62,7 +62,7 @@ def _spread_sign(bits: Array, target: Array) -> None:
 
 
 def byte_planes(change: Array) -> Array:
-    """uint8, itemsize×elements: the highest bytes of all integers first, the lowest last, so that zeros lie together."""
+    """uint8, itemsize×elements: the highest bytes of all integers first, the lowest last; zeros lie together."""
     steps, size = change.reshape(-1), change.itemsize
     content = np.empty((size, len(steps)), np.uint8)
     for number, plane in enumerate(content):

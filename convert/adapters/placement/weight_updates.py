@@ -1,4 +1,4 @@
-"""What is done to one weight: the sum of the updates that each adapter makes of it, rounded once."""
+"""The sum of all updates of one weight, rounded once."""
 
 from __future__ import annotations
 
@@ -14,30 +14,35 @@ from llmconv.tensors import Array, DType, LazyTensor
 
 
 class WeightUpdate(Protocol):
-    """What one adapter adds to one weight: its new value less the old one."""
+    """The update of one weight by one adapter: new value minus old value."""
 
     def update(self, base: LazyTensor, start: int, stop: int) -> Array:
-        """Rows `start:stop` of what is added.
+        """Rows `start:stop` of the update.
 
         Args:
-            base: the weight, whole, for updates that depend on it.
+            base: the weight, for updates that depend on it.
             start: first row.
-            stop: row behind the last.
+            stop: end of the rows, excluded.
 
         Returns:
-            float64, of two dimensions: what is behind the first dimension of the base counts as columns.
+            float64, two-dimensional: all dimensions of the base after the first count as columns.
         """
         ...
 
 
 WeightChange = LoraProduct | ExpertProduct | WeightUpdate
-"""A change of a tensor; the first two have fast sums of their own."""
+"""An update of a tensor; the first two kinds have faster sums."""
 
 
 def add_changes(base: LazyTensor, changes: Sequence[WeightChange], dtype: DType) -> LazyTensor:
     """`base` plus the sum of `changes`, rounded once (nearest even) to `dtype`.
 
-    Every update is of the base as it was, so their order does not count, and each adapter's weight scales all it does.
+    Every update is relative to the original base, so their order does not matter.
+
+    Args:
+        base: the weight.
+        changes: its updates, of the shape of `base`.
+        dtype: element type of the result.
     """
     slabs = [change for change in changes if isinstance(change, ExpertProduct)]
     low_rank = [change for change in changes if isinstance(change, LoraProduct)]
@@ -49,7 +54,7 @@ def add_changes(base: LazyTensor, changes: Sequence[WeightChange], dtype: DType)
 
 
 def _add_updates(base: LazyTensor, updates: Sequence[WeightUpdate], dtype: DType) -> LazyTensor:
-    """The sum in float64, for updates that are more than a product of two factors."""
+    """The sum in float64, for updates other than a product of two factors."""
 
     def load(start: int, stop: int) -> Array:
         rows = base.rows(start, stop)
