@@ -1,4 +1,4 @@
-"""The factors of several modules as those of one, where a base has in one matrix what an adapter has in several."""
+"""Joins the factors of several modules into those of one, for a base that stores them as one matrix."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def join_modules(
     source: str,
     combine: JoinRows = lambda rows: concat(rows, 0),
 ) -> dict[str, ForeignPair]:
-    """The factors with those of each layer that `parts` names put together, where the base has them in one matrix.
+    """The factors with those of `parts` in each layer joined into one pair.
 
-    Its A is that of the trained parts, one below the other; its B has each one's own where rows and columns are its.
+    A of the joined pair stacks the A of the trained parts; its B is block-diagonal.
 
     Args:
         factors: by module.
-        parts: what the modules end with, in the order of the rows.
-        whole: what takes the place of these words.
-        counts: rows of each part.
-        source: file or folder name for error messages.
-        combine: makes the rows of all parts those of the whole; one after the other where it is not said.
+        parts: last components of the modules' paths, in the order of the rows.
+        whole: last component of the joined module's path.
+        counts: number of rows of each part.
+        source: file or folder name, for messages.
+        combine: joins the rows of all parts (default: one after the other).
 
     Raises:
-        MalformedInput: a part has another number of rows.
+        MalformedInput: a shape mismatch.
         UnsupportedInput: parts of different ranks, or DoRA on some of them only.
     """
     result: dict[str, ForeignPair] = {}

@@ -1,4 +1,4 @@
-"""The sizes of a base's layers, by which the rows of a foreign adapter's matrices are cut and put in order."""
+"""Sizes of the layers of a base, which conversions of adapters need to split and reorder rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = {
     "dim": ("head_dim",),
     "inner": ("intermediate_size", "n_inner", "ffn_hidden_size"),
 }
-"""What configs of transformers call them."""
+"""Their fields in the configs of transformers."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class LayerSizes:
 
 
 def sizes_of(base: Checkpoint) -> LayerSizes:
-    """The sizes that the base's config says.
+    """The sizes in the base's config.
 
     Raises:
-        InputRefused: it does not say them, or says impossible ones.
+        InputRefused: they are missing or impossible.
     """
     config = base.config
     found = {size: next((config[name] for name in names if config.get(name)), 0) for size, names in NAMES.items()}
@@ -47,6 +47,6 @@ def sizes_of(base: Checkpoint) -> LayerSizes:
                 found["queries"], found["keys"] or found["queries"], dim, found["inner"] or 4 * found["hidden"]
             )
     raise InputRefused(
-        f"the `config.json` of `{base.path.name}` does not tell the sizes of its heads",
+        f"the `config.json` of `{base.path.name}` does not contain the sizes of its heads",
         hint="give the base that the adapter was trained on, with its own `config.json`",
     )

@@ -1,6 +1,6 @@
 """AdaLoRA: W + alpha/(ranknum + 1e-5) · B·diag(E)·A (Zhang et al., arXiv 2303.10512; PEFT `tuners/adalora/layer.py`).
 
-ranknum is the rank before any was pruned: `init_r`, or a tensor in files of older PEFT.
+ranknum is the rank before pruning: `init_r`, or a tensor in files of older PEFT.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def fit(learned: ModuleTensors) -> FittingShape:
 
 
 def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the change: a product of two thin matrices."""
+    """Rows of the update: a product of two thin matrices."""
     scale = learned.settings.positive("lora_alpha", 8) / (_rank_before(learned) + 1e-5)
     left, right = learned.read("lora_B") * scale, learned.read("lora_A") * learned.read("lora_E")
 

@@ -15,7 +15,7 @@ from llmconv.tensors import Array
 
 
 def fit(learned: ModuleTensors) -> FittingShape:
-    """out of the scale, in of the blocks side by side."""
+    """out of the scale, in of the blocks."""
     (factors, blocks, size, other), scale = learned.shape("boft_R", 4), learned.shape("boft_s", 2)
     learned.same("the side of a block", size, other)
     learned.same("the short side of `boft_s`", min(scale), 1)
@@ -25,7 +25,7 @@ def fit(learned: ModuleTensors) -> FittingShape:
 
 
 def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the change; a permutation and a rotation per factor."""
+    """Rows of the update; a permutation and a rotation per factor."""
     stored, scale = learned.read("boft_R"), learned.read("boft_s").reshape(-1, 1)
     skew = 0.5 * (stored - stored.swapaxes(2, 3))
     turned = [cayley(blocks).transpose(0, 2, 1) for blocks in skew]

@@ -1,6 +1,6 @@
 """HRA: W·Π(I - 2·uᵢ·uᵢᵀ), Householder reflections of the inputs (arXiv 2405.17484; PEFT `tuners/hra/layer.py`).
 
-hra_u is in×r, its columns are normalised; with `apply_GS` they are made orthogonal first.
+hra_u is in×r; its columns are normalized, with `apply_GS` after Gram-Schmidt orthogonalization.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def fit(learned: ModuleTensors) -> FittingShape:
 
 
 def require(learned: ModuleTensors, shape: WeightShape) -> None:
-    """Every column has a direction, also after it was made orthogonal."""
+    """Every column is nonzero, also after orthogonalization."""
     if not np.isfinite(_directions(learned)).all():
-        raise learned.misfit("a column of `hra_u` is zero, or what the ones before it leave of it is")
+        raise learned.misfit("a column of `hra_u` is zero, or linearly dependent on those before it")
 
 
 def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the change, one reflection after the other."""
+    """Rows of the update, one reflection after the other."""
     vectors = _directions(learned)
 
     def rows(weight: Array, start: int) -> Array:
@@ -50,7 +50,7 @@ def _directions(learned: ModuleTensors) -> Array:
 
 
 def _orthogonal(vectors: Array) -> Array:
-    """Gram and Schmidt's, each made orthogonal to those before it."""
+    """Gram-Schmidt: each vector made orthogonal to those before it."""
     done: list[Array] = []
     for vector in vectors:
         for other in done:

@@ -12,7 +12,7 @@ from llmconv.tensors import Array
 
 
 def fit(learned: ModuleTensors) -> FittingShape:
-    """The side that the vector lies along."""
+    """out or in, by the direction of the vector."""
     if len(learned.shape("ia3_l")) > 2:
         raise UnsupportedInput(
             f"`{learned.module}` is a convolution scaled by IA3", hint="merge it with PEFT's `merge_and_unload`"
@@ -23,7 +23,7 @@ def fit(learned: ModuleTensors) -> FittingShape:
 
 
 def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the change: W ∘ l - W."""
+    """Rows of the update: W ∘ l - W."""
     excess = learned.read("ia3_l") - 1
 
     def rows(weight: Array, start: int) -> Array:

@@ -1,6 +1,6 @@
 """LoHa: W + alpha/r · (w1_a·w1_b) ∘ (w2_a·w2_b) (FedPara, arXiv 2108.06098; PEFT `tuners/loha/layer.py`).
 
-Convolutions may have a core t (r×r×k×k) besides: then `a` is r×out, `b` is r×in, and the factor is Σᵢⱼ tᵢⱼ aᵢ bⱼ.
+Convolutions may also have a core t (r×r×k×k): then `a` is r×out, `b` is r×in, and the factor is Σᵢⱼ tᵢⱼ aᵢ bⱼ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _factor(learned: ModuleTensors, number: str) -> WeightShape:
 
 
 def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the change: two thin products, multiplied element by element."""
+    """Rows of the update: two thin products, multiplied element by element."""
     (left1, right1), (left2, right2) = (_thin(learned, number) for number in "12")
     scale = learned.scale()
 

@@ -36,9 +36,9 @@ def _shape(learned: ModuleTensors, number: str) -> tuple[int, ...]:
 
 
 def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the change: row p of it is the product of row p // c of w1 and row p % c of w2, which has c rows.
+    """Rows of the update: row p is the product of row p // c of w1 and row p % c of w2, which has c rows.
 
-    A whole w2 of three dimensions (`Conv1d`) PEFT multiplies before it flattens, so that w1 counts kernels: as it is.
+    PEFT multiplies a whole w2 of three dimensions (`Conv1d`) before flattening, so w1 applies to the kernel dimension.
     """
     left, right = _read(learned, "1") * learned.scale(), _read(learned, "2")
     if right.ndim == 3:

@@ -16,11 +16,11 @@ from llmconv.convert.adapters.tuners.module_tensors import ModuleTensors, RowCha
 from llmconv.tensors import Array
 
 MOST_TERMS = 1000
-"""A series as long as this says nothing new, and takes its time."""
+"""Limit of the length of the series, which has converged long before."""
 
 
 def fit(learned: ModuleTensors) -> FittingShape:
-    """in: all blocks side by side; one block alone is repeated when `block_share` is set."""
+    """in: the size of all blocks; with `block_share` a single block is repeated, so any size."""
     name = _name(learned)
     (blocks, elements), settings = learned.shape(name, 2), learned.settings
     size = _size(elements)
@@ -39,7 +39,7 @@ def _name(learned: ModuleTensors) -> str:
 
 
 def _size(elements: int) -> int:
-    """The side of a square matrix whose upper triangle has so many elements."""
+    """The side of a square matrix with this number of elements above the diagonal."""
     return (1 + isqrt(1 + 8 * elements)) // 2
 
 
@@ -50,7 +50,7 @@ def require(learned: ModuleTensors, shape: WeightShape) -> None:
 
 
 def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the change; each block of columns is rotated by itself."""
+    """Rows of the update; each block of columns is rotated separately."""
     blocks = rotations(learned)
     turned = blocks if _name(learned) == "oft_embedding_R" else blocks.transpose(0, 2, 1)
 
@@ -97,7 +97,7 @@ def cayley(skew: Array) -> Array:
 
 
 def neumann(skew: Array, terms: int) -> Array:
-    """The series with so many terms: I + 2Q + … + 2Qⁿ⁻² + Qⁿ⁻¹; with three, PEFT counts I + 2Q + 2Q² + Q³."""
+    """The series with n terms: I + 2Q + … + 2Qⁿ⁻² + Qⁿ⁻¹; with three, PEFT computes I + 2Q + 2Q² + Q³."""
     identity: Array = np.broadcast_to(np.eye(skew.shape[-1]), skew.shape)
     if terms < 2:
         return identity

@@ -1,4 +1,4 @@
-"""VeRA: W + diag(λ_b)·B·diag(λ_d)·A with random A and B that all modules share (arXiv 2310.11454; PEFT `tuners/vera`).
+"""VeRA: W + diag(λ_b)·B·diag(λ_d)·A with random A and B shared by all modules (arXiv 2310.11454; PEFT `tuners/vera`).
 
 A is r×(largest in), B (largest out)×r; a module takes the first columns and rows. Files saved with
 `save_projection=False` lack both: they are drawn again as PEFT draws them.
@@ -46,7 +46,7 @@ def drawn(settings: AdapterFields, shapes: Sequence[WeightShape]) -> Mapping[str
 
 
 def delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
-    """Rows of the change: a product of two thin matrices."""
+    """Rows of the update: a product of two thin matrices."""
     left = learned.read("vera_lambda_b")[:, None] * learned.read("vera_B")[: shape[0]]
     right = learned.read("vera_lambda_d")[:, None] * learned.read("vera_A")[:, : shape[1]]
 
