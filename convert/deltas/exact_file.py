@@ -1,4 +1,4 @@
-"""Reading the files of an exact delta: the index checked throughout, frames unpacked when their rows are wanted."""
+"""Reading the files of an exact delta: the index is fully checked, frames are unpacked when their rows are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor, r
 from llmconv.tensors import BLOCK_BYTES, BY_NAME, Array, DType, LazyTensor, as_bytes
 
 BLOCK_LIMIT, BLOCK_LEAST = 16 * BLOCK_BYTES, BLOCK_BYTES // 4
-"""A block is held in memory; no writer makes larger ones, except of one row, or smaller ones, except of all rows."""
+"""Sizes of a block, which is held in memory; only blocks of one row may be larger, and of all rows smaller."""
 
 SKIPPED = struct.Struct("<II")
 
@@ -44,7 +44,7 @@ def _has_other_values(name: str) -> str:
 
 @dataclass(frozen=True)
 class BaseTensor:
-    """The base's tensor that another is told from: its name, and what it must be."""
+    """The base's tensor that a difference is taken from: its name, and its expected dtype, shape and sha256."""
 
     name: str
     dtype: DType
@@ -54,7 +54,7 @@ class BaseTensor:
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """Some rows of a tensor: position and size of their frame, CRC-32 of the tuned rows and of the base's."""
+    """Some rows of a tensor: position and size of their frame in bytes, CRC-32 of the tuned rows and of the base's."""
 
     position: int
     size: int
@@ -64,14 +64,14 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class DeltaTensor:
-    """One tensor as a delta file holds it.
+    """One tensor in a delta file.
 
     Attributes:
         path: the file.
         dtype, shape: of the tuned tensor.
         rows: height of a block.
         blocks: its blocks, from the first row to the last.
-        base: what it is told from, None for zeros.
+        base: the tensor that the difference is taken from, None for zeros.
     """
 
     path: Path
@@ -82,15 +82,15 @@ class DeltaTensor:
     base: BaseTensor | None
 
     def over(self, base: LazyTensor | None, other_base: OtherBase | None = None) -> LazyTensor:
-        """The tuned tensor: the base's own, with the checksum that it must have, where all of its rows are the base's.
+        """The tuned tensor; if no row changed, the base's own tensor with its expected checksum.
 
         Args:
-            base: the base's tensor of the name `self.base.name`.
-            other_base: from what is wrong, the refusal of a base whose rows are not those that the delta was made from.
+            base: the base's tensor named `self.base.name`.
+            other_base: makes the error for a wrong base from a description of the problem.
 
         Raises (when rows are read):
-            InputRefused: as `other_base` says.
-            MalformedInput: a frame is damaged, or the rows are not those that were tuned.
+            InputRefused: the base is not the one that the delta was made from.
+            MalformedInput: a damaged frame, or a wrong checksum of the tuned rows.
         """
         refuse = other_base or _other_base
         if self.base and isinstance(base, FileTensor) and not base.record and self._keeps(base):
@@ -100,12 +100,12 @@ class DeltaTensor:
         return LazyTensor(self.dtype, self.shape, partial(self._load, base, refuse))
 
     def _keeps(self, base: LazyTensor) -> bool:
-        """Whether there are rows, and every one is as in the base."""
+        """Whether there are rows, and all of them equal the base's."""
         with_differences = any(block.size or block.crc != block.base_crc for block in self.blocks)
         return bool(base.nbytes) and (self.dtype, self.shape) == (base.dtype, base.shape) and not with_differences
 
     def _base_crc(self) -> int:
-        """CRC-32 of all rows of a base that has as many."""
+        """CRC-32 of all rows of the base, which has as many."""
         row, height = prod(self.shape[1:]) * self.dtype.itemsize, self.shape[0] if self.shape else 1
         sizes = [min(self.rows, height - first) * row for first in range(0, height, self.rows)]
         blocks = zip((block.base_crc for block in self.blocks), sizes, strict=True)
@@ -130,9 +130,9 @@ class DeltaTensor:
         if block.size:
             content = self._unpacked(block.position, block.size, prod(shape) * self.dtype.itemsize)
             rows = with_differences(rows, from_planes(content, self.dtype.itemsize))
-        crc = block.base_crc if rows is known else crc32(as_bytes(rows))  # the base's rows were compared already
+        crc = block.base_crc if rows is known else crc32(as_bytes(rows))  # the base's rows are already checked
         if crc != block.crc:
-            _refuse(self.path, "does not give the rows that it was made from")
+            _refuse(self.path, "has a wrong checksum of the tuned rows")
         return rows
 
     def _unpacked(self, position: int, size: int, expected: int) -> bytes:
@@ -153,7 +153,7 @@ def open_frames(path: Path) -> dict[str, DeltaTensor]:
     """The tensors of one file of an exact delta, in order; only its index is read.
 
     Raises:
-        MalformedInput: the index is missing, or anything in it does not add up.
+        MalformedInput: the index is missing or inconsistent.
     """
     end, text = _index_text(path)
     try:
@@ -176,7 +176,7 @@ def open_frames(path: Path) -> dict[str, DeltaTensor]:
 
 
 def _index_text(path: Path) -> tuple[int, bytes]:
-    """Where the index begins, and its JSON."""
+    """The position of the index, and its JSON."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         file.seek(max(0, size - END.size))
@@ -214,10 +214,10 @@ def _source(path: Path, name: str, base: Any, dtype: DType, shape: tuple[int, ..
     if base is None:
         return None
     if not isinstance(base, dict) or not isinstance(base.get("name"), str) or not isinstance(base.get("sha256"), str):
-        _refuse(path, f"does not say what `{name}` is told from")
+        _refuse(path, f"has an invalid base tensor for `{name}`")
     source = BaseTensor(base["name"], *_kind(path, base["name"], base), base["sha256"])
     if not can_predict(LazyTensor(source.dtype, source.shape, lambda start, stop: np.empty(0)), dtype, shape):
-        _refuse(path, f"tells `{name}` from a tensor of another kind")
+        _refuse(path, f"stores `{name}` as the difference from a tensor of another kind")
     return source
 
 

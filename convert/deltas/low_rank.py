@@ -1,4 +1,4 @@
-"""A LoRA adapter that comes close to what a model was tuned to: factors of linear weights, and the rest of it whole.
+"""Low-rank deltas: a PEFT adapter that approximates a tuned model by factors of linear weights, and whole other tensors.
 
 Layout as PEFT saves it (`utils/save_and_load.py`): `lora_A` (rank×in) and `lora_B` (out×rank) and alpha = rank, so a
 factor of 1; norms and embeddings as `modules_to_save`; biases as `bias="all"`.
@@ -28,19 +28,19 @@ from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
 
 PREFIX = "base_model.model."
 TRACES = ("torch_dtype", "dtype", "transformers_version", "architectures", "use_cache", "vocab_size")
-"""Fields of the config that an adapter does not depend on."""
+"""Fields of the config that are irrelevant to an adapter."""
 
 EXACT = "extract an exact delta, without `--rank`"
 
 
 @dataclass(frozen=True)
 class LowRankDelta:
-    """An adapter to write, and what it will hold.
+    """The plan of an adapter and its content.
 
     Attributes:
         plan: its files.
-        products: names of the base's weights that get a product.
-        whole: names of the tensors that it holds whole.
+        products: names of the base's weights with a low-rank product.
+        whole: names of the tensors that it contains whole.
         factors: the products.
     """
 
@@ -54,25 +54,26 @@ class LowRankDelta:
         return {name: self.factors.share(name).captured for name in self.products}
 
     def captured_overall(self) -> float:
-        """The same of all products together."""
+        """The same ratio for all products together."""
         shares = [self.factors.share(name) for name in self.products]
         return CapturedNorm(sum(share.held for share in shares), sum(share.change for share in shares)).captured
 
 
 def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) -> LowRankDelta:
-    """The files of an adapter. Base and tuned model are compared, which reads both; the products are made later.
+    """The files of an adapter. Base and tuned model are compared, which reads both; products are computed later.
 
     Args:
-        base, tuned: of one architecture.
-        rank: of the products; less where a weight is smaller.
-        dtype: `keep` (products in float32, the rest as it is) or a float type.
+        base: the model before tuning.
+        tuned: the model after tuning, of the same architecture.
+        rank: rank of the products; less for smaller weights.
+        dtype: `keep` (products in float32, other tensors unchanged) or a floating-point type.
 
     Raises:
-        UsageProblem: no positive rank.
-        UnsupportedInput: something changed that an adapter of PEFT cannot hold.
+        UsageProblem: `rank` is not positive.
+        UnsupportedInput: a change that a PEFT adapter cannot represent.
     """
     if rank < 1:
-        raise UsageProblem(f"`--rank {rank}` is not possible", hint="give a positive number, such as 16")
+        raise UsageProblem(f"invalid `--rank {rank}`", hint="give a positive number, such as 16")
     below, above = _effective(base), _effective(tuned)
     products, whole = _sorted(base, below, above)
     changes = {name: MatrixChange(below[name], above[name]) for name in products}
@@ -92,7 +93,7 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
 
 
 def _effective(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
-    """The tensors without buffers, a tied head among them.
+    """The tensors without buffers, including a tied head.
 
     Raises:
         UnsupportedInput: they are quantized.
@@ -110,21 +111,23 @@ NamedTensors = Mapping[str, LazyTensor]
 
 
 def _sorted(base: Checkpoint, below: NamedTensors, above: NamedTensors) -> tuple[list[str], list[str]]:
-    """The names of changed tensors: those that get a product, and those that are stored whole.
+    """The names of changed tensors: those with a product, and those stored whole.
 
     Raises:
-        UnsupportedInput: an adapter cannot hold what changed.
+        UnsupportedInput: a change that an adapter cannot represent.
     """
     if odd := sorted(below.keys() ^ above.keys()):
         raise UnsupportedInput(f"only one of the two models has {listing(odd)}", hint=EXACT)
     changed = [name for name in above if _differ(below[name], above[name])]
     odd = [name for name in changed if not _fits(name, below[name], above[name])]
     if odd:
-        raise UnsupportedInput(f"an adapter cannot hold what changed in {len(odd)} tensors: {listing(odd)}", hint=EXACT)
+        raise UnsupportedInput(
+            f"an adapter cannot represent the change of {len(odd)} tensors: {listing(odd)}", hint=EXACT
+        )
     model = blueprint(base.config)
     if model and (odd := [name for name in changed if name not in model.shapes]):
         raise UnsupportedInput(
-            f"transformers knows by other names what changed in {len(odd)} tensors: {listing(odd)}",
+            f"transformers has other names for {len(odd)} changed tensors: {listing(odd)}",
             hint=EXACT,
         )
     routers, own_head = _beside_experts(above), HEAD in base and not is_tied(base.config)
@@ -137,12 +140,12 @@ def _sorted(base: Checkpoint, below: NamedTensors, above: NamedTensors) -> tuple
         and _module(_module(name)) not in routers
     ]
     if not products:
-        raise UnsupportedInput("no linear weight changed, so there is nothing for an adapter to hold", hint=EXACT)
+        raise UnsupportedInput("no linear weight changed, so an adapter would be empty", hint=EXACT)
     return products, _with_siblings([name for name in changed if name not in products], above)
 
 
 def _with_siblings(whole: list[str], above: NamedTensors) -> list[str]:
-    """PEFT stores saved modules with all their parameters; the bias of a linear layer goes alone."""
+    """`whole` with all parameters of the same modules, as PEFT saves them; the bias of a linear layer goes alone."""
     modules = [_module(name) for name in whole if not _is_linear_bias(name, above)]
     return [name for name in above if name in whole or (_module(name) in modules and not _is_linear_bias(name, above))]
 
@@ -157,7 +160,7 @@ def _is_linear(name: str, tensor: LazyTensor) -> bool:
 
 
 def _beside_experts(tensors: NamedTensors) -> set[str]:
-    """The modules that hold experts; a weight that lies in one chooses among them, and PEFT only saves it whole."""
+    """The modules with experts; weights directly in one are routers, which PEFT only saves whole."""
     return {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
 
 
@@ -167,7 +170,7 @@ def _is_linear_bias(name: str, tensors: NamedTensors) -> bool:
 
 
 def _fits(name: str, below: LazyTensor, above: LazyTensor) -> bool:
-    """Whether PEFT has a place for the change: experts are fused in its model, parameters of other names have none."""
+    """Whether a PEFT adapter can represent the change: not of experts, which are fused in its model, or other names."""
     plain = name.endswith((".weight", ".bias")) and len(above.shape) <= 2 and ".experts." not in name
     grown = name == HEAD or name.endswith(EMBEDDINGS)
     same = below.shape == above.shape or (grown and below.shape[1:] == above.shape[1:])
@@ -209,7 +212,7 @@ def _pair(
 
 
 def _stored_name(name: str, products: list[str]) -> str:
-    """As PEFT calls a tensor that is stored whole; a layer with a product lies one level deeper."""
+    """PEFT's name for a tensor that is stored whole; that of a layer with a product has one more level."""
     module, _, kind = name.rpartition(".")
     return f"{PREFIX}{module}.base_layer.{kind}" if f"{module}.weight" in products else PREFIX + name
 
@@ -245,7 +248,7 @@ def _warnings(
 ) -> list[str]:
     names = sorted({*base.config, *tuned.config} - {*TRACES})
     odd = [name for name in names if base.config.get(name) != tuned.config.get(name)]
-    warnings = [f"an adapter does not carry what else changed in the config: {listing(odd)}"] if odd else []
+    warnings = [f"an adapter does not contain other changes of the config: {listing(odd)}"] if odd else []
     grown = next((name for name in whole if below[name].shape != above[name].shape), None)
     if grown:
         rows = above[grown].num_rows

@@ -1,6 +1,6 @@
-"""Products of a large matrix with a narrow one, in tiles for which OpenBLAS has kernels that copy nothing.
+"""Products of a large matrix with a narrow one, in tiles small enough for OpenBLAS kernels that do not copy.
 
-For larger ones it copies the large matrix into another order first, for a few columns: half as fast, measured.
+For larger products it first copies the large matrix into another order: half as fast for a few columns, measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from llmconv.convert.adapters.weighted_sum import PRODUCT_LIMIT
 from llmconv.tensors import Array
 
 NARROW = 32
-"""Columns of the narrow matrix at once."""
+"""Columns of the narrow matrix per product."""
 
 HIGH = (8, PRODUCT_LIMIT // (8 * NARROW))
 TURNED = (128, PRODUCT_LIMIT // (128 * NARROW))

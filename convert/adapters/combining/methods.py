@@ -14,8 +14,8 @@ compute them twice more to find their thresholds; only `svd` of updates other th
 `dare_ties`        the same random elements, averaged as in `ties`
 =================  =====================================================================================================
 
-Order and names follow `peft/utils/merge_utils.py`: the majority sign is that of the sum of the kept elements before they
-are multiplied by weights (`total`), or of their number (`frequency`); a tie is positive.
+Order and names follow `peft/utils/merge_utils.py`: the majority sign is that of the sum of the kept elements, not yet
+multiplied by weights (`total`), or of their number (`frequency`); a tie is positive.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Combination:
         if self.majority_sign != "total" and not METHODS[self.method].elects:
             raise UsageProblem(
                 f"`--majority-sign` does not apply to `--combine {self.method}`",
-                hint="it is for `ties` and `dare_ties`",
+                hint="only to `ties`, `dare_ties`",
             )
         self._check_densities(adapters)
         if self.rank is not None and (self.rank < 1 or not METHODS[self.method].truncates):

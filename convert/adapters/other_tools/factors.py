@@ -180,7 +180,7 @@ def as_adapter(
         ranks = listing([str(rank) for rank in sorted({own.rank // own.joined for own in factors.values()})])
         pairs = sum(own.joined for own in factors.values())
         raise InputRefused(
-            f"`{files[0].name}` contains {pairs} LoRA pairs of rank {ranks}, but not the `lora_alpha` of their training",
+            f"`{files[0].name}` contains {pairs} LoRA pairs of rank {ranks}, but not their `lora_alpha`",
             hint="give it with `--alpha`; the update is B·A·alpha/rank",
         )
     config: dict[str, Any] = {"peft_type": "LORA", **fields}

@@ -46,7 +46,7 @@ def first_of_permutation(size: int, count: int, seed: int) -> Array:
     """
     if size >= LONG:
         raise UnsupportedInput(
-            f"a seeded permutation of {size:,} elements is not supported",
+            f"unsupported: a seeded permutation of {size:,} elements",
             hint="merge it with PEFT's `merge_and_unload`",
         )
     draws = TorchRandom(seed).take(count) % (size - np.arange(count, dtype=np.int64))
