@@ -1,4 +1,4 @@
-"""Low-rank deltas: a PEFT adapter that approximates a tuned model by factors of linear weights, and whole other tensors.
+"""Low-rank deltas: a PEFT adapter that approximates a tuned model, with factors of linear weights and whole tensors.
 
 Layout as PEFT saves it (`utils/save_and_load.py`): `lora_A` (rank×in) and `lora_B` (out×rank) and alpha = rank, so a
 factor of 1; norms and embeddings as `modules_to_save`; biases as `bias="all"`.
@@ -121,9 +121,7 @@ def _sorted(base: Checkpoint, below: NamedTensors, above: NamedTensors) -> tuple
     changed = [name for name in above if _differ(below[name], above[name])]
     odd = [name for name in changed if not _fits(name, below[name], above[name])]
     if odd:
-        raise UnsupportedInput(
-            f"an adapter cannot represent the change of {len(odd)} tensors: {listing(odd)}", hint=EXACT
-        )
+        raise UnsupportedInput(f"no adapter has the change of {len(odd)} tensors: {listing(odd)}", hint=EXACT)
     model = blueprint(base.config)
     if model and (odd := [name for name in changed if name not in model.shapes]):
         raise UnsupportedInput(

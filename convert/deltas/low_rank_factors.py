@@ -1,4 +1,4 @@
-"""The best approximation of tuned − base by a product of two narrow matrices, and the share of the norm that it captures.
+"""The best approximation of tuned − base by a product of two narrow matrices, and the share of the norm it captures.
 
 By Eckart and Young it consists of the largest singular triples. With Q, the singular vectors of D = tuned − base on its
 smaller side, it is Q·Qᵀ·D (or D·Q·Qᵀ): D itself if Q is square. Up to a million elements Q is exact; for larger weights

@@ -1,4 +1,4 @@
-"""4-bit codes in blocks of the flattened weight, as bitsandbytes stores nf4 and fp4.
+"""4-bit codes in blocks of the flattened weight, as stored by bitsandbytes (nf4 and fp4).
 
 Layout (`bitsandbytes/functional.py`, `QuantState.as_dict`): `X.weight` two codes per byte, the first in the upper half;
 `X.weight.absmax` the scale of each block; `X.weight.quant_map` the value of each code; the rest as JSON in the bytes of
@@ -37,21 +37,21 @@ BLOCK_SIZES = tuple(1 << power for power in range(4, 13))
 
 SCALES = ("float32", "float16", "bfloat16")
 TINY = np.float32(1e-38)
-"""What bitsandbytes divides by where a block is all zeros."""
+"""The divisor of bitsandbytes for a block of zeros."""
 
 LARGE = 1e38
-"""No scale comes near it, and float32 still holds it."""
+"""Limit of an offset, within the range of float32."""
 
 
 @dataclass(frozen=True)
 class NestedScales:
-    """Scales that are codes themselves.
+    """Scales that are stored as 8-bit codes (double quantization).
 
     Attributes:
         peaks: name of the scales of the scales.
         map: name of the 256 values of their codes.
-        offset: added to all of them.
-        block: how many share one scale.
+        offset: added to all scales.
+        block: number of scales that share one scale.
     """
 
     peaks: str
@@ -66,7 +66,7 @@ class FourBitWeight(PackedWeight):
 
     Attributes:
         block: elements in a block.
-        nested: how the scales are stored, where they are codes.
+        nested: the scales of the scales, for double quantization.
     """
 
     block: int
@@ -107,7 +107,7 @@ class FourBitWeight(PackedWeight):
         return scales
 
     def requantized(self, weight: LazyTensor) -> Self:
-        """See `PackedWeight`. Double quantization keeps its offset: the grid of the scales stays where it was."""
+        """See `PackedWeight`. Double quantization keeps its offset."""
         stored, absmax = self.parts[self.name], f"{self.name}.absmax"
         size = stored.nbytes // max(1, stored.num_rows)
 
@@ -132,18 +132,18 @@ class FourBitWeight(PackedWeight):
         code = self._table(nested.map)
         bounds = (code[:-1] + code[1:]) / 2
 
-        def centred(start: int, stop: int) -> Array:
-            """Whole blocks of scales, less the offset, as rows."""
+        def centered(start: int, stop: int) -> Array:
+            """Blocks of scales minus the offset, as rows."""
             first, last = start * nested.block, min(stop * nested.block, absmax.num_rows)
             scales = self._peaks(weight, first, last) - np.float32(nested.offset)
             return np.pad(scales, (0, (stop - start) * nested.block - len(scales))).reshape(-1, nested.block)
 
         def peaks(start: int, stop: int) -> Array:
-            largest: Array = np.abs(centred(start, stop)).max(axis=1)
+            largest: Array = np.abs(centered(start, stop)).max(axis=1)
             return largest
 
         def codes(start: int, stop: int) -> Array:
-            rows = centred(start // nested.block, -(-stop // nested.block))
+            rows = centered(start // nested.block, -(-stop // nested.block))
             rows *= 1 / np.maximum(np.abs(rows).max(axis=1, keepdims=True), TINY)
             numbers = np.searchsorted(bounds, rows.reshape(-1)).astype(np.uint8)  # few: one per block of weights
             return numbers[start % nested.block :][: stop - start]
@@ -163,7 +163,7 @@ class FourBitWeight(PackedWeight):
         return peaks
 
     def _codes(self, weight: LazyTensor, start: int, stop: int) -> Array:
-        """The codes of elements `start:stop`; behind the last one there are zeros."""
+        """The codes of elements `start:stop`, padded with zeros."""
         code = self.code_values
         order = np.argsort(code, kind="stable").astype(np.uint8)
         bounds = (code[order[:-1]] + code[order[1:]]) / 2
@@ -174,7 +174,7 @@ class FourBitWeight(PackedWeight):
         return np.pad(numbers, (0, stop - start - len(numbers)))
 
     def _blocks(self, weight: LazyTensor, start: int, stop: int) -> Array:
-        """Elements of blocks `start:stop` as rows, in float32; behind the last one there are zeros."""
+        """Elements of blocks `start:stop` as rows, in float32, padded with zeros."""
         first, last = start * self.block, min(stop * self.block, self.count)
         columns = prod(self.shape[1:])
         rows = weight.rows(first // columns, -(-last // columns)).astype(np.float32)
@@ -186,7 +186,7 @@ class FourBitWeight(PackedWeight):
 
 
 def _above(bounds: Array, values: Array) -> Array:
-    """How many bounds each value exceeds, uint8; for so few, fifteen times as fast as `searchsorted`."""
+    """The number of bounds that each value exceeds, uint8; for few bounds fifteen times as fast as `searchsorted`."""
     count = np.zeros(values.shape, np.uint8)
     for bound in bounds:
         count += values > bound
@@ -194,10 +194,15 @@ def _above(bounds: Array, values: Array) -> Array:
 
 
 def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str) -> FourBitWeight:
-    """The weight called `name`, whose state is the tensor `state_name`.
+    """The weight `name`.
+
+    Args:
+        tensors: those of the checkpoint.
+        name: of the weight.
+        state_name: name of the tensor with its JSON state.
 
     Raises:
-        MalformedInput: the state is no such JSON, or the parts do not fit each other and it.
+        MalformedInput: an invalid state, or missing or mismatched parts.
     """
     state = _read_state(tensors[state_name], state_name)
     if state_name.removeprefix(name + STATE) not in KINDS or state.get("quant_type") not in KINDS:
@@ -222,7 +227,7 @@ def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str)
 def _nested(state: Mapping[str, Any], name: str, source: str) -> NestedScales:
     offset = state.get("nested_offset")
     if not isinstance(offset, int | float) or not -LARGE < offset < LARGE:
-        refuse(source, "has a `nested_offset` that is no number")
+        refuse(source, "has a `nested_offset` that is not a number")
     block = _size(state, "nested_blocksize", source, BLOCK_SIZES)
     return NestedScales(f"{name}.nested_absmax", f"{name}.nested_quant_map", float(offset), block)
 
@@ -242,7 +247,7 @@ def _read_state(tensor: LazyTensor, name: str) -> dict[str, Any]:
 def _shape(state: Mapping[str, Any], name: str) -> tuple[int, ...]:
     shape = state.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in shape):
-        refuse(name, "has a `shape` that is no matrix's")
+        refuse(name, "has a `shape` that is not a matrix")
     return tuple(shape)
 
 

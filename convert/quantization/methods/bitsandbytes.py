@@ -17,8 +17,8 @@ def open_bitsandbytes(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     """The quantized weights of a checkpoint that `save_pretrained` wrote.
 
     Raises:
-        MalformedInput: parts are missing, left over, or do not fit each other.
-        UnsupportedInput: int8 in the order of a kernel.
+        MalformedInput: missing, unexpected or mismatched parts.
+        UnsupportedInput: int8 in the order of a GPU kernel.
     """
     weights: dict[str, PackedWeight] = {}
     for name, tensor in checkpoint.items():
@@ -30,7 +30,7 @@ def open_bitsandbytes(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     known = {part for weight in weights.values() for part in weight.parts}
     for name in checkpoint:
         if name.endswith(PARTS) and name not in known:
-            refuse(name, "belongs to no quantized weight")
+            refuse(name, "does not belong to a quantized weight")
     return weights
 
 

@@ -43,7 +43,7 @@ def block_size(given: Any) -> tuple[int, int] | None:
     """`weight_block_size` as rows and columns.
 
     Raises:
-        MalformedInput: it is no such pair.
+        MalformedInput: not a pair of positive numbers.
     """
     if given is None:
         return None

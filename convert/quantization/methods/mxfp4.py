@@ -98,7 +98,7 @@ def open_mxfp4(checkpoint: Checkpoint) -> Mapping[str, Mxfp4Experts]:
         weights[name] = Mxfp4Experts(name, {blocks: codes, name + SCALES: scales}, shape)
     for name in checkpoint:
         if name.endswith(SCALES) and name.removesuffix(SCALES) not in weights:
-            refuse(name, "belongs to no quantized weight")
+            refuse(name, "does not belong to a quantized weight")
     return weights
 
 
