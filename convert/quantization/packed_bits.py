@@ -1,4 +1,4 @@
-"""Packing of n-bit numbers (2, 3, 4, 8) in int32 words: number i of a row starts at bit i·n of a little-endian stream."""
+"""Packing of n-bit numbers (2, 3, 4, 8) in int32 words: number i of a row starts at bit i·n, little-endian."""
 
 from __future__ import annotations
 

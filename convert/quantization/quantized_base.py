@@ -31,7 +31,7 @@ class QuantizedBase:
         stored: the checkpoint as stored in the files.
         method: its quantization method.
         weights: the quantized weights, by their plain names.
-        plain: the checkpoint with plain names and values; the quantized weights are in float32, not yet rounded, so that
+        plain: the checkpoint with plain names and values; quantized weights are in float32, not yet rounded, so that
             a merge rounds once.
     """
 

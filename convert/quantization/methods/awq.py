@@ -45,7 +45,7 @@ def _require_gemm(config: Mapping[str, Any]) -> None:
     if version != "gemm" or bits != BITS:
         raise UnsupportedInput(
             f"the base is AWQ in the layout `{version[:40]}` of {str(bits)[:20]} bits",
-            hint="supported is `gemm` of 4 bits; save it so with AutoAWQ, or merge into the model it was quantized from",
+            hint="supported: `gemm` of 4 bits; save it with AutoAWQ, or merge into the model it was quantized from",
         )
 
 

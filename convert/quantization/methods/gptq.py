@@ -89,7 +89,7 @@ def _bits(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
     if type(bits) is not int or bits not in WIDTHS:
         raise UnsupportedInput(
             f"`{stem}` of the base is GPTQ of {str(bits)[:20]} bits",
-            hint=f"supported are {', '.join(map(str, WIDTHS))}",
+            hint=f"supported: {', '.join(map(str, WIDTHS))}",
         )
     return bits
 
