@@ -19,7 +19,7 @@ HEAD = """# Calibration of the verdict
 Written by `make mutants` (`tools/calibrate.py`; data: [calibration.json](calibration.json)). Tiny models of four layers
 and width 64, onnxruntime {onnxruntime}, torch {torch}, transformers {transformers}. A clean run is one draw of the
 weights (sizes × 0.5, 1, 2; onnxruntime's optimisation all, basic, off; 1 and 2 threads) on all quick scenarios. A
-mutant is one small fault in the graph ([mutants.py](../tests/verify/mutants.py)).
+mutant is one small fault in the graph ([mutants.py](../tests/builders/mutants/mutants.py)).
 
 ![sigma of clean runs and of mutants](calibration.svg)
 

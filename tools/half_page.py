@@ -16,8 +16,9 @@ HEAD = """## In half precision
 A graph in float16 or bfloat16 is judged twice: as it is, against the noise of the model in that precision, and as a
 float32 copy with the same weights, against the noise and the gates of float32. `as it is` includes a few scenarios with
 every value rounded; bfloat16 is computed that way altogether. The graphs are float32 exports converted to half
-precision, norms and rotary angles excepted, as transformers computes them ([half.py](../tests/verify/half.py)); weights
-are as they were made, then drawn as above, and rounded; each draw runs at onnxruntime's optimisation all, basic and off
+precision, norms and rotary angles excepted, as transformers computes them
+([half_precision.py](../tests/builders/half_precision.py)); weights are as they were made, then drawn as above,
+and rounded; each draw runs at onnxruntime's optimization all, basic and off
 (on one thread; mostly with the same figures).
 
 The gate of an output is 1.5 times the largest sigma of a clean run, rounded up; that of a row 2.4 times the largest, as
