@@ -186,7 +186,7 @@ class Edits:
         notes = list(adapter.config.warnings)
         has_bias = any(name.endswith(".bias") for name in adapter.whole)
         if adapter.config.bias != "none" and not has_bias and any(name.endswith(".bias") for name in self.tensors):
-            notes.append(f"`bias` is {adapter.config.bias!r}, but the file contains no bias; PEFT up to 0.20 lost them")
+            notes.append(f"`bias` is {adapter.config.bias!r}, but the file holds no bias; PEFT up to 0.20 lost them")
         if other := self._other_family(adapter.config.base_class):
             notes.append(f"it was trained on a `{adapter.config.base_class}`, the base is a `{other}`")
         if weight != 1 and (count := len(adapter.whole) + len(adapter.tokens)):
