@@ -224,7 +224,7 @@ CASES: dict[str, Case] = {
     "modules to save: numbers": adapter(ODD, {"modules_to_save": [1]}),
     "modules to save: a name that leads out": adapter(None, {"modules_to_save": ["../../evil"]}),
     "init: a text of 100,000": adapter("init_lora_weights", {"init_lora_weights": "pissa" + LONG}),
-    "init: not known": adapter("not known", {"init_lora_weights": "subtracts_everything"}),
+    "init: not known": adapter("unknown", {"init_lora_weights": "subtracts_everything"}),
     "init: a list": adapter(ODD, {"init_lora_weights": ["pissa"]}),
     "init: infinite": adapter(ODD, '{"peft_type": "LORA", "r": 2, "init_lora_weights": 1e999}'),
     "replication: 10^9 layers": adapter("names layer", {"layer_replication": [[0, 10**9]]}),
@@ -275,20 +275,24 @@ CASES: dict[str, Case] = {
     "names: a resized original of half a vocabulary": adapter(
         "not both", state={"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(900, 4)}
     ),
-    "names: a buffer of the model": adapter("of shape", state={"base_model.model.model.norm.weight": torch.ones(7)}),
+    "names: a buffer of the model": adapter(
+        "shape mismatch", state={"base_model.model.model.norm.weight": torch.ones(7)}
+    ),
     "names: a scalar for a weight": adapter(
         "of shape", state={"base_model.model.model.embed_tokens.weight": torch.tensor(1.0)}
     ),
-    "names: a scalar for the head": adapter("of shape", state={"base_model.model.lm_head.weight": torch.tensor(1.0)}),
+    "names: a scalar for the head": adapter(
+        "shape mismatch", state={"base_model.model.lm_head.weight": torch.tensor(1.0)}
+    ),
     "factors: a scalar": adapter("gathered", state={f"{MODULE}.lora_A.weight": torch.tensor(1.0)}),
     "factors: of nothing": adapter("gathered", state={f"{MODULE}.lora_A.weight": torch.ones(0, 4)}),
-    "factors: three axes": adapter("no layer that is known", state={f"{MODULE}.lora_A.weight": torch.ones(2, 4, 1)}),
+    "factors: three axes": adapter("unsupported kind of layer", state={f"{MODULE}.lora_A.weight": torch.ones(2, 4, 1)}),
     "factors: a view of 2^40": adapter(
         "larger than its storage", state={f"{MODULE}.lora_A.weight": torch.ones(1).expand(2, 1 << 40)}
     ),
     "factors: whole numbers": adapter("int64", state={f"{MODULE}.lora_A.weight": torch.ones(2, 4).long()}),
     "factors: not finite": adapter("not finite", state={f"{MODULE}.lora_A.weight": torch.full((2, 4), float("nan"))}),
-    "factors: of another base": adapter("of shape", state={f"{MODULE}.lora_B.weight": torch.ones(400, 2)}),
+    "factors: of another base": adapter("shape mismatch", state={f"{MODULE}.lora_B.weight": torch.ones(400, 2)}),
     "factors: a bias that is a scalar": adapter(
         "of shape|does not have|in the base has none", state={f"{MODULE}.lora_B.bias": torch.tensor(1.0)}
     ),

@@ -172,7 +172,7 @@ EXACT: dict[str, Case] = {
         NO_INDEX, lambda path: frames(path).write_bytes(b"x" * 99 + (1 << 63).to_bytes(8, "little") + b"LLMDELTA")
     ),
     "index: bytes between frames": indexed({"tensors": {}}, "describes 0 bytes", b"hidden"),
-    "name: a path": entry("holds no|does not|not give|lacks|shape", bomb(128), name="../../evil"),
+    "name: a path": entry("holds no|does not|wrong checksum|missing keys|shape", bomb(128), name="../../evil"),
     "name: an escape sequence": entry("impossible entry", name="\x1b[2J\n"),
     "name: nothing": entry("impossible entry", name=""),
     "name: 100,000 letters": entry("impossible entry", name=LONG),
@@ -192,9 +192,11 @@ EXACT: dict[str, Case] = {
     "blocks: of 400 digits": changed("blocks", blocks=[[HUGE, 0, 0]]),
     "blocks: a number": changed("no blocks", blocks=7),
     "blocks: pairs": changed("blocks", blocks=[[0, 0]]),
-    "base: another tensor": changed("another shape or dtype|lacks|other values", base=told_from(name="lm_head.weight")),
-    "base: a path": changed("lacks", base=told_from(name="../../etc/passwd")),
-    "base: an escape sequence": changed("lacks", base=told_from(name="\x1b[2J\n" + LONG)),
+    "base: another tensor": changed(
+        "another shape or dtype|missing keys|other values", base=told_from(name="lm_head.weight")
+    ),
+    "base: a path": changed("missing keys", base=told_from(name="../../etc/passwd")),
+    "base: an escape sequence": changed("missing keys", base=told_from(name="\x1b[2J\n" + LONG)),
     "base: another shape": changed("another kind", base=told_from(shape=[8, 5])),
     "base: another dtype": changed("another kind", base=told_from(dtype="int8")),
     "base: a shape that is no list": changed("impossible shape", base=told_from(shape=8)),

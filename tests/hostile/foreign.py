@@ -182,7 +182,7 @@ CASES: dict[str, Case] = {
     ),
     "mlx: not finite": mlx("not finite", arrays={f"{MODULE}.lora_a": np.full((4, 2), np.nan)}),
     "mlx: whole weights of another shape": mlx(
-        "no part|of shape|does not have", {"fine_tune_type": "full"}, {"model.norm.weight": np.ones(9)}
+        "no part|shape mismatch|does not have", {"fine_tune_type": "full"}, {"model.norm.weight": np.ones(9)}
     ),
     "mlx: whole weights of another kind of model": mlx("whole weights", {"fine_tune_type": "full"}, model_type="gpt2"),
     "torchtune: os.system": tune(ATTACK, change=SYSTEM),

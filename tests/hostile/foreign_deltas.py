@@ -123,14 +123,14 @@ CASES: dict[str, Case] = {
         "truncated|no torch file", change=lambda path: os.truncate(path / "pytorch_model.bin", 300)
     ),
     "fastchat: a pipe": difference(
-        "no delta|no torch|no regular|cannot", change=instead_of("pytorch_model.bin", lambda path: os.mkfifo(path))
+        "not a delta|no torch|no regular|cannot", change=instead_of("pytorch_model.bin", lambda path: os.mkfifo(path))
     ),
-    "fastchat: another shape": difference("does not fit", {NAME: torch.ones(8, 5).half()}),
-    "fastchat: fewer tokens": difference("does not fit", {NAME: torch.ones(7, 4).half()}),
-    "fastchat: a scalar": difference("does not fit", {NAME: torch.tensor(1.0).half()}),
-    "fastchat: one more tensor": difference("the base lacks", {"../../evil": torch.ones(1)}),
-    "fastchat: a name with an escape sequence": difference("the base lacks", {"\x1b[2J\n": torch.ones(1)}),
-    "fastchat: whole numbers": difference("is of int64", {NAME: torch.ones(8, 4).long()}),
+    "fastchat: another shape": difference("shape mismatch", {NAME: torch.ones(8, 5).half()}),
+    "fastchat: fewer tokens": difference("shape mismatch", {NAME: torch.ones(7, 4).half()}),
+    "fastchat: a scalar": difference("shape mismatch", {NAME: torch.tensor(1.0).half()}),
+    "fastchat: one more tensor": difference("missing keys in the base", {"../../evil": torch.ones(1)}),
+    "fastchat: a name with an escape sequence": difference("missing keys in the base", {"\x1b[2J\n": torch.ones(1)}),
+    "fastchat: whole numbers": difference("unsupported dtype int64", {NAME: torch.ones(8, 4).long()}),
     "fastchat: not a number": difference(None, {NAME: torch.full((8, 4), float("nan")).half()}),
     "fastchat: infinite": difference(None, {NAME: torch.full((8, 4), float("inf")).half()}),
     "fastchat: a view of 2^40": difference("larger than its storage", {NAME: torch.ones(1).half().expand(8, 1 << 40)}),
@@ -141,7 +141,7 @@ CASES: dict[str, Case] = {
     "stanford: a checksum of 400 digits": stanford(None, b"9" * 90),
     "stanford: a checksum that is no number": stanford(None, b"\xff\x00evil"),
     "stanford: a checksum with an escape sequence": stanford(None, b"\x1b[2J\n"),
-    "stanford: whole numbers": stanford("is of int32", dtype=torch.int32),
+    "stanford: whole numbers": stanford("unsupported dtype int32", dtype=torch.int32),
     "stanford: 100,000 tokens more": stanford(None, rows=100_000),
     "accessory: os.system": accessory_pickled(call("os", "system", text(SHELL)), ATTACK),
     "accessory: eval": accessory_pickled(call("builtins", "eval", text(PYTHON)), ATTACK),

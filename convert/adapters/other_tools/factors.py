@@ -136,7 +136,7 @@ def unplaced(names: Sequence[str], known: Iterable[str], source: str, what: str)
         lines.append(f"`{name[:200]}`" + (f" (close: `{close[0]}`)" if close else ""))
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return MalformedInput(
-        f"`{source}` contains {len(names)} unexpected keys for {what}: {', '.join(lines)}{more}",
+        f"`{source}` contains {len(names)} unexpected keys, which {what} does not have: {', '.join(lines)}{more}",
         hint="the adapter is of another model than the base, or of an unknown kind",
     )
 
