@@ -161,10 +161,10 @@ CASES: dict[str, Case] = {
     **{f"honest: {name}": case for name, case in HONEST.items()},
     "os.system": more(call("os", "system", text(SHELL)), ATTACK),
     "eval": more(call("builtins", "eval", text(PYTHON)), ATTACK),
-    "another call": more(call("evil", "Evil", text(CANARY)), "no plain state dict"),
-    "a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "no plain state dict"),
+    "another call": more(call("evil", "Evil", text(CANARY)), "not a plain state dict"),
+    "a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "not a plain state dict"),
     "a pickle behind the pickle": pickled(lambda data: data + b"cos\nsystem\n.", "after its end"),
-    "a list": pickled(lambda _: pickle.dumps([1], 2), "no plain state dict"),
+    "a list": pickled(lambda _: pickle.dumps([1], 2), "not a plain state dict"),
     "cut": after(lambda path: os.truncate(path / "adapter_model.bin", 300), "truncated|no torch file"),
     "weights: a pipe": instead("adapter_model.bin", lambda path: os.mkfifo(path), NO_FILE),
     "weights: a link to /dev/zero": instead("adapter_model.bin", lambda path: path.symlink_to("/dev/zero"), NO_FILE),
@@ -279,7 +279,7 @@ CASES: dict[str, Case] = {
         "shape mismatch", state={"base_model.model.model.norm.weight": torch.ones(7)}
     ),
     "names: a scalar for a weight": adapter(
-        "of shape", state={"base_model.model.model.embed_tokens.weight": torch.tensor(1.0)}
+        "mismatch", state={"base_model.model.model.embed_tokens.weight": torch.tensor(1.0)}
     ),
     "names: a scalar for the head": adapter(
         "shape mismatch", state={"base_model.model.lm_head.weight": torch.tensor(1.0)}
@@ -292,7 +292,7 @@ CASES: dict[str, Case] = {
     ),
     "factors: whole numbers": adapter("int64", state={f"{MODULE}.lora_A.weight": torch.ones(2, 4).long()}),
     "factors: not finite": adapter("not finite", state={f"{MODULE}.lora_A.weight": torch.full((2, 4), float("nan"))}),
-    "factors: of another base": adapter("shape mismatch", state={f"{MODULE}.lora_B.weight": torch.ones(400, 2)}),
+    "factors: of another base": adapter("mismatch", state={f"{MODULE}.lora_B.weight": torch.ones(400, 2)}),
     "factors: a bias that is a scalar": adapter(
         "of shape|does not have|in the base has none", state={f"{MODULE}.lora_B.bias": torch.tensor(1.0)}
     ),

@@ -193,7 +193,7 @@ EXACT: dict[str, Case] = {
     "blocks: a number": changed("no blocks", blocks=7),
     "blocks: pairs": changed("blocks", blocks=[[0, 0]]),
     "base: another tensor": changed(
-        "another shape or dtype|missing keys|other values", base=told_from(name="lm_head.weight")
+        "another shape or dtype|missing|other values", base=told_from(name="lm_head.weight")
     ),
     "base: a path": changed("missing keys", base=told_from(name="../../etc/passwd")),
     "base: an escape sequence": changed("missing keys", base=told_from(name="\x1b[2J\n" + LONG)),
