@@ -1,16 +1,16 @@
-"""Config -> the whole decoder as a graph without weights: trace few layers, replicate the rest."""
+"""The graph of a whole decoder, its weights still inputs: a few layers are traced, the others replicated."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from llmconv.export.graph_spec import GROWING, Form
+from llmconv.export.graph_spec import GROWING, GraphSpec
 from llmconv.export.input_maps import InputMap
-from llmconv.export.rewrite.gemm import bind_linear_layers
-from llmconv.export.rewrite.grouped_query import share_buffers
+from llmconv.export.rewrite.gemm import rewrite_linear_layers
+from llmconv.export.rewrite.grouped_query import use_grouped_query_attention
 from llmconv.export.rewrite.node_names import name_everything
-from llmconv.export.rewrite.nonpad_lengths import tell_length
-from llmconv.export.rewrite.ort_cpu import fuse
+from llmconv.export.rewrite.nonpad_lengths import add_filled_length
+from llmconv.export.rewrite.ort_cpu import fuse_for_cpu
 from llmconv.export.rewrite.replicate import NotIsomorphic, replicate, warm_up
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import build, depth, period, refusing, shortened
@@ -19,21 +19,27 @@ from llmconv.export.tracing.trace import trace, trace_embeddings
 from llmconv.progress import say
 
 
-def build_graph(config: Any, input_map: InputMap, form: Form = GROWING) -> tuple[TracedGraph, int]:
-    """The graph of all layers, and how many of them were traced.
+def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> tuple[TracedGraph, int]:
+    """The graph of all layers, and the number of layers that were traced.
 
-    Three periods of layers are traced and the last is replicated; where the periods differ, all layers are traced.
+    Three periods of layers are traced and the last is replicated; if the periods differ, all layers are traced.
 
     Args:
         config: a transformers config.
-        input_map: the row of its `model_type`.
-        form: how the cache is kept, and which axes are numbers.
+        input_map: the input map of its `model_type`.
+        spec: how the cache is kept, and which axes are fixed.
 
     Raises:
         UnsupportedInput: transformers or torch cannot build or trace the model.
     """
     with refusing("trace this model"):
-        return _build(config, input_map, form)
+        replicated = _replicated(config, input_map, spec)
+        if replicated is not None:
+            return replicated
+        traced = trace(config, input_map, spec)
+        _rewrite(traced)
+        name_everything(traced.model)
+        return traced, depth(config)
 
 
 def build_embeddings(config: Any) -> TracedGraph:
@@ -48,22 +54,11 @@ def build_embeddings(config: Any) -> TracedGraph:
         return traced
 
 
-def _build(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGraph, int]:
-    total = depth(config)
-    replicated = _replicated(config, input_map, form)
-    if replicated is not None:
-        return replicated
-    traced = trace(config, input_map, form)
-    _improve(traced)
-    name_everything(traced.model)
-    return traced, total
+def _replicated(config: Any, input_map: InputMap, spec: GraphSpec) -> tuple[TracedGraph, int] | None:
+    """The extended graph and the number of traced layers; None if that saves nothing, or layers are not alike.
 
-
-def _replicated(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGraph, int] | None:
-    """The grown graph and how many layers were traced; None where that saves nothing, or layers are not alike.
-
-    The first layers may be others than the rest (dense ones before those with experts): they are traced too. Where that
-    does not show in their modules, one more period goes in front of those that are compared.
+    If the first layers differ from the others (dense layers before layers with experts), they are traced too. If their
+    modules do not show a difference, one more period is traced in front of the compared ones.
     """
     total, repeat = depth(config), period(config)
     whole = build(config)
@@ -73,10 +68,10 @@ def _replicated(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGra
         if traced_layers < total:
             short = shortened(config, traced_layers)
             if not _is_part(build(short), whole):
-                difference = NotIsomorphic("with fewer of them the first ones are made otherwise")
+                difference = NotIsomorphic("the first layers of a shorter model differ")
                 continue
-            traced = trace(short, input_map, form)
-            _improve(traced)
+            traced = trace(short, input_map, spec)
+            _rewrite(traced)
             try:
                 replicate(traced, total, repeat)
             except NotIsomorphic as found:
@@ -90,16 +85,16 @@ def _replicated(config: Any, input_map: InputMap, form: Form) -> tuple[TracedGra
 
 
 def _is_part(short: Any, whole: Any) -> bool:
-    """Whether a model cut short is made as the beginning of the whole one."""
+    """Whether a shortened model is equal to the beginning of the whole one."""
     kinds = layer_kinds(short)
     return kinds == layer_kinds(whole)[: len(kinds)] and factors(short).items() <= factors(whole).items()
 
 
-def _improve(traced: TracedGraph) -> None:
-    """What the exporter's nodes become, in place."""
-    bind_linear_layers(traced)
-    tell_length(traced)
-    if traced.form.cache == "shared-buffer":
-        share_buffers(traced)
-    if traced.form.target == "ort-cpu":
-        fuse(traced)
+def _rewrite(traced: TracedGraph) -> None:
+    """Rewrites the exporter's nodes for mapped weights and the target, in place."""
+    rewrite_linear_layers(traced)
+    add_filled_length(traced)
+    if traced.spec.cache == "shared-buffer":
+        use_grouped_query_attention(traced)
+    if traced.spec.target == "ort-cpu":
+        fuse_for_cpu(traced)

@@ -1,25 +1,26 @@
-"""HF folder -> ONNX graphs that map its weights."""
+"""Exports a Hugging Face folder as ONNX graphs that map its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
-from llmconv.argument_checks import checked, require_choice, require_least
+from llmconv.argument_checks import checked, require_choice
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, read_json
 from llmconv.errors import UsageProblem
-from llmconv.export.clients import Dressing, Model, by_names, roles_for
+from llmconv.export.clients import Client, ClientFiles, ClientModel, find_clients, roles_for
 from llmconv.export.context_limit import check_context
-from llmconv.export.graph_files import Drawing
+from llmconv.export.graph_files import GraphPlan
 from llmconv.export.graph_options import GraphOptions
-from llmconv.export.graph_spec import CACHES, SHAPES, TARGETS, forms
+from llmconv.export.graph_spec import GraphSpec, ShapeOptions, graph_specs
 from llmconv.export.input_maps import decoder_config
-from llmconv.export.language_model import open_decoder
-from llmconv.export.output import Destination, InPlace, NewFolder, Sizes
+from llmconv.export.language_model import LanguageModel, open_language_model
+from llmconv.export.output import InPlace, NewFolder, OutputFolder, file_tensors
+from llmconv.export.prefix.adapter import open_prefix
+from llmconv.export.rewrite.passes.postprocess import TokenChoice
 from llmconv.export.tracing.fake_model import depth
-from llmconv.export.weights.bind import match_weights
 from llmconv.files.paths import Written
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
 from llmconv.model_kinds import require_causal
@@ -31,24 +32,118 @@ from llmconv.runtime.custom_code import code_files, runs_own_code
 from llmconv.tensors import FLOATS
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What an export made, or would make.
+class ExportOptions(TypedDict, total=False):
+    """The keyword arguments of `export`, with the names of the command's options.
 
     Attributes:
-        folder: where the graphs lie.
-        graphs: role (`prefill`, `decode`, `unified`, `embeddings`) -> file names, several where there are stages.
-        sizes: bytes of graphs, of mapped and of written weights; None for a dry run.
-        weight_bytes: bytes of the weights that the folder holds.
-        weight_bytes_written: bytes of them that the export wrote, or would write: none where the folder is the model's.
-        traced_layers: how many layers were traced; the rest was replicated.
-        num_layers: how many the model has.
-        beside: other files that clients want, by path in the folder.
+        prefill: write `prefill.onnx`.
+        incremental: write `decode.onnx`.
+        unified: write `model.onnx`, one graph for prompts and steps. By default the first two are written, or the
+            graphs that `layout` needs.
+        layout: names of the clients that will open the folder, one file each in `export/clients/`.
+        last_logits: return the logits of the last position only.
+        postprocess: `argmax` or `topk:K`: choose tokens in the graph.
+        stages: number of graphs that the layers are divided into.
+        prefix: PEFT adapter of prefix or prompt tuning, or `pre_caches.npy`: virtual tokens before every prompt.
+        opset: version of the standard operators: 21, 23 or 24.
+        shapes: `dynamic`, or `static`: every axis is a number, and the cache is a buffer that is filled in place.
+        batch_size: static: sequences per call (default: 1).
+        max_seq_len: static: number of tokens that the cache holds.
+        prompt_len: static: new tokens per call of `prefill.onnx` (default: the largest divisor of `max_seq_len` up to
+            128, so that every prompt that fits can be cut into calls of this length).
+        cache: dynamic: `growing`, or `shared-buffer`: past and present are one buffer that is filled in place, as
+            required by ORT-GenAI's `past_present_share_buffer`.
+        target: `ort-cpu` for operators that only onnxruntime has.
+        dtype: `keep`, `float32`, `float16` or `bfloat16`: element type of the stored weights.
+        max_shard_size: largest safetensors file, such as `5GB`, if weights are written.
+        overwrite: replace existing graphs, or an existing `output`.
+        resume: continue an interrupted export.
+        dry_run: make and check all graphs, but write nothing.
+        trust_remote_code: run the model's own code, which `auto_map` of its `config.json` declares.
+    """
+
+    prefill: bool
+    incremental: bool
+    unified: bool
+    layout: str | Sequence[str]
+    last_logits: bool
+    postprocess: str | None
+    stages: int
+    prefix: str | Path | None
+    opset: int | None
+    shapes: str
+    batch_size: int | None
+    max_seq_len: int | None
+    prompt_len: int | None
+    cache: str
+    target: str | None
+    dtype: str
+    max_shard_size: str | int
+    overwrite: bool
+    resume: bool
+    dry_run: bool
+    trust_remote_code: bool
+
+
+DEFAULTS: ExportOptions = {
+    "prefill": False,
+    "incremental": False,
+    "unified": False,
+    "layout": (),
+    "last_logits": False,
+    "postprocess": None,
+    "stages": 1,
+    "prefix": None,
+    "opset": None,
+    "shapes": "dynamic",
+    "batch_size": None,
+    "max_seq_len": None,
+    "prompt_len": None,
+    "cache": "growing",
+    "target": None,
+    "dtype": "keep",
+    "max_shard_size": DEFAULT_SIZE,
+    "overwrite": False,
+    "resume": False,
+    "dry_run": False,
+    "trust_remote_code": False,
+}
+"""The options that a call leaves out."""
+
+
+@dataclass(frozen=True)
+class ExportSizes:
+    """Numbers of bytes of one export.
+
+    Attributes:
+        graphs: of all graph files.
+        mapped: of the weights that the graphs map, each counted once.
+        copied: of the weights that were written.
+    """
+
+    graphs: int
+    mapped: int
+    copied: int
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export or of its dry run.
+
+    Attributes:
+        folder: the folder of the graphs.
+        graphs: role (`prefill`, `decode`, `unified`, `embeddings`) to file names, one per stage.
+        sizes: bytes of graphs, of mapped weights and of written weights; None for a dry run.
+        weight_bytes: bytes of the weights in the folder.
+        weight_bytes_written: bytes of weights that the export writes: 0 if the graphs are added to the model folder.
+        traced_layers: number of layers that were traced; the others were replicated.
+        num_layers: number of layers of the model.
+        beside: paths of the clients' own files in the folder.
     """
 
     folder: Path
     graphs: dict[str, list[str]]
-    sizes: Sizes | None
+    sizes: ExportSizes | None
     weight_bytes: int
     weight_bytes_written: int
     traced_layers: int
@@ -57,7 +152,7 @@ class Exported:
 
     @property
     def weight_bytes_mapped(self) -> int:
-        """Bytes of weights that the graphs map, each counted once; for a dry run, all that the folder would hold."""
+        """Bytes of weights that the graphs map, each counted once; for a dry run, all weights of the folder."""
         return self.sizes.mapped if self.sizes else self.weight_bytes
 
     def __repr__(self) -> str:
@@ -68,137 +163,120 @@ class Exported:
 
 @fetches
 @checked
-def export(  # noqa: PLR0913 - one parameter per option of the command
-    model: str | Path,
-    output: Written | None = None,
-    *,
-    prefill: bool = False,
-    incremental: bool = False,
-    unified: bool = False,
-    layout: str | Sequence[str] = (),
-    last_logits: bool = False,
-    postprocess: str | None = None,
-    stages: int = 1,
-    prefix: str | Path | None = None,
-    opset: int | None = None,
-    shapes: str = "dynamic",
-    batch_size: int | None = None,
-    max_seq_len: int | None = None,
-    prompt_len: int | None = None,
-    cache: str = "growing",
-    target: str | None = None,
-    dtype: str = "keep",
-    max_shard_size: str | int = DEFAULT_SIZE,
-    overwrite: bool = False,
-    resume: bool = False,
-    dry_run: bool = False,
-    trust_remote_code: bool = False,
-) -> Exported:
+def export(model: str | Path, output: Written | None = None, **options: Unpack[ExportOptions]) -> Exported:
     """Exports decoder graphs: `prefill.onnx`, `decode.onnx` and, on demand, `model.onnx` for both.
 
-    Without `output` the graphs map the weights in place; otherwise those are streamed into `output` once, cast to
-    `dtype`, and mapped there. The graphs compute in float32; half precision is cast when a graph is loaded.
+    Without `output` the graphs map the weights in the model folder; otherwise the weights are streamed into `output`
+    once, cast to `dtype`, and mapped there. The graphs compute in float32; half precision is cast at load time.
 
     Args:
         model: Hugging Face folder or hub id.
-        output: folder to make.
-        prefill, incremental, unified: write `prefill.onnx`, `decode.onnx` (the default), `model.onnx`.
-        layout: the clients that shall open the folder (one file each in `export/clients/`); some imply a graph.
-        last_logits, postprocess, stages, prefix, opset: what graphs give and begin with, see `GraphOptions`.
-        shapes, batch_size, max_seq_len, prompt_len, cache, target: how the cache is kept, see `form.forms`.
-        dtype: `keep`, `float32`, `float16` or `bfloat16`: how the weights are stored.
-        max_shard_size: largest safetensors file, when weights are written.
-        overwrite, resume: replace existing graphs or an existing `output`; continue an interrupted run.
-        dry_run: build and check everything, write nothing.
-        trust_remote_code: run the model's own code, which `auto_map` of `config.json` names and the folder holds.
+        output: new folder; by default the graphs are added to the model folder.
+        **options: see `ExportOptions`.
 
     Raises:
-        UsageProblem: options that do not fit each other.
-        InputRefused: a `model_type` without input map, weights that do not fit the config, existing graphs, …
+        UsageProblem: invalid options, or options that contradict each other.
+        InputRefused: a `model_type` without input map, weights that do not match the config, existing graphs, …
         OutputFailed: writing failed.
     """
-    layouts = by_names([layout] if isinstance(layout, str) else layout)
-    roles = roles_for(layouts, _asked(prefill, incremental, unified))
-    _require_positive(batch_size=batch_size, max_seq_len=max_seq_len, prompt_len=prompt_len)
-    _require_words(shapes, cache, target, dtype)
-    require_shard_size(max_shard_size)
-    if output is None:
-        _require_used(max_shard_size)
+    given: ExportOptions = {**DEFAULTS, **options}
+    clients, roles = _clients_and_roles(given)
+    shapes = ShapeOptions(
+        given["shapes"], given["cache"], given["batch_size"], given["max_seq_len"], given["prompt_len"], given["target"]
+    )
+    _check_weight_options(given["dtype"], given["max_shard_size"], writes=output is not None)
     checkpoint = _open(model, output)
-    folder = checkpoint.path
-    options = GraphOptions.read(last_logits, postprocess, stages, local_path(prefix) if prefix else None, opset)
-    code = folder if runs_own_code(checkpoint.config, trust_remote_code) else None
-    if code:
-        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
-    decoder = open_decoder(checkpoint, code)
-    wanted = forms(roles, shapes, cache, batch_size, max_seq_len, prompt_len, decoder.embeddings, target)
-    check_context(decoder.config, context_length(folder), max_seq_len)
-    dressing = Dressing(layouts, Model(decoder_config(decoder.config), decoder.input_map, _generation(folder), cache))
-    drawing = Drawing(wanted, dressing, options)
-    destination: Destination = InPlace(folder, dtype, overwrite or dry_run, resume)
-    if output and Path(output).resolve() != folder.resolve():
-        destination = NewFolder(Path(output), dtype, max_shard_size, overwrite, resume)
-    destination.check(checkpoint, drawing)
-    graphs, traced_layers = decoder.build(wanted)
-    for traced in graphs.values():
-        match_weights(traced, checkpoint)
-    drawing.check(graphs)
+    choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None
+    prefix = open_prefix(local_path(given["prefix"])) if given["prefix"] else None
+    changes = GraphOptions(given["last_logits"], choice, given["stages"], prefix, given["opset"])
+    language_model, checkpoint = _open_language_model(checkpoint, given["trust_remote_code"])
+    specs = graph_specs(roles, shapes, language_model.embeddings)
+    check_context(language_model.config, context_length(checkpoint.path), shapes.max_seq_len)
+    plan = GraphPlan(specs, _client_files(clients, language_model, checkpoint.path, specs), changes)
+    folder = _output_folder(checkpoint, output, given)
+    folder.check(plan)
+    source = checkpoint.path if is_remote(model) else Path(model)
+    return _make(language_model, checkpoint, plan, folder, source, given)
+
+
+def _make(
+    language_model: LanguageModel,
+    checkpoint: Checkpoint,
+    plan: GraphPlan,
+    folder: OutputFolder,
+    source: Path,
+    given: ExportOptions,
+) -> Exported:
+    """Traces the graphs, makes all files, and writes them unless this is a dry run."""
+    graphs, traced_layers = language_model.trace(plan.specs)
+    weights = folder.weights()
+    files = plan.make(graphs, weights, file_tensors(checkpoint))
     sizes = None
-    if not dry_run:
-        source = folder if is_remote(model) else Path(model)
-        done = step("export", source, dtype=dtype, layers_traced=traced_layers, **drawing.recorded())
-        sizes = destination.write(graphs, checkpoint, drawing, done)
-    files = {role: drawing.names(role) for role in graphs}
-    layers = depth(decoder.config)
-    held = destination.stored(checkpoint).nbytes
-    written = held if isinstance(destination, NewFolder) else 0
-    return Exported(destination.folder, files, sizes, held, written, traced_layers, layers, dressing.names)
+    if not given["dry_run"]:
+        done = step("export", source, dtype=given["dtype"], layers_traced=traced_layers, **plan.manifest_options())
+        sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
+    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    return Exported(
+        folder.folder,
+        {role: plan.file_names(role) for role in graphs},
+        sizes,
+        weight_bytes,
+        weight_bytes if isinstance(folder, NewFolder) else 0,
+        traced_layers,
+        depth(language_model.config),
+        plan.clients.names,
+    )
 
 
-def _require_used(max_shard_size: str | int) -> None:
-    """Refuses an option of weights that nobody writes.
+def _clients_and_roles(given: ExportOptions) -> tuple[list[Client], list[str]]:
+    """The chosen clients, and the graphs to write."""
+    layout = given["layout"]
+    clients = find_clients([layout] if isinstance(layout, str) else layout)
+    asked = {"prefill": given["prefill"], "decode": given["incremental"], "unified": given["unified"]}
+    return clients, roles_for(clients, [role for role, wanted in asked.items() if wanted])
 
-    Raises:
-        UsageProblem: it would be ignored.
-    """
-    if max_shard_size != DEFAULT_SIZE:
+
+def _client_files(
+    clients: Sequence[Client], model: LanguageModel, folder: Path, specs: Mapping[str, GraphSpec]
+) -> ClientFiles:
+    path = folder / "generation_config.json"
+    generation = read_json(path) if path.is_file() else None
+    cache = next(iter(specs.values())).cache
+    return ClientFiles(clients, ClientModel(decoder_config(model.config), model.input_map, generation, cache))
+
+
+def _check_weight_options(dtype: str, max_shard_size: str | int, *, writes: bool) -> None:
+    """Refuses invalid values, and a shard size if no weights are written."""
+    require_choice(dtype, ("keep", *FLOATS), "dtype")
+    require_shard_size(max_shard_size)
+    if max_shard_size != DEFAULT_SIZE and not writes:
         raise UsageProblem(
-            "`--max-shard-size` is for weights that are written, and none are", hint="give `-o OUT`, or leave it out"
+            "`--max-shard-size` has no effect: without `-o` no weights are written",
+            hint="add `-o OUT`, or leave it out",
         )
 
 
-def _require_words(shapes: str, cache: str, target: str | None, dtype: str) -> None:
-    """Refuses words that mean nothing; any of them would pass for the default."""
-    require_choice(shapes, SHAPES, "shapes")
-    require_choice(cache, CACHES, "cache")
-    require_choice(target or TARGETS[0], TARGETS, "target")
-    require_choice(dtype, ("keep", *FLOATS), "dtype")
-
-
-def _require_positive(**sizes: int | None) -> None:
-    for name, size in sizes.items():
-        if size is not None:
-            require_least(size, 1, name)
-
-
 def _open(model: str | Path, output: str | Path | None) -> Checkpoint:
-    """The checkpoint of a causal language model, in a folder of the user's where graphs go beside the weights."""
+    """The checkpoint of a causal language model; must be a local folder if the graphs are added to it."""
     if output is None:
         require_own_folder(model)
     checkpoint = open_checkpoint(local_path(model))
     require_causal(checkpoint.config, model)
     if (checkpoint.path / ADAPTER_CONFIG).is_file():
-        warn(f"`{model}` contains an adapter, too; the graphs are those of the weights without it")
+        warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
     return checkpoint
 
 
-def _asked(prefill: bool, incremental: bool, unified: bool) -> list[str]:
-    """The graphs asked for by name."""
-    wanted = {"prefill": prefill, "decode": incremental, "unified": unified}
-    return [role for role, given in wanted.items() if given]
+def _open_language_model(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[LanguageModel, Checkpoint]:
+    """The language model, and the checkpoint with the model's own code as side files if that is run."""
+    code = checkpoint.path if runs_own_code(checkpoint.config, trust_remote_code) else None
+    if code:
+        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, **code_files(code)})
+    return open_language_model(checkpoint, code), checkpoint
 
 
-def _generation(folder: Path) -> dict[str, Any] | None:
-    """The content of `generation_config.json`, where there is one."""
-    path = folder / "generation_config.json"
-    return read_json(path) if path.is_file() else None
+def _output_folder(checkpoint: Checkpoint, output: str | Path | None, given: ExportOptions) -> OutputFolder:
+    overwrite, resume = given["overwrite"], given["resume"]
+    if output and Path(output).resolve() != checkpoint.path.resolve():
+        return NewFolder(Path(output), checkpoint, given["dtype"], given["max_shard_size"], overwrite, resume)
+    return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume)

@@ -1,206 +1,207 @@
-"""One bound decoder -> the ONNX files that were asked for, and what the manifest says of them."""
+"""GraphPlan: which graphs to make of a traced model and how; its result is the content of every file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
 from llmconv.errors import UsageProblem
-from llmconv.export.clients import DEFAULT, Content, Dressing, Graphs
+from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent
 from llmconv.export.graph_options import GraphOptions
-from llmconv.export.graph_spec import GROWING, Form
-from llmconv.export.prefix.file import PrefixFile, require_fit
+from llmconv.export.graph_spec import GROWING, GraphSpec
+from llmconv.export.prefix.file import PrefixFile
 from llmconv.export.rewrite.passes.last_logits import keep_last_logits
 from llmconv.export.rewrite.passes.opset import to_opset
-from llmconv.export.rewrite.passes.postprocess import choose
+from llmconv.export.rewrite.passes.postprocess import choose_tokens
 from llmconv.export.rewrite.pipeline_stages import require_stages, split
 from llmconv.export.traced_graph import TracedGraph
+from llmconv.export.weights.bind import bind, mapped_bytes, match_weights
+from llmconv.files.safetensors_file import FileTensor
 from llmconv.runtime.onnxruntime.embeddings import EMBEDDINGS
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE, GRAPH_FILES
 
 FILES = {**GRAPH_FILES, EMBEDDINGS_ROLE: EMBEDDINGS}
 PROMPT_ROLES = {"prefill", "unified"}
-"""The graphs that a prompt may be given to; the prefix is in the cache afterwards."""
+"""Graphs that run prompts; afterwards the prefix is in the cache."""
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """What an export writes.
+@dataclass
+class GraphFiles:
+    """Everything that an export writes besides weights.
 
     Attributes:
-        files: content by path in the folder, of the clients' files too.
-        entries: of the manifest's `graphs`, by role.
-        config: fields that clients want in the `config.json` of a new folder.
+        files: content by path in the folder.
+        entries: entries of the manifest's `graphs`, by role.
+        config: fields that clients need in the `config.json` of a new folder.
+        mapped: number of bytes of weights that the graphs map, each counted once.
     """
 
-    files: dict[str, Content] = field(default_factory=dict)
+    files: dict[str, FileContent] = field(default_factory=dict)
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    mapped: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all graphs and prefixes; links have none."""
+        """Number of bytes of all graphs and prefixes, without links."""
         files = [content for name, content in self.files.items() if name.endswith((".onnx", ".graph", ".safetensors"))]
         return sum(len(content) for content in files if isinstance(content, bytes))
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """Which graphs to make of a decoder, and how.
+class GraphPlan:
+    """Which graphs to make of a model, and how.
 
     Attributes:
-        forms: by role (`prefill`, `decode`, `unified`), in the order they are written.
-        dressing: what clients want beside them.
-        options: what changes them.
+        specs: by role (`prefill`, `decode`, `unified`), in the order in which they are written.
+        clients: the clients' own files.
+        options: changes of the graphs.
 
     Raises:
-        UsageProblem: options that do not fit each other, or that clients cannot work with.
+        UsageProblem: options that contradict each other, or that a client does not support.
         InputRefused: a client cannot run this model.
     """
 
-    forms: Mapping[str, Form]
-    dressing: Dressing
+    specs: Mapping[str, GraphSpec]
+    clients: ClientFiles
     options: GraphOptions = field(default_factory=GraphOptions)
 
     def __post_init__(self) -> None:
-        form, options = next(iter(self.forms.values())), self.options
-        if options.prefix and not PROMPT_ROLES & self.forms.keys():
+        spec, options = next(iter(self.specs.values())), self.options
+        if options.prefix and not PROMPT_ROLES & self.specs.keys():
             raise UsageProblem(
-                "`--prefix` is for the graph of a prompt, and none is made",
-                hint="give `--prefill` or `--unified` too; the decode graph finds the prefix in its cache",
+                "`--prefix` changes the graph for prompts, which is not exported",
+                hint="add `--prefill` or `--unified`; the decode graph finds the prefix in its cache",
             )
-        if form.cache != GROWING.cache and options.opset and options.opset < form.opset:
+        if spec.cache != GROWING.cache and options.opset and options.opset < spec.opset:
             raise UsageProblem(
                 f"opset {options.opset} has no operator that writes into a buffer of fixed length",
-                hint=f"leave out `--opset {options.opset}`: such graphs have opset {form.opset}",
+                hint=f"leave out `--opset {options.opset}`: such graphs have opset {spec.opset}",
             )
-        odd = "--prefix" if options.prefix else "--stages" if options.stages > 1 else ""
-        if odd and (form.cache != GROWING.cache or form.embeddings):
+        growing_only = "--prefix" if options.prefix else "--stages" if options.stages > 1 else ""
+        if growing_only and (spec.cache != GROWING.cache or spec.embeddings):
             raise UsageProblem(
-                f"`{odd}` is for graphs that take tokens and whose cache grows", hint=f"leave out `{odd}`"
+                f"`{growing_only}` requires graphs that take tokens and have a growing cache",
+                hint=f"leave out `{growing_only}`",
             )
-        self.dressing.check(options.for_own_runner(), form.cache, takes_embeddings=bool(form.embeddings))
+        self.clients.check(options.own_runner_option(), takes_embeddings=bool(spec.embeddings))
 
-    def names(self, role: str) -> list[str]:
+    def file_names(self, role: str) -> list[str]:
         """The files of a role: one, or one per stage."""
         whole, count = FILES[role], self.options.stages
         if count == 1:
             return [whole]
         return [f"{whole.removesuffix('.onnx')}-{number}-of-{count}.onnx" for number in range(1, count + 1)]
 
-    def replaced(self, complete: Mapping[str, Any]) -> list[str]:
-        """The files that would be written over, by the manifest's `graphs` of the folder."""
-        return [name for role in self.forms if role in complete for name in self.names(role)] + [*self.dressing.names]
-
-    def recorded(self) -> dict[str, Any]:
-        """What the manifest says of this step."""
-        options, form = self.options, next(iter(self.forms.values()))
+    def manifest_options(self) -> dict[str, Any]:
+        """Options of this step in the manifest."""
+        options, spec = self.options, next(iter(self.specs.values()))
         return {
-            "graphs": list(self.forms),
-            "layouts": tuple(layout.name for layout in self.dressing.chosen if layout.name != DEFAULT),
-            **options.recorded(),
+            "graphs": list(self.specs),
+            "layouts": tuple(client.name for client in self.clients.clients if client.name != DEFAULT),
+            **options.manifest_fields(),
             "stages": options.stages if options.stages > 1 else None,
             "prefix": options.prefix.kind if options.prefix else None,
             "opset": options.opset,
-            **form.recorded(),
+            **spec.manifest_fields(),
         }
 
-    def check(self, graphs: Mapping[str, TracedGraph]) -> None:
-        """Raises what `draw` would, before anything is written; the graphs need not be bound yet."""
-        traced = next(iter(graphs.values()))
-        require_stages(self.options.stages, traced.num_layers)
-        if self.options.prefix:
-            require_fit(self.options.prefix, traced.model)
-        if self.options != GraphOptions():
-            for role, graph in graphs.items():
-                self._change(graph.model.clone(), role)
-
-    def draw(self, graphs: Mapping[str, TracedGraph], folder: Path, weights: tuple[str, ...]) -> Drawn:
-        """The files.
+    def make(
+        self,
+        graphs: Mapping[str, TracedGraph],
+        weights: Mapping[str, FileTensor],
+        sources: Mapping[str, FileTensor],
+    ) -> GraphFiles:
+        """Binds the graphs to the weights and encodes all files.
 
         Args:
-            graphs: by role, named, and bound to the weights; are changed.
-            folder: of the weights.
-            weights: names of the files that they lie in.
+            graphs: traced graphs by role; roles may share one. They are changed.
+            weights: where each tensor is in the folder of the graphs once the export is complete.
+            sources: the same tensors in files that can be read now; only a soft prompt reads them.
+
+        Raises:
+            InputRefused: the weights are not of this model, or an option does not fit it.
+            UsageProblem: more stages than layers, or more tokens to choose than the vocabulary has.
         """
-        drawn = Drawn()
-        for traced in {id(traced): traced for traced in graphs.values()}.values():
-            self._draw(traced, [role for role, graph in graphs.items() if graph is traced], drawn, folder)
-        self._dress(drawn, weights)
-        return drawn
+        distinct = list({id(traced): traced for traced in graphs.values()}.values())
+        require_stages(self.options.stages, distinct[0].num_layers)
+        matches = [match_weights(traced, weights) for traced in distinct]
+        prefix = None
+        if self.options.prefix:  # all graphs of such an export share one trace
+            prefix = PrefixFile.make(self.options.prefix, distinct[0], matches[0], sources, weights)
+        for traced, matched in zip(distinct, matches, strict=True):
+            bind(traced, matched, weights)
+        made = GraphFiles(mapped=mapped_bytes(distinct))
+        for traced in distinct:
+            self._add_graph(made, traced, [role for role, graph in graphs.items() if graph is traced], prefix)
+        if self.options.stages == 1:  # no client supports stages
+            self._add_client_files(made, tuple(sorted({tensor.path.name for tensor in weights.values()})))
+        return made
 
-    def _draw(self, traced: TracedGraph, roles: Sequence[str], drawn: Drawn, folder: Path) -> None:
-        """Files and entries of one graph, which serves some roles; that of a prompt may begin with a prefix."""
-        prompts = [role for role in roles if role in PROMPT_ROLES]
-        if self.options.prefix and prompts:
-            prefix = PrefixFile.make(self.options.prefix, traced.model, folder)
-            prompt = traced.model.clone()
-            prefix.prepend(prompt)
-            drawn.files[prefix.name] = prefix.content
-            self._enter(prompt, traced, prompts, drawn, prefix.recorded())
-            roles = [role for role in roles if role not in prompts]
-        if roles:
-            self._enter(traced.model, traced, roles, drawn, {})
-
-    def _enter(
-        self, model: ir.Model, traced: TracedGraph, roles: Sequence[str], drawn: Drawn, more: dict[str, Any]
+    def _add_graph(
+        self, made: GraphFiles, traced: TracedGraph, roles: Sequence[str], prefix: PrefixFile | None
     ) -> None:
-        self._change(model, roles[0])
+        """Adds the files and manifest entries of the roles that share a trace."""
+        prompts = [role for role in roles if role in PROMPT_ROLES] if prefix else []
+        if prefix and prompts:
+            prompt_model = traced.model.clone()
+            prefix.prepend(prompt_model)
+            made.files[prefix.name] = prefix.content
+            self._add_roles(made, prompt_model, traced, prompts, prefix.manifest_fields())
+        if steps := [role for role in roles if role not in prompts]:
+            self._add_roles(made, traced.model, traced, steps, {})
+
+    def _add_roles(
+        self,
+        made: GraphFiles,
+        model: ir.Model,
+        traced: TracedGraph,
+        roles: Sequence[str],
+        prefix_fields: Mapping[str, Any],
+    ) -> None:
+        if roles[0] in self.specs:
+            self._change_outputs(model)
+        if self.options.opset and self.options.opset != model.opset_imports[""]:
+            to_opset(model, self.options.opset)
         whole = ir.to_proto(model)
         parts = [whole]
         if self.options.stages > 1:
             parts = split(whole, self.options.stages, traced.layers_name, traced.num_layers)
-        contents = [encode(part) for part in parts]
+        contents = [bytes(part.SerializeToString(deterministic=True)) for part in parts]
         for role in roles:
-            names = self.names(role)
-            drawn.files.update(zip(names, contents, strict=True))
-            entry = {**_places(names, parts), "opset": opset_of(whole), **_ports(whole)}
-            options = self.options.recorded() if role in self.forms else {}
-            drawn.entries[role] = {**entry, **options, **traced.form.recorded(), **more}
+            names = self.file_names(role)
+            made.files.update(zip(names, contents, strict=True))
+            fields = self.options.manifest_fields() if role in self.specs else {}
+            entry = {**_file_fields(names, parts), "opset": model.opset_imports[""], **_ports(whole), **fields}
+            made.entries[role] = {**entry, **traced.spec.manifest_fields(), **prefix_fields}
 
-    def _dress(self, drawn: Drawn, weights: tuple[str, ...]) -> None:
-        """What clients want beside the graphs, or in their place; none wants stages."""
-        if self.options.stages > 1:
-            return
-        files = {role: FILES[role] for role in self.forms}
-        contents = {role: drawn.files[name] for role, name in files.items()}
-        graphs = Graphs({role: c for role, c in contents.items() if isinstance(c, bytes)}, files, weights)
-        drawn.files.update(self.dressing.files(graphs))
-        drawn.config.update(self.dressing.config(graphs))
-
-    def _change(self, model: ir.Model, role: str) -> None:
-        options = self.options
-        if options.last_logits and role in self.forms:
+    def _change_outputs(self, model: ir.Model) -> None:
+        if self.options.last_logits:
             keep_last_logits(model)
-        if options.choice and role in self.forms:
-            choose(model, options.choice)
-        if options.opset and options.opset != model.opset_imports[""]:
-            to_opset(model, options.opset)
+        if self.options.choice:
+            choose_tokens(model, self.options.choice)
+
+    def _add_client_files(self, made: GraphFiles, weight_files: tuple[str, ...]) -> None:
+        """Adds the clients' files; those of a graph's own name replace it."""
+        files = {role: FILES[role] for role in self.specs}
+        contents = {role: made.files[name] for role, name in files.items()}
+        graphs = EncodedGraphs({role: c for role, c in contents.items() if isinstance(c, bytes)}, files, weight_files)
+        made.files.update(self.clients.files(graphs))
+        made.config.update(self.clients.config(graphs))
 
 
 def files_of(entry: dict[str, Any]) -> list[str]:
-    """The files that an entry of the manifest names."""
+    """The files that an entry of the manifest lists."""
     parts = [*entry.get("stages", [entry]), entry.get("prefix", {})]
     return [part["file"] for part in parts if "file" in part]
 
 
-def opset_of(model: onnx.ModelProto) -> int:
-    """The version of the standard operators."""
-    return int(next(opset.version for opset in model.opset_import if not opset.domain))
-
-
-def encode(model: onnx.ModelProto) -> bytes:
-    """The bytes of an ONNX file; the same model gives the same bytes."""
-    return bytes(model.SerializeToString(deterministic=True))
-
-
-def _places(names: list[str], parts: list[onnx.ModelProto]) -> dict[str, Any]:
-    """`file`, or the `stages` with the ports of each."""
+def _file_fields(names: list[str], parts: list[onnx.ModelProto]) -> dict[str, Any]:
+    """`file`, or `stages` with the inputs and outputs of each."""
     if len(names) == 1:
         return {"file": names[0]}
     return {"stages": [{"file": name, **_ports(part)} for name, part in zip(names, parts, strict=True)]}

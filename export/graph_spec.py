@@ -1,7 +1,7 @@
-"""Form: what is fixed about a graph, apart from the family: how its cache is kept, and which axes are numbers.
+"""GraphSpec: how a graph keeps its cache, and which of its axes are fixed numbers.
 
 cache           past and present                     where new keys go
-growing         past_sequence_length, total…         behind the past (Concat)
+growing         past_sequence_length, total…         after the past (Concat)
 shared-buffer   both max_sequence_length, in place   at total_sequence_length - sequence_length
 static          both --max-seq-len, in place         at the input `write_indices`, one per row
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from llmconv.argument_checks import require_choice, require_least
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.input_maps import BATCH, PAST, SEQUENCE, TOTAL, Port
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
@@ -19,19 +20,45 @@ from llmconv.runtime.onnxruntime.shared_buffers import SLOTS, WRITE_INDICES
 
 CACHE_RANK = 4
 SHAPES, CACHES, TARGETS = ("dynamic", "static"), ("growing", "shared-buffer"), ("ort-cpu",)
-"""The words of the command."""
+"""Values of the options `shapes`, `cache` and `target`."""
 
 
 @dataclass(frozen=True)
-class Form:
-    """One form of graph.
+class ShapeOptions:
+    """Options that decide the axes of the graphs and where the cache is kept; attributes as in `ExportOptions`.
+
+    Raises:
+        UsageProblem: a value is invalid.
+    """
+
+    shapes: str = "dynamic"
+    cache: str = "growing"
+    batch_size: int | None = None
+    max_seq_len: int | None = None
+    prompt_len: int | None = None
+    target: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_seq_len", "prompt_len"):
+            if getattr(self, name) is not None:
+                require_least(getattr(self, name), 1, name)
+        require_choice(self.shapes, SHAPES, "shapes")
+        require_choice(self.cache, CACHES, "cache")
+        require_choice(self.target or TARGETS[0], TARGETS, "target")
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """What is fixed about a graph besides the model family; graphs with equal specs share one trace.
 
     Attributes:
         cache: `growing`, `shared-buffer` or `static`.
-        batch_size, slots, sequence: rows, places in the buffer, new tokens of one call; None leaves the axis open.
-        embeddings: the graph takes `inputs_embeds` of this size in the place of `input_ids`.
-        target: the runtime whose own operators may be used, `ort-cpu`; None for standard ones.
-        steps: several tokens come for one row only, which lets `GroupQueryAttention` do more.
+        batch_size: number of rows; None leaves the axis dynamic.
+        slots: number of tokens that the buffer of the cache holds; None leaves the axis dynamic.
+        sequence: number of new tokens per call; None leaves the axis dynamic.
+        embeddings: size of the `inputs_embeds` that the graph takes instead of `input_ids`; None for `input_ids`.
+        target: the runtime whose own operators may be used, `ort-cpu`; None for standard operators.
+        steps: calls with several new tokens have one row only, which lets `GroupQueryAttention` rotate its inputs.
     """
 
     cache: str = "growing"
@@ -47,30 +74,34 @@ class Form:
         """Version of the standard operators: `TensorScatter` came with 24."""
         return 23 if self.cache == "growing" else 24
 
-    def recorded(self) -> dict[str, Any]:
-        """What the manifest says: what is fixed, nothing of a growing cache."""
+    def manifest_fields(self) -> dict[str, Any]:
+        """Fields of a graph's manifest entry: `form` with the fixed values; none for a plain growing cache."""
         fixed = {name: value for name, value in asdict(self).items() if value and name != "embeddings"}
         return {"form": fixed} if fixed != {"cache": "growing"} else {}
 
     def inputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
-        """The inputs of a family's growing graph as this form has them; `write_indices` stands before the cache.
+        """Inputs of a graph with this spec; `write_indices` of a static cache comes before the cache.
+
+        Args:
+            ports: inputs of the family's graph with a growing cache.
 
         Raises:
-            UnsupportedInput: an input that no graph has, or the family keeps states, for which there are no buffers.
+            UnsupportedInput: an unknown input, or the family keeps states, which buffers cannot hold.
         """
         _require_known(ports)
         if self.cache != "growing" and any(port.name.startswith("past_") and PAST not in port.axes for port in ports):
             raise UnsupportedInput(
-                "a cache of fixed length holds keys and values, and this family keeps states too",
+                "a cache of fixed length holds only keys and values, and this family also keeps states",
                 hint="leave out `--shapes static` and `--cache shared-buffer`",
             )
         if self.cache == "static" and all(port.name != "position_ids" for port in ports):
             raise UnsupportedInput(
-                "this family counts tokens itself, and the rows of a static cache may stand at different lengths",
-                hint="leave out `--shapes static`; `--cache shared-buffer` is for this family too",
+                "this family counts tokens itself, and the rows of a static cache may have different lengths",
+                hint="leave out `--shapes static`; `--cache shared-buffer` supports this family",
             )
         if self.embeddings:
-            ports = [_embedded(port, self.embeddings) for port in ports]
+            tokens = Port(INPUTS_EMBEDS, "float32", (BATCH, SEQUENCE, self.embeddings))
+            ports = [tokens if port.name == "input_ids" else port for port in ports]
         fixed = [self._fixed(port) for port in ports]
         if self.cache != "static":
             return tuple(fixed)
@@ -79,7 +110,7 @@ class Form:
         return (*fixed[:first], Port(WRITE_INDICES, "int64", (batch,)), *fixed[first:])
 
     def outputs(self, ports: Sequence[Port]) -> tuple[Port, ...]:
-        """The outputs of a family's growing graph as this form has them."""
+        """Outputs of a graph with this spec; `ports` are those of the family's graph with a growing cache."""
         return tuple(self._fixed(port) for port in ports)
 
     def _fixed(self, port: Port) -> Port:
@@ -92,78 +123,59 @@ class Form:
         return replace(port, axes=tuple(sizes.get(axis, axis) for axis in port.axes))
 
 
-GROWING = Form()
-PROMPT_LIMIT = 128
-"""Tokens at most of one call of a static prefill graph, where nothing else is asked for."""
+GROWING = GraphSpec()
+MAX_PROMPT_LEN = 128
+"""Default limit of the tokens per call of a static prefill graph."""
 
 
-def forms(
-    roles: Sequence[str],
-    shapes: str = "dynamic",
-    cache: str = "growing",
-    batch_size: int | None = None,
-    max_seq_len: int | None = None,
-    prompt_len: int | None = None,
-    embeddings: int | None = None,
-    target: str | None = None,
-) -> dict[str, Form]:
-    """The form of every graph; a static decode graph takes one token, and a static unified one any number.
+def graph_specs(roles: Sequence[str], options: ShapeOptions, embeddings: int | None = None) -> dict[str, GraphSpec]:
+    """The spec of every graph; a static decode graph takes one token, a static unified graph any number.
 
     Args:
         roles: `prefill`, `decode`, `unified`.
-        shapes: `dynamic`, or `static`: every axis is a number, and the cache lies in a buffer that is filled in place.
-        cache: of dynamic graphs: `growing`, or `shared-buffer`: past and present are one buffer that is filled in
-            place, as ORT-GenAI's `past_present_share_buffer` wants it.
-        batch_size, max_seq_len: of static graphs: sequences (1 when left out), tokens that the cache holds.
-        prompt_len: new tokens of one call of a static prefill graph; the largest divisor of `max_seq_len` up to 128
-            when left out, so that every prompt that fits can be cut into such pieces.
-        embeddings: size of the embeddings that the graphs take in the place of tokens.
-        target: `ort-cpu` uses operators that onnxruntime alone has, where they were measured to be faster.
+        options: axes and cache.
+        embeddings: size of the embeddings that the graphs take instead of tokens.
 
     Raises:
-        UsageProblem: sizes that do not fit each other, or belong to another cache.
+        UsageProblem: options that contradict each other.
     """
-    if shapes == "static":
-        if cache != "growing":
-            raise UsageProblem("static graphs have a cache of their own", hint=f"leave out `--cache {cache}`")
-        form = Form("static", batch_size or 1, max_seq_len, None, embeddings, target)
-        prompt = _piece(max_seq_len, prompt_len)
-        sequences = {"prefill": prompt, "decode": 1, "unified": None}
-        return {role: replace(form, sequence=sequences[role]) for role in roles}
-    if batch_size or max_seq_len or prompt_len:
-        raise UsageProblem(
-            "`--batch-size`, `--max-seq-len` and `--prompt-len` fix axes", hint="give `--shapes static` too"
-        )
-    form = Form(cache, embeddings=embeddings, target=target)
-    step = replace(form, steps=cache == "shared-buffer" and target is not None)
-    return {role: step if role == "decode" else form for role in roles}
+    if options.shapes == "static":
+        if options.cache != "growing":
+            raise UsageProblem(
+                "static graphs have a cache of their own kind", hint=f"leave out `--cache {options.cache}`"
+            )
+        slots = options.max_seq_len
+        spec = GraphSpec("static", options.batch_size or 1, slots, None, embeddings, options.target)
+        sequences = {"prefill": _prompt_length(slots, options.prompt_len), "decode": 1, "unified": None}
+        return {role: replace(spec, sequence=sequences[role]) for role in roles}
+    if options.batch_size or options.max_seq_len or options.prompt_len:
+        raise UsageProblem("`--batch-size`, `--max-seq-len` and `--prompt-len` fix axes", hint="add `--shapes static`")
+    spec = GraphSpec(options.cache, embeddings=embeddings, target=options.target)
+    step = replace(spec, steps=options.cache == "shared-buffer" and options.target is not None)
+    return {role: step if role == "decode" else spec for role in roles}
 
 
-def _piece(slots: int | None, prompt: int | None) -> int:
-    """New tokens of one call of a static prefill graph."""
+def _prompt_length(slots: int | None, asked: int | None) -> int:
+    """New tokens per call of a static prefill graph."""
     if not slots:
-        raise UsageProblem("`--shapes static` needs the cache's length", hint="give `--max-seq-len S`")
-    prompt = prompt or max(length for length in range(1, PROMPT_LIMIT + 1) if slots % length == 0)
-    if slots % prompt:
+        raise UsageProblem("`--shapes static` needs the length of the cache", hint="add `--max-seq-len S`")
+    length = asked or max(divisor for divisor in range(1, MAX_PROMPT_LEN + 1) if slots % divisor == 0)
+    if slots % length:
         raise UsageProblem(
-            f"a cache of {slots} tokens cannot be filled by pieces of {prompt}",
+            f"a cache of {slots} tokens cannot be filled by calls of {length} tokens",
             hint="make `--max-seq-len` a multiple of `--prompt-len`",
         )
-    return prompt
+    return length
 
 
 TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 def _require_known(ports: Sequence[Port]) -> None:
-    """Refuses an input that a row of the registry adds: the trace would call the model without it."""
-    odd = [port.name for port in ports if port.name not in TOKEN_INPUTS and not port.name.startswith("past_")]
-    if odd:
+    """Refuses an unknown input of an input map: the trace would call the model without it."""
+    unknown = [port.name for port in ports if port.name not in TOKEN_INPUTS and not port.name.startswith("past_")]
+    if unknown:
         raise UnsupportedInput(
-            f"the input map has an input `{odd[0]}`, which exported graphs cannot have",
+            f"the input map has an unsupported input `{unknown[0]}`",
             hint=f"leave it out of `InputMap.inputs`: graphs take {', '.join(TOKEN_INPUTS)} and the cache",
         )
-
-
-def _embedded(port: Port, size: int) -> Port:
-    return Port(INPUTS_EMBEDS, "float32", (*port.axes, size)) if port.name == "input_ids" else port

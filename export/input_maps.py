@@ -1,8 +1,8 @@
-"""THE REGISTRY: one row per `model_type`; what a graph of that family takes and gives.
+"""The registry of model families: one input map per `model_type` declares the inputs and outputs of its graphs.
 
-The exporter, the verifier, the runner and the client layouts all read this table. A family is one row; a family from
-outside the package is one call of `register_input_map`, or an entry point in the group `llmconv.input_maps` whose
-object is a `dict[str, InputMap]`.
+The exporter, the verifier, the runner and the clients read this table. A family is one row; a family outside of the
+package is one call of `register_input_map`, or an entry point in the group `llmconv.input_maps` whose object is a
+`dict[str, InputMap]`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,18 @@ from llmconv.tensors import Array
 ENTRY_POINTS = "llmconv.input_maps"
 
 BATCH, SEQUENCE, PAST, TOTAL = "batch_size", "sequence_length", "past_sequence_length", "total_sequence_length"
-"""The only symbolic axes; clients (transformers.js, ORT-GenAI) know them by these names."""
+"""The only symbolic axes, with the names that clients (transformers.js, ORT-GenAI) expect."""
 
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output of a graph: `axes` are symbols or sizes."""
+    """One input or output of a graph.
+
+    Attributes:
+        name: its name.
+        dtype: `int64` or `float32`.
+        axes: symbols of dynamic axes and sizes of fixed ones.
+    """
 
     name: str
     dtype: str
@@ -38,12 +44,12 @@ class Port:
 
 @dataclass(frozen=True)
 class InputMap:
-    """How a family is called.
+    """The inputs and outputs of a family's graphs.
 
     Attributes:
         position_ids: whether the graph has the input `position_ids` (ALiBi families count the mask instead).
-        cache: what a layer keeps, a row of `caches.CACHE_KINDS`: `heads` is one key and one value per key/value head.
-        note: what is odd about the family, for the table of families.
+        cache: the kind of cache, a row of `caches.CACHE_KINDS`: `heads` is one key and one value per key/value head.
+        note: special properties of the family, for the table of families.
     """
 
     position_ids: bool = True
@@ -52,15 +58,13 @@ class InputMap:
 
     @property
     def kind(self) -> CacheKind:
-        """The row of the table of cache kinds.
+        """The kind of cache.
 
         Raises:
-            UnsupportedInput: there is none of that name.
+            UnsupportedInput: an unknown kind.
         """
         if self.cache not in CACHE_KINDS:
-            raise UnsupportedInput(
-                f"cache kind `{self.cache}` is unknown", hint=f"an input map names one of {', '.join(CACHE_KINDS)}"
-            )
+            raise UnsupportedInput(f"unknown cache kind `{self.cache}`", hint=f"one of: {', '.join(CACHE_KINDS)}")
         return CACHE_KINDS[self.cache]
 
     def inputs(self, config: Any) -> tuple[Port, ...]:
@@ -88,11 +92,11 @@ class InputMap:
         return self._cache_ports(config, TOTAL)
 
     def positions(self, attention_mask: Array, new_tokens: int) -> Array:
-        """Position ids of the last `new_tokens` tokens, int64 [batch, new_tokens]; a family may count otherwise.
+        """Position ids of the last `new_tokens` tokens, int64 [batch, new_tokens]; a family may override this.
 
         Args:
-            attention_mask: [batch, all tokens], 0 where a token is padding.
-            new_tokens: how many of them are new.
+            attention_mask: [batch, all tokens], 0 for padding.
+            new_tokens: number of new tokens.
         """
         return default_positions(attention_mask, new_tokens)
 
@@ -115,22 +119,22 @@ class InputMap:
 
 
 def decoder_config(config: Any) -> Any:
-    """The part of a config that describes the decoder: the text model's, where there are others beside it."""
+    """The part of a config that describes the decoder: that of the text model in a multi-modal config."""
     return getattr(config, "text_config", None) or config
 
 
 def layer_config(config: Any, layer: int) -> Any:
-    """The config of one layer, where layers have heads of their own."""
+    """The config of one layer, in a config whose layers have different heads."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def kv_heads(config: Any) -> int:
-    """Number of key/value heads (grouped-query attention has fewer than query heads)."""
+    """Number of key/value heads, with grouped-query attention fewer than query heads."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def head_dim(config: Any) -> int:
-    """Size of one head; some families state it apart from `hidden_size / num_attention_heads`."""
+    """Size of one head, which in some families is not `hidden_size / num_attention_heads`."""
     own = getattr(config, "attention_head_dim", None) or getattr(config, "head_dim", None)
     return int(own or config.hidden_size // config.num_attention_heads)
 
@@ -142,7 +146,7 @@ MASK_ALONE = InputMap(position_ids=False)
 TEXT_MODEL = InputMap(note="its text model; images and sounds do not reach the graphs")
 
 CONTINUES = "graphs continue a state by several tokens, transformers by one"
-"""transformers' selective scan of several tokens starts from zeros, whatever the cache holds."""
+"""transformers' selective scan of several tokens starts from zeros and ignores the cache."""
 
 INPUT_MAPS: dict[str, InputMap] = {
     "afmoe": DECODER,
@@ -316,7 +320,7 @@ INPUT_MAPS: dict[str, InputMap] = {
 
 @checked
 def register_input_map(model_type: str, input_map: InputMap) -> None:
-    """Adds or replaces the row of a `model_type`."""
+    """Adds or replaces the input map of a `model_type`."""
     INPUT_MAPS[model_type] = input_map
 
 
@@ -328,16 +332,16 @@ def _load_entry_points() -> None:
 
 
 def known_input_maps() -> dict[str, InputMap]:
-    """The whole table, with the rows of installed packages."""
+    """The whole table, with the input maps of installed packages."""
     _load_entry_points()
     return INPUT_MAPS
 
 
 def find_input_map(model_type: str) -> InputMap:
-    """The row of a `model_type`.
+    """The input map of a `model_type`.
 
     Raises:
-        UnsupportedInput: there is no row; close matches are named.
+        UnsupportedInput: an unknown `model_type`; the message contains close matches.
     """
     table = known_input_maps()
     if model_type in table:
@@ -346,5 +350,5 @@ def find_input_map(model_type: str) -> InputMap:
     matches = f" (close matches: {', '.join(close)})" if close else ""
     raise UnsupportedInput(
         f"no input map for model_type `{model_type}`{matches}",
-        hint="`llmconv families` lists the table; docs/adding-a-family.md tells how to add a row",
+        hint="`llmconv families` lists the table; docs/adding-a-family.md describes how to add a row",
     )

@@ -1,4 +1,4 @@
-"""Decoder: what a checkpoint says of the language model in it, and the graphs of that model."""
+"""LanguageModel: the language model that a checkpoint contains, and its traced graphs."""
 
 from __future__ import annotations
 
@@ -10,83 +10,72 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput
 from llmconv.export.decoder_graph import build_embeddings, build_graph
-from llmconv.export.graph_spec import Form
+from llmconv.export.graph_spec import GraphSpec
 from llmconv.export.input_maps import InputMap, find_input_map
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.fake_model import load_config
-from llmconv.export.tracing.multimodal import MULTI_MODAL, Part, part_of
+from llmconv.export.tracing.multimodal import MULTI_MODAL, TensorNaming, find_naming
 from llmconv.progress import say
 from llmconv.runtime.onnxruntime.graph_entry import EMBEDDINGS_ROLE
 
 
 @dataclass(frozen=True)
-class Decoder:
+class LanguageModel:
     """One language model.
 
     Attributes:
-        config: of transformers; of the language model alone where the checkpoint has more.
-        input_map: the row of its `model_type`.
-        part: how its tensors are called in a multi-modal checkpoint; None in one of its own.
+        config: its transformers config; for a multi-modal checkpoint that of the language model alone.
+        input_map: the input map of its `model_type`.
+        naming: the names of its tensors in a multi-modal checkpoint; None for a checkpoint of a language model.
     """
 
     config: Any
     input_map: InputMap
-    part: Part | None = None
+    naming: TensorNaming | None = None
 
     @property
     def embeddings(self) -> int | None:
-        """Size of the embeddings that the graphs take in the place of tokens; None where they take tokens."""
-        return int(self.config.hidden_size) if self.part else None
+        """Size of the embeddings that the graphs take instead of tokens; None if they take tokens."""
+        return int(self.config.hidden_size) if self.naming else None
 
-    def build(self, forms: Mapping[str, Form]) -> tuple[dict[str, TracedGraph], int]:
-        """Graphs without weights by role, and how many layers were traced.
+    def trace(self, specs: Mapping[str, GraphSpec]) -> tuple[dict[str, TracedGraph], int]:
+        """Graphs by role, their weights still inputs, and the number of layers that were traced.
 
         Args:
-            forms: the form of every graph; those of one form are one object.
+            specs: by role; roles with equal specs share one graph.
 
         Raises:
             UnsupportedInput: transformers or torch cannot build or trace the model.
         """
-        built = {form: build_graph(self.config, self.input_map, form) for form in dict.fromkeys(forms.values())}
-        graphs = {form: traced for form, (traced, _) in built.items()}
+        built = {spec: build_graph(self.config, self.input_map, spec) for spec in dict.fromkeys(specs.values())}
         layers = max(layers for _, layers in built.values())
-        if self.part is None:
-            return {role: graphs[form] for role, form in forms.items()}, layers
-        parts = {form: self.part.decoder(traced) for form, traced in graphs.items()}
-        table = self.part.table(build_embeddings(self.config))
-        return {**{role: parts[form] for role, form in forms.items()}, EMBEDDINGS_ROLE: table}, layers
+        if self.naming is None:
+            return {role: built[spec][0] for role, spec in specs.items()}, layers
+        renamed = {spec: self.naming.rename_decoder(traced) for spec, (traced, _) in built.items()}
+        table = self.naming.rename_embeddings(build_embeddings(self.config))
+        return {**{role: renamed[spec] for role, spec in specs.items()}, EMBEDDINGS_ROLE: table}, layers
 
 
-def open_decoder(checkpoint: Checkpoint, code: Path | None = None) -> Decoder:
+def open_language_model(checkpoint: Checkpoint, code: Path | None = None) -> LanguageModel:
     """The language model of a checkpoint.
 
     Args:
-        checkpoint: with its config.
-        code: a trusted folder whose own code builds the model.
+        checkpoint: the checkpoint.
+        code: a trusted folder whose own code builds the model; None for a model class of transformers.
 
     Raises:
-        MalformedInput: `config.json` names no `model_type`.
+        MalformedInput: `config.json` has no `model_type`.
         UnsupportedInput: the `model_type` has no input map, or transformers cannot read the config.
-    """
-    model_type = model_type_of(checkpoint)
-    if model_type not in MULTI_MODAL:
-        input_map = find_input_map(model_type)
-        return Decoder(load_config(checkpoint.config, code), input_map)
-    if note := MULTI_MODAL[model_type]:
-        say(f"the language model alone: {note}")
-    whole = load_config(checkpoint.config)
-    config = whole.get_text_config(decoder=True)
-    config.tie_word_embeddings = whole.tie_word_embeddings  # the head belongs to the whole
-    return Decoder(config, find_input_map(config.model_type), part_of(checkpoint))
-
-
-def model_type_of(checkpoint: Checkpoint) -> str:
-    """The `model_type` of `config.json`.
-
-    Raises:
-        MalformedInput: it has none.
     """
     model_type = checkpoint.config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise MalformedInput("`config.json` names no `model_type`", hint="copy the config of the original model again")
-    return model_type
+        raise MalformedInput("`config.json` has no `model_type`", hint="copy the config of the original model again")
+    if model_type not in MULTI_MODAL:
+        input_map = find_input_map(model_type)
+        return LanguageModel(load_config(checkpoint.config, code), input_map)
+    if note := MULTI_MODAL[model_type]:
+        say(f"exporting the language model only: {note}")
+    whole = load_config(checkpoint.config)
+    config = whole.get_text_config(decoder=True)
+    config.tie_word_embeddings = whole.tie_word_embeddings  # a field of the whole model
+    return LanguageModel(config, find_input_map(config.model_type), find_naming(checkpoint))

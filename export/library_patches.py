@@ -1,55 +1,116 @@
-"""transformers' own repairs for tracing to ONNX (`transformers.exporters`), where the installed version has them.
+"""Every patch of torch, transformers and onnxscript that an export needs, with the versions that each is for.
 
-They rewrite what the exporter of torch has no or a wrong translation for: floor division of sizes, chunks of a dynamic
-axis, `repeat_interleave`, masks filled in place, and the like.
+Each patch holds only while a context is open. `tests/export/test_library_patches.py` fails when a library moves the
+patched attribute or when a patch loses its effect.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from llmconv.export.complex_pairs import polar, view_as_complex, view_as_real
+
 _matcher: Any = importlib.import_module("onnxscript.rewriter._matcher")
-
+_cache_utils: Any = importlib.import_module("transformers.cache_utils")
 try:
-    _onnx: Any = importlib.import_module("transformers.exporters.exporter_onnx")
-    _utils: Any = importlib.import_module("transformers.exporters.utils")
-except ImportError:  # an older transformers
-    _onnx = _utils = None
+    _exporter: Any = importlib.import_module("transformers.exporters.exporter_onnx")
+    _exporter_utils: Any = importlib.import_module("transformers.exporters.utils")
+except ImportError:  # transformers before its exporters
+    _exporter = _exporter_utils = None
 
-_cache: Any = importlib.import_module("transformers.cache_utils")
+EMPTY_LAYER: Callable[[], Any] = getattr(_cache_utils, "DummyLayer", _cache_utils.LinearAttentionLayer)
+"""The cache of a layer that keeps nothing: `DummyLayer` since transformers 5.23, else a layer without states."""
 
-EMPTY_LAYER: Callable[[], Any] = getattr(_cache, "DummyLayer", _cache.LinearAttentionLayer)
-"""The cache of a layer that keeps nothing; transformers before 5.23 takes a linear attention layer without states."""
-
-TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = getattr(_onnx, "_ONNX_TRANSLATION_TABLE", {})
-"""Operation of torch -> function of onnxscript."""
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = getattr(_exporter, "_ONNX_TRANSLATION_TABLE", {})
+"""Operation of torch to a function of onnxscript: transformers' corrections of torch.onnx (5.23)."""
 
 
-def library_fixes() -> AbstractContextManager[None]:
-    """The patches of torch, reverted on leaving."""
-    patches: AbstractContextManager[None] = _utils.apply_patches("onnx") if _utils else nullcontext()
+@contextmanager
+def replaced_attributes(owner: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
+    """Replaces attributes of a module or class while the context is open.
+
+    Args:
+        owner: the module or class.
+        replacements: attribute name to its replacement.
+
+    Raises:
+        AttributeError: `owner` has no such attribute.
+    """
+    originals = {name: getattr(owner, name) for name in replacements}
+    try:
+        for name, replacement in replacements.items():
+            setattr(owner, name, replacement)
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+
+
+def transformers_fixes() -> AbstractContextManager[None]:
+    """transformers' own patches of torch for its ONNX exporter (5.23), such as floor division of sizes."""
+    patches: AbstractContextManager[None] = _exporter_utils.apply_patches("onnx") if _exporter_utils else nullcontext()
     return patches
 
 
 def fix_program(graph_module: Any) -> None:
-    """Rewrites nodes of a traced program in place."""
-    if _utils:
-        _utils.apply_fx_node_fixes("onnx", graph_module)
+    """transformers' own corrections of a traced program (5.23), in place."""
+    if _exporter_utils:
+        _exporter_utils.apply_fx_node_fixes("onnx", graph_module)
+
+
+def exact_constants() -> AbstractContextManager[None]:
+    """The patterns of onnxscript's optimizer (0.7) match constants exactly.
+
+    Otherwise they match within 1e-8 or a relative 1e-5: `x + 1e-8` is taken for `x`, and an epsilon is lost.
+    """
+    exact = SimpleNamespace(isclose=lambda a, b, **tolerances: a == b)
+    return replaced_attributes(_matcher, {"math": exact})
+
+
+def complex_as_pairs() -> AbstractContextManager[None]:
+    """`torch.polar`, `view_as_complex` and `view_as_real` work on pairs of real tensors (torch 2.10 to 2.13)."""
+    functions = {"polar": polar, "view_as_complex": view_as_complex, "view_as_real": view_as_real}
+    return replaced_attributes(torch, functions)
+
+
+class _FakeEmpty(TorchFunctionMode):
+    """`torch.empty` returns fake tensors: modules allocate large parameters with it, but no buffer with content."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.empty:
+            return func(*args, **(kwargs or {}))
+        with self._mode:
+            return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def exact_constants() -> Iterator[None]:
-    """The optimizer takes a constant for another only where it is that number.
+def fake_parameters() -> Iterator[FakeTensorMode]:
+    """Every parameter that a module registers becomes a fake tensor, so that initialization needs no memory.
 
-    Else `x + 1e-8` is `x` for it, and an epsilon is lost: its patterns match within 1e-8, or a relative 1e-5.
+    Replaces `nn.Module.register_parameter` (torch 2.10 to 2.13).
     """
-    kept = _matcher.math
-    _matcher.math = SimpleNamespace(isclose=lambda a, b, **tolerances: a == b)
-    try:
-        yield
-    finally:
-        _matcher.math = kept
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    register = nn.Module.register_parameter
+
+    def register_fake(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            with mode:
+                parameter = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=False)
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined] # some initializers read what they wrote
+        register(module, name, parameter)
+
+    with replaced_attributes(nn.Module, {"register_parameter": register_fake}), _FakeEmpty(mode):
+        yield mode

@@ -23,6 +23,7 @@ import llmconv.generation
 import llmconv.verify
 from llmconv.convert.adapters.merge_options import DEFAULTS as MERGE_DEFAULTS
 from llmconv.errors import InputRefused, LlmconvError, UsageProblem
+from llmconv.export.exporter import DEFAULTS as EXPORT_DEFAULTS
 from llmconv.progress import set_quiet
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +90,8 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
     if function is llmconv.generation.generate:  # what is left out is as generation_config.json or a file says
         found |= {field.name: None for field in dataclasses.fields(llmconv.generation.GenerationSettings)}
         found["provider"] = None
+    if function is llmconv.export.export:
+        found |= EXPORT_DEFAULTS
     return found | (dict(MERGE_DEFAULTS) if function is llmconv.convert.merge_lora else {})
 
 

@@ -1,4 +1,4 @@
-"""Kinds of caches: what a layer keeps between two calls. A kind is one file here and one row of this table."""
+"""The kinds of caches that layers keep between calls. A kind is one file here and one row of `CACHE_KINDS`."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ CACHE_KINDS: dict[str, CacheKind] = {
     "delta_rule": delta_rule.KIND,
     "channel_delta_rule": delta_rule.CHANNEL_KIND,
 }
-"""By `InputMap.cache`."""
+"""Kinds by `InputMap.cache`."""

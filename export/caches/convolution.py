@@ -1,6 +1,6 @@
-"""Short causal convolutions (LFM2): a layer keeps the last columns before its convolution.
+"""Short causal convolutions (LFM2): a layer keeps the last columns of the input of its convolution.
 
-The window goes in front of the new columns, so the convolution needs no padding and a prompt is a step like any other.
+This window is put in front of the new columns, so the convolution needs no padding and a prompt is handled like a step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from llmconv.export.caches.kind import CacheKind, State
+from llmconv.export.caches.kind import CacheKind, CacheState
 from llmconv.runtime.cache_names import CONVOLUTION
 
 
@@ -23,6 +23,9 @@ def convolve(
     Args:
         hidden_states: `[batch, channels, kernel + sequence]`.
         weight: `[channels, kernel]`.
+        bias: `[channels]`; None for none.
+        activation: name of the activation function; None for none.
+        **unused: other arguments of transformers' function.
 
     Returns:
         `[batch, channels, 1 + sequence]`; callers keep the last `sequence` columns.
@@ -31,8 +34,8 @@ def convolve(
     return result if activation is None else ACT2FN[activation](result)
 
 
-def _states(config: Any) -> tuple[State, ...]:
-    return (State(CONVOLUTION, (config.hidden_size, config.conv_L_cache)),)
+def _states(config: Any) -> tuple[CacheState, ...]:
+    return (CacheState(CONVOLUTION, (config.hidden_size, config.conv_L_cache)),)
 
 
 CONVOLVE = {"causal_conv1d_fn": convolve}

@@ -1,11 +1,10 @@
-"""The gated delta rule (Qwen3-Next, OLMo hybrid; Kimi with a decay per channel): a layer keeps the window of its
-convolution and one matrix per value head.
+"""The gated delta rule (Qwen3-Next, OLMo hybrid; Kimi with a decay per channel): a window and a matrix per value head.
 
     state = exp(decay) state;  state = state + k beta (v - k state)ᵀ;  y = q state      for each head
 
-Inside a chunk the tokens' changes depend on each other through a unit triangular system (arXiv:2412.06464, section 3).
-Its inverse is built from blocks of 1, 2, 4, … tokens: two matrix products each, and every number in them is one of the
-inverse itself, so nothing grows that would cancel later, as it would in powers of the system.
+Within a chunk, changes of tokens depend on each other through a unit triangular system (arXiv:2412.06464, section 3).
+Its inverse is computed from blocks of 1, 2, 4, … tokens with two matrix products each. Every intermediate number is
+part of the inverse itself, so there is no cancellation, unlike with powers of the system.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor
 
 from llmconv.export.caches.convolution import CONVOLVE
-from llmconv.export.caches.kind import CacheKind, State
+from llmconv.export.caches.kind import CacheKind, CacheState
 from llmconv.export.caches.scan_functions import CHUNKS, call
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
 NORM_EPSILON = 1e-6
-"""Of the keys' and queries' norm, inside transformers' function and not in a config."""
+"""Epsilon of the norms of keys and queries; a constant of transformers' function, not in a config."""
 
 CUT = """
     v_padded = Pad (x, pads, nothing, axis)
@@ -60,7 +59,7 @@ CUT = """
     end_of_axis = Constant <value_ints = [9223372036854775807]> ()
     whole_decay = Slice (start_decay, last, end_of_axis, row_axes)
 """
-"""Chunks first: [chunks, b, h, c, size]."""
+"""Divides the inputs into chunks, [chunks, b, h, c, size]."""
 
 DECAY_PER_HEAD = """
     g_after = Where (after, g_c, nothing)
@@ -123,7 +122,7 @@ DOUBLE = """
     left_{m} = MatMul (inverse_{m}, right_{m})
     inverse_{n} = Sub (inverse_{m}, left_{m})
 """
-"""From the inverses of the blocks of m tokens on the diagonal to those of n = 2 m tokens."""
+"""Computes the inverses of diagonal blocks of n = 2 m tokens from those of m tokens."""
 
 RECUR = """
     k_start = Mul (k_beta, start_decay)
@@ -155,8 +154,8 @@ RECUR = """
 """
 
 
-def _text(name: str, decays: str, size: int) -> str:
-    """The function with chunks of at most `size` tokens, a power of two."""
+def _function(name: str, decays: str, size: int) -> str:
+    """The definition of the function `name` with chunks of at most `size` tokens, a power of two."""
     cut = CHUNKS.replace("value_ints = [64]", f"value_ints = [{size}]") + CUT
     if decays == DECAY_PER_CHANNEL:
         cut = cut.replace("(decay_padded, scalar_shape)", "(decay_padded, k_shape)")
@@ -165,11 +164,11 @@ def _text(name: str, decays: str, size: int) -> str:
     return f"{name} (x, q, k, decay, beta, past) => (y, present)\n{{{cut}{decays}{inverse}{RECUR.format(size=size)}}}"
 
 
-FUNCTION = _text("DeltaRule", DECAY_PER_HEAD, 64)
+FUNCTION = _function("DeltaRule", DECAY_PER_HEAD, 64)
 """x, y [b, L, h, vd]; q, k [b, L, h, kd]; decay, beta [b, L, h]; past, present [b, h, kd, vd]."""
 
-CHANNEL_FUNCTION = _text("ChannelDeltaRule", DECAY_PER_CHANNEL, 16)
-"""The same with decay [b, L, h, kd]; chunks are short because decays between two tokens are kd numbers."""
+CHANNEL_FUNCTION = _function("ChannelDeltaRule", DECAY_PER_CHANNEL, 16)
+"""The same with decay [b, L, h, kd]; chunks are short because there are kd decays between two tokens."""
 
 
 def delta_rule(
@@ -185,14 +184,17 @@ def delta_rule(
     """transformers' `torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention` as one node.
 
     Args:
-        query: `[batch, sequence, key_heads, key_dim]`; `key` likewise.
+        query: `[batch, sequence, key_heads, key_dim]`.
+        key: `[batch, sequence, key_heads, key_dim]`.
         value: `[batch, sequence, heads, value_dim]`.
-        g: the logarithm of the decay, `[batch, sequence, heads]`, with or without a last axis `key_dim`.
+        g: logarithm of the decay, `[batch, sequence, heads]`, with or without a last axis `key_dim`.
         beta: `[batch, sequence, heads]`.
         initial_state: `[batch, heads, key_dim, value_dim]`.
+        use_qk_l2norm_in_kernel: normalize queries and keys.
+        **unused: other arguments of transformers' functions.
 
     Returns:
-        The output, shaped as `value`, and the state.
+        The output, of the shape of `value`, and the new state.
     """
     assert initial_state is not None
     if use_qk_l2norm_in_kernel:
@@ -206,21 +208,21 @@ def delta_rule(
     return output, state
 
 
-def _states(config: Any) -> tuple[State, ...]:
+def _states(config: Any) -> tuple[CacheState, ...]:
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     matrix = (config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim)
-    return State(CONVOLUTION, (2 * keys + values, config.linear_conv_kernel_dim)), State(RECURRENT, matrix)
+    return CacheState(CONVOLUTION, (2 * keys + values, config.linear_conv_kernel_dim)), CacheState(RECURRENT, matrix)
 
 
-def _channel_states(config: Any) -> tuple[State, ...]:
+def _channel_states(config: Any) -> tuple[CacheState, ...]:
     heads, size = config.linear_num_heads, config.linear_head_dim
-    window = State(CONVOLUTION, (3 * heads * size, config.linear_conv_kernel_dim))
-    return window, State(RECURRENT, (heads, size, size))
+    window = CacheState(CONVOLUTION, (3 * heads * size, config.linear_conv_kernel_dim))
+    return window, CacheState(RECURRENT, (heads, size, size))
 
 
 def _latent_heads(config: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Multi-head latent attention keeps what keys and values are made of, and the rotated part of the keys."""
+    """Multi-head latent attention keeps the latents of keys and values, and the rotated part of the keys."""
     return (1, config.kv_lora_rank), (1, config.qk_rope_head_dim)
 
 

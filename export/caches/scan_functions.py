@@ -1,7 +1,7 @@
-"""Scans as ONNX functions of standard operators: a graph calls one once per layer and defines it once.
+"""Scans as ONNX functions of standard operators, defined once per graph and called once per layer.
 
 They take any number of tokens and continue a given state, so one graph serves prompts, later turns and single steps.
-A runtime expands them when it loads the graph. The texts, in ONNX's own syntax, are in the files of the kinds.
+A runtime expands them when it loads the graph. The definitions in ONNX's text syntax are in the files of the kinds.
 """
 
 from __future__ import annotations
@@ -43,14 +43,23 @@ CHUNKS = """
     nothing = Constant <value_float = 0.0> ()
     never = Constant <value = float {-inf}> ()
 """
-"""Cuts the L tokens of `x` (axis 1) into equal chunks of at most 64, so that a step pays for one token only.
+"""Divides the L tokens of `x` (axis 1) into equal chunks of at most 64, so that a step computes one token only.
 
-`pads` fills axis 1 up; `seen` and `after` are the causal masks of a chunk, with and without its diagonal.
+`pads` pads axis 1; `seen` and `after` are the causal masks of a chunk, with and without its diagonal.
 """
 
 
 def call(name: str, inputs: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> tuple[Tensor, ...]:
-    """A call of a function in a trace, with results of these shapes and of the first input's dtype."""
+    """Calls an ONNX function in a trace.
+
+    Args:
+        name: the function.
+        inputs: its inputs.
+        shapes: shapes of its outputs, whose dtype is that of the first input.
+
+    Returns:
+        The outputs.
+    """
     dtypes = [inputs[0].dtype] * len(shapes)
     return tuple(
         torch.onnx.ops.symbolic_multi_out(f"{DOMAIN}::{name}", inputs, dtypes=dtypes, shapes=shapes, version=1)
@@ -58,11 +67,11 @@ def call(name: str, inputs: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -
 
 
 def define_functions(model: ir.Model, texts: Mapping[str, str]) -> None:
-    """Adds the definition of every function that the graph calls.
+    """Adds the definitions of the functions that the graph calls, in place.
 
     Args:
-        model: its nodes of the domain `llmconv.scan` are calls.
-        texts: of the functions by name.
+        model: a model whose nodes in the domain `llmconv.scan` are calls.
+        texts: definitions by name.
     """
     for name in sorted({node.op_type for node in model.graph if node.domain == DOMAIN}):
         function = ir.serde.deserialize_function(function_proto(texts[name]))
@@ -71,5 +80,5 @@ def define_functions(model: ir.Model, texts: Mapping[str, str]) -> None:
 
 
 def function_proto(text: str) -> onnx.FunctionProto:
-    """A function as an ONNX message."""
+    """The ONNX function with this definition."""
     return parser.parse_function(HEADER + text)

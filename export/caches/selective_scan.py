@@ -1,6 +1,6 @@
 """Mamba: a layer keeps the window of its convolution and one state per channel.
 
-transformers' scan of several tokens starts from zeros even where a cache is given; the graph continues the state.
+transformers' scan of several tokens starts from zeros even with a cache; the graph continues the state.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmconv.export.caches.convolution import CONVOLVE
-from llmconv.export.caches.kind import CacheKind, State, first
+from llmconv.export.caches.kind import CacheKind, CacheState, first
 from llmconv.export.caches.scan_functions import call
-from llmconv.export.caches.traced_layers import NotedStates
+from llmconv.export.caches.traced_layers import RecordedStates
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
 
 FUNCTION = """
@@ -42,7 +42,7 @@ SelectiveScan (x, dt, A, B, C, past) => (y, present)
     > (past, x, dt, B, C)
 }
 """
-"""Mamba's selective scan, one token after another: each channel d has n states of its own, so nothing can be chunked.
+"""Mamba's selective scan, token by token: each channel d has n states of its own, so chunks are not possible.
 
     state = exp(dt A) state + dt x B      y = state C
 
@@ -65,16 +65,23 @@ def selective_scan(  # noqa: PLR0913 - transformers calls it
     """transformers' `mamba_selective_scan` as one node.
 
     Args:
-        hidden_states: `[batch, channels, sequence]`; `dt` and `z` likewise.
+        hidden_states: `[batch, channels, sequence]`.
+        dt: time step, `[batch, channels, sequence]`.
         A: `[channels, states]`.
-        B: `[batch, states, sequence]`; `C` likewise.
+        B: `[batch, states, sequence]`.
+        C: `[batch, states, sequence]`.
+        D: skip connection, `[channels]`; None for none.
+        z: gate, `[batch, channels, sequence]`; None for none.
+        delta_bias: bias of the time step, `[channels]`; None for none.
+        delta_softplus: apply softplus to the time step.
+        **unused: other arguments of transformers' function.
 
     Returns:
         The output `[batch, channels, sequence]` and the state `[batch, channels, states]`.
     """
     dt = dt if delta_bias is None else dt + delta_bias[..., None]
     dt = F.softplus(dt) if delta_softplus else dt
-    past = NotedStates.last_read
+    past = RecordedStates.last_read
     assert past is not None
     inputs = [hidden_states, dt, A, B.transpose(1, 2), C.transpose(1, 2), past]
     output, state = call("SelectiveScan", inputs, [hidden_states.shape, past.shape])
@@ -82,10 +89,10 @@ def selective_scan(  # noqa: PLR0913 - transformers calls it
     return (output if z is None else output * F.silu(z)), state
 
 
-def _states(config: Any) -> tuple[State, ...]:
+def _states(config: Any) -> tuple[CacheState, ...]:
     channels = int(first(config, "mamba_expand", "expand") * config.hidden_size)
-    window = State(CONVOLUTION, (channels, first(config, "mamba_d_conv", "conv_kernel")))
-    return (window, State(RECURRENT, (channels, first(config, "mamba_d_state", "state_size"))))
+    window = CacheState(CONVOLUTION, (channels, first(config, "mamba_d_conv", "conv_kernel")))
+    return (window, CacheState(RECURRENT, (channels, first(config, "mamba_d_state", "state_size"))))
 
 
 KIND = CacheKind(_states, {**CONVOLVE, "mamba_selective_scan": selective_scan}, {"SelectiveScan": FUNCTION})

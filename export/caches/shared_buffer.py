@@ -1,7 +1,7 @@
-"""A cache in buffers of fixed length: new keys and values are scattered into place, nothing is concatenated.
+"""A cache in buffers of fixed length: new keys and values are written into the buffers, without concatenation.
 
-`TensorScatter` (opset 24) lets a runtime write into the past's own memory. A static cache is read whole, and the mask
-hides what is not filled; a shared buffer is read as far as it is filled.
+`TensorScatter` (opset 24) allows a runtime to write into the memory of the past. Attention reads all slots of a static
+cache, of which the mask hides the unfilled ones, and only the filled slots of a shared buffer.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's cache over given buffers `[batch, kv_heads, slots, head_dim]`.
 
     Args:
-        keys, values: the buffers.
+        keys: buffer of the keys.
+        values: buffer of the values.
         write_indices: first slot of the new tokens, int64 `[batch]`.
-        filled: how many tokens are before the new ones: a length, or `write_indices` where rows differ.
-        readable: how many slots attention reads.
+        filled: number of tokens before the new ones: a length, or `write_indices` if rows have different lengths.
+        readable: number of slots that attention reads.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, write_indices: Tensor, filled: Any, readable: Any) -> None:
@@ -30,41 +31,42 @@ class BufferLayer(DynamicLayer):  # type: ignore[misc]
         self._write_indices, self._filled, self._readable = write_indices, filled, readable
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Scatters new tokens `[batch, kv_heads, sequence, head_dim]`; returns what attention reads."""
+        """Writes new keys and values `[batch, kv_heads, sequence, head_dim]`; returns what attention reads."""
         self.keys = _scatter(self.keys, key_states, self._write_indices)
         self.values = _scatter(self.values, value_states, self._write_indices)
         return self.keys[:, :, : self._readable], self.values[:, :, : self._readable]
 
     def get_seq_length(self) -> Any:
-        """Tokens before the new ones."""
+        """Number of tokens before the new ones."""
         return self._filled
 
     def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
-        """Keys that attention reads, and the first of them."""
+        """Number of keys that attention reads, and the index of the first."""
         return self._readable, 0
 
 
-class Buffered(Cache):  # type: ignore[misc]
-    """All layers' buffers."""
+class TracedBuffers(Cache):  # type: ignore[misc]
+    """The buffers of all layers."""
 
     def __init__(self, layers: Sequence[BufferLayer]) -> None:
         super().__init__(layers=list(layers))
 
     def tensors(self) -> list[Tensor]:
-        """The buffers with the new tokens in them, in the order of the graph's outputs."""
+        """The buffers with the new tokens, in the order of the graph's outputs."""
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
 
 def buffer_cache(
     past: Sequence[Tensor], input_ids: Tensor, attention_mask: Tensor, write_indices: Tensor | None
-) -> Buffered:
+) -> TracedBuffers:
     """A cache over flat buffers, key before value, layers in order.
 
     Args:
         past: the buffers.
         input_ids: `[batch, sequence]`.
-        attention_mask: `[batch, total]`; a static cache's covers every slot.
-        write_indices: of a static cache; without it all rows continue where the mask says.
+        attention_mask: `[batch, total]`; for a static cache it covers every slot.
+        write_indices: first slot of the new tokens of a static cache, int64 `[batch]`; None for a shared buffer, whose
+            rows all continue at the end of the mask.
     """
     total = attention_mask.shape[1]
     filled: Any = write_indices
@@ -72,7 +74,7 @@ def buffer_cache(
         filled = total - input_ids.shape[1]
         write_indices = torch.full_like(attention_mask[:, 0], filled)
     pairs = zip(past[::2], past[1::2], strict=True)
-    return Buffered([BufferLayer(keys, values, write_indices, filled, total) for keys, values in pairs])
+    return TracedBuffers([BufferLayer(keys, values, write_indices, filled, total) for keys, values in pairs])
 
 
 def _scatter(buffer: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from llmconv.export.caches.convolution import CONVOLVE
-from llmconv.export.caches.kind import CacheKind, State, first
+from llmconv.export.caches.kind import CacheKind, CacheState, first
 from llmconv.export.caches.scan_functions import CHUNKS, call
 from llmconv.export.caches.traced_layers import TracedCache
 from llmconv.runtime.cache_names import CONVOLUTION, RECURRENT
@@ -102,12 +102,12 @@ StateSpace (x, dt, A, B, C, past) => (y, present)
 }
 """
 )
-"""The state space dual of Mamba-2: inside a chunk it is attention with decays, between chunks a recurrence.
+"""The state space dual of Mamba-2: attention with decays within a chunk, a recurrence between chunks.
 
     state = exp(dt A) state + dt x Bᵀ      y = state C      for each head
 
 x, y [b, L, h, p]; dt [b, L, h]; A [h]; B, C [b, L, g, n], each for h / g heads; past, present [b, h, p, n].
-arXiv:2405.21060, section 6. Decays are summed between their two ends, never subtracted, so none cancels.
+arXiv:2405.21060, section 6. Decays between two tokens are sums, never differences, so there is no cancellation.
 """
 
 
@@ -128,13 +128,19 @@ def chunk_scan(  # noqa: PLR0913 - transformers calls it
 
     Args:
         hidden_states: `[batch, sequence, heads, head_dim]`.
-        dt: `[batch, sequence, heads]`.
+        dt: time step, `[batch, sequence, heads]`.
         A: `[heads]`.
-        B: `[batch, sequence, groups, states]`; `C` likewise.
+        B: `[batch, sequence, groups, states]`.
+        C: `[batch, sequence, groups, states]`.
+        D: skip connection, `[heads]`; None for none.
+        dt_bias: bias of the time step, `[heads]`; None for none.
         initial_states: `[batch, heads, head_dim, states]`.
+        dt_softplus: apply softplus to the time step.
+        dt_limit: limits of the time step; transformers ignores them in a single step after a past.
+        **unused: other arguments of transformers' function.
 
     Returns:
-        The output, shaped as `hidden_states`, and the state, shaped as `initial_states`.
+        The output, of the shape of `hidden_states`, and the state, of the shape of `initial_states`.
     """
     assert initial_states is not None
     dt = dt if dt_bias is None else dt + dt_bias
@@ -147,18 +153,18 @@ def chunk_scan(  # noqa: PLR0913 - transformers calls it
 
 
 def _is_step() -> Tensor:
-    """Whether the graph is called with one token after a past: transformers limits the time step in all other calls."""
+    """Whether this is a call with one token after a past, in which transformers does not limit the time step."""
     assert TracedCache.is_step is not None
     return TracedCache.is_step
 
 
-def _states(config: Any) -> tuple[State, ...]:
+def _states(config: Any) -> tuple[CacheState, ...]:
     heads = first(config, "mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
     size = first(config, "mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
     states = first(config, "mamba_d_state", "ssm_state_size", "state_size")
     groups = first(config, "mamba_n_groups", "mamba_ngroups", "n_groups")
     window = (heads * size + 2 * groups * states, first(config, "mamba_d_conv", "conv_kernel"))
-    return State(CONVOLUTION, window), State(RECURRENT, (heads, size, states))
+    return CacheState(CONVOLUTION, window), CacheState(RECURRENT, (heads, size, states))
 
 
 KIND = CacheKind(_states, {**CONVOLVE, "mamba2_chunk_scan": chunk_scan}, {"StateSpace": FUNCTION})

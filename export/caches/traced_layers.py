@@ -1,6 +1,6 @@
-"""What the traced model sees as its cache: transformers' own cache layers over tensors that are graph inputs.
+"""The cache of the traced model: transformers' cache layers over tensors that are graph inputs.
 
-transformers updates the states of a layer in place, at addresses that stay; a trace needs new tensors instead.
+transformers updates the states of a layer in place, at fixed addresses; a trace needs new tensors instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmconv.runtime.cache_names import layer_of
 
 
 class PastLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's cache; `update` concatenates, also where the family's own layer would keep a window only."""
+    """One layer's cache; `update` concatenates, even if the family's own cache layer keeps only a window."""
 
     keys: Any
     values: Any
@@ -34,47 +34,47 @@ class PastLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Length of the cache."""
+        """Number of tokens in the cache."""
         return 0 if self.keys is None else self.keys.shape[-2]
 
 
-class NotedStates(dict[int, Tensor]):
-    """Recurrent states by number; models read them through the cache, before transformers 5.21 from its layer."""
+class RecordedStates(dict[int, Tensor]):
+    """Recurrent states by number that record reads, by the cache or (before transformers 5.21) by its layer."""
 
     last_read: Tensor | None = None
-    """The state that was asked for last: some scans of transformers are not given the state to continue."""
+    """The state that was read last: some scans of transformers do not receive the state as an argument."""
 
     def __getitem__(self, number: int) -> Tensor:
-        """A state, noted in `last_read`."""
-        NotedStates.last_read = super().__getitem__(number)
-        return NotedStates.last_read
+        """A state, recorded in `last_read`."""
+        RecordedStates.last_read = super().__getitem__(number)
+        return RecordedStates.last_read
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """One layer's windows `[batch, channels, kernel]` and recurrent states; a fresh one holds zeros, not nothing."""
+    """One layer's windows `[batch, channels, kernel]` and recurrent states; they are zeros at the beginning."""
 
     def __init__(self, conv: Sequence[Tensor], recurrent: Sequence[Tensor]) -> None:
         super().__init__(number_of_states=max(len(conv), len(recurrent)))
         self.conv_states.update(enumerate(conv))
-        self.recurrent_states = NotedStates(enumerate(recurrent))
+        self.recurrent_states = RecordedStates(enumerate(recurrent))
         self.has_previous_state = dict.fromkeys(range(self.number_of_states), True)
         self.is_conv_states_initialized = self.is_recurrent_states_initialized = self.has_previous_state
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """The window followed by the new columns; keeps the last of them."""
+        """Returns the window followed by the new columns, and keeps the last columns."""
         window = self.conv_states[state_idx]
         columns = torch.cat([window, conv_states], dim=-1)
         self.conv_states[state_idx] = columns[..., -window.shape[-1] :]
         return columns
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Keeps the new state."""
+        """Keeps and returns the new state."""
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 
 
 class HybridLayer(StateLayer, PastLayer):
-    """A layer with attention beside its states."""
+    """A layer with attention and states."""
 
     def __init__(self, keys: Tensor, values: Tensor, conv: Sequence[Tensor], recurrent: Sequence[Tensor]) -> None:
         PastLayer.__init__(self, keys, values)
@@ -86,8 +86,8 @@ class TracedCache(Cache):  # type: ignore[misc]
 
     Args:
         names: the graph's names of the tensors, past or present.
-        tensors: one for each name.
-        num_layers: of the model.
+        tensors: one tensor per name.
+        num_layers: number of layers of the model.
     """
 
     is_step: Tensor | None = None
@@ -100,7 +100,7 @@ class TracedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_layer(**parts) for parts in by_layer])
 
     def tensors(self) -> list[Tensor]:
-        """What the layers hold now, in the order of the graph's outputs."""
+        """The current tensors of all layers, in the order of the graph's outputs."""
         return [tensor for layer in self.layers for tensor in _tensors(layer)]
 
 

@@ -1,4 +1,4 @@
-"""What each client wants beside the graphs: one file per client in this folder, found by listing it."""
+"""What each client needs besides the graphs: one file per client in this folder, found by listing it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from llmconv.plugins import plugins
 ROLES = ("prefill", "decode", "unified")
 DEFAULT = "onnxruntime"
 
-
-Content = bytes | Link
+FileContent = bytes | Link
 
 
 @dataclass(frozen=True)
-class Model:
-    """What a layout may know of the model.
+class ClientModel:
+    """The description of the model that a client's functions receive.
 
     Attributes:
-        config: of transformers.
-        input_map: the row of its `model_type`.
-        generation: the content of `generation_config.json`, None where there is none.
-        cache: `growing`, or `shared-buffer`.
+        config: the transformers config of the decoder.
+        input_map: the input map of its `model_type`.
+        generation: the content of `generation_config.json`, None if the file is missing.
+        cache: `growing` or `shared-buffer`.
     """
 
     config: Any
@@ -39,13 +38,13 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Graphs:
+class EncodedGraphs:
     """The graphs of one export, bound to their weights.
 
     Attributes:
         encoded: role (`prefill`, `decode`, `unified`) to the bytes of its file.
         files: role to the name of its file.
-        weights: names of the files that the weights lie in, beside the graphs.
+        weights: names of the weight files in the same folder.
     """
 
     encoded: Mapping[str, bytes]
@@ -53,7 +52,7 @@ class Graphs:
     weights: tuple[str, ...]
 
     def past(self) -> list[Port]:
-        """The cache's inputs of keys and values, with the axes that the model was found to have."""
+        """The inputs of past keys and values, with the axes that the graph declares."""
         graph = onnx.load_from_string(next(iter(self.encoded.values()))).graph
         return [
             Port(port.name, "", tuple(dim.dim_param or dim.dim_value for dim in port.type.tensor_type.shape.dim))
@@ -62,129 +61,116 @@ class Graphs:
         ]
 
 
-def _nothing(*_: Any) -> dict[str, Any]:
-    return {}
-
-
-def _no_problem(_: Model) -> None:
-    return None
-
-
 @dataclass(frozen=True)
-class Layout:
-    """One client; each file of this folder has one as its constant `LAYOUT`.
+class Client:
+    """One client; each file of this folder defines one as its constant `CLIENT`.
 
     Attributes:
-        name: what `--layout` takes, equal to the file's name.
-        title: one line for people.
-        roles: the graphs that are written where none was asked for.
-        serves: sets of graphs that the client can run, the best first; with any others it can do nothing.
-        adds: whether the best of them is added then to what was asked for; otherwise that contradicts the layout.
-        caches: the kinds of cache that it can keep.
+        name: value of `--layout`, equal to the file's name.
+        title: one line of description.
+        roles: the graphs to write if the user asks for none.
+        supports: sets of graphs that the client can run, the preferred set first; empty for any graphs.
+        adds_graphs: add the preferred set to graphs that the client cannot run; otherwise refuse them.
+        caches: the kinds of cache that it supports.
         check: raises InputRefused for a model that the client cannot run.
-        names: the files that `files` will give, apart from the graphs themselves.
-        files: their content, and that of graphs which the client needs otherwise, by path in the folder.
-        config: fields of `config.json` where the folder is a new one; a model folder's own file stays as it is.
+        file_names: paths of the files from `files`, apart from the graphs themselves.
+        files: content by path in the folder; includes a graph if the client needs a variant of it.
+        config: fields to add to the `config.json` of a new folder; that of a model folder is never changed.
     """
 
     name: str
     title: str
     roles: tuple[str, ...]
-    serves: tuple[frozenset[str], ...] = ()
-    adds: bool = False
+    supports: tuple[frozenset[str], ...] = ()
+    adds_graphs: bool = False
     caches: tuple[str, ...] = ("growing",)
-    check: Callable[[Model], None] = _no_problem
-    names: tuple[str, ...] = ()
-    files: Callable[[Model, Graphs], Mapping[str, Content]] = _nothing
-    config: Callable[[Model, Graphs], Mapping[str, Any]] = _nothing
+    check: Callable[[ClientModel], None] = lambda model: None
+    file_names: tuple[str, ...] = ()
+    files: Callable[[ClientModel, EncodedGraphs], Mapping[str, FileContent]] = lambda model, graphs: {}
+    config: Callable[[ClientModel, EncodedGraphs], Mapping[str, Any]] = lambda model, graphs: {}
 
 
 @lru_cache(maxsize=1)
-def layouts() -> dict[str, Layout]:
-    """Every layout by name, in alphabetical order."""
-    return plugins(__name__, "LAYOUT", Layout)
+def known_clients() -> dict[str, Client]:
+    """Every client by name, in alphabetical order."""
+    return plugins(__name__, "CLIENT", Client)
 
 
-def by_names(names: Sequence[str]) -> list[Layout]:
-    """The layouts called so, each once; the default one when none is named.
+def find_clients(names: Sequence[str]) -> list[Client]:
+    """The clients with these names, without duplicates; the default client if there are no names.
 
     Raises:
-        UsageProblem: there is none of that name.
+        UsageProblem: an unknown name.
     """
     for name in names:
-        if name not in layouts():
-            raise UsageProblem(f"there is no layout `{name}`", hint=f"one of: {', '.join(layouts())}")
-    return [layouts()[name] for name in dict.fromkeys(names or (DEFAULT,))]
+        if name not in known_clients():
+            raise UsageProblem(f"unknown layout `{name}`", hint=f"one of: {', '.join(known_clients())}")
+    return [known_clients()[name] for name in dict.fromkeys(names or (DEFAULT,))]
 
 
-def roles_for(chosen: Sequence[Layout], asked: Sequence[str]) -> list[str]:
+def roles_for(clients: Sequence[Client], asked: Sequence[str]) -> list[str]:
     """The graphs to write, in the order of `ROLES`.
 
     Args:
-        chosen: the layouts.
-        asked: the graphs asked for; none asks for what the layouts want.
+        clients: the chosen clients.
+        asked: the graphs that the user asked for; if empty, the clients decide.
 
     Raises:
-        UsageProblem: a client can do nothing with the graphs asked for.
+        UsageProblem: a client cannot run the graphs asked for.
     """
-    wanted = set(asked) or {role for layout in chosen for role in layout.roles}
-    for layout in chosen:
-        if layout.serves and not any(graphs <= wanted for graphs in layout.serves):
-            if not layout.adds:
+    wanted = set(asked) or {role for client in clients for role in client.roles}
+    for client in clients:
+        if client.supports and not any(graphs <= wanted for graphs in client.supports):
+            if not client.adds_graphs:
                 raise UsageProblem(
-                    f"layout `{layout.name}` can do nothing with the {sorted(wanted)[0]} graph alone",
+                    f"layout `{client.name}` cannot use the {sorted(wanted)[0]} graph alone",
                     hint="give `--unified`, or `--prefill --incremental`, or none of them",
                 )
-            wanted |= layout.serves[0]
+            wanted |= client.supports[0]
     return [role for role in ROLES if role in wanted]
 
 
 @dataclass(frozen=True)
-class Dressing:
-    """The chosen layouts for one model: what to write beside its graphs."""
+class ClientFiles:
+    """The files that the chosen clients need besides the graphs of one model."""
 
-    chosen: Sequence[Layout]
-    model: Model
+    clients: Sequence[Client]
+    model: ClientModel
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The files that will be added."""
-        return tuple(name for layout in self.chosen for name in layout.names)
+        """Paths of the files, apart from the graphs."""
+        return tuple(name for client in self.clients for name in client.file_names)
 
-    def check(self, odd: str, cache: str, *, takes_embeddings: bool) -> None:
-        """Whether the clients can run the graphs.
+    def check(self, unsupported: str, *, takes_embeddings: bool) -> None:
+        """Checks that every client can run the graphs.
 
         Args:
-            odd: an option that only llmconv's own runner understands; empty for none.
-            cache: of the graphs.
-            takes_embeddings: the graphs take no tokens.
+            unsupported: an option that only llmconv's own runner supports; empty if none is given.
+            takes_embeddings: whether the graphs take embeddings instead of tokens.
 
         Raises:
-            UsageProblem: one cannot, because of an option.
-            InputRefused: one cannot run this model.
+            UsageProblem: an option that a client does not support.
+            InputRefused: a client cannot run this model.
         """
-        for layout in self.chosen:
-            if layout.name == DEFAULT:
+        for client in self.clients:
+            if client.name == DEFAULT:
                 continue
-            reason = odd or (f"a {cache} cache" if cache not in layout.caches else "")
+            cache = self.model.cache
+            reason = unsupported or (f"a {cache} cache" if cache not in client.caches else "")
             if reason:
-                raise UsageProblem(
-                    f"layout `{layout.name}` can do nothing with `{reason}`", hint="leave out the one or the other"
-                )
+                raise UsageProblem(f"layout `{client.name}` does not support `{reason}`", hint="leave out one of them")
             if takes_embeddings:
                 raise UnsupportedInput(
-                    f"layout `{layout.name}` wants what makes features of images too, which is not exported",
-                    hint=f"leave out `--layout {layout.name}`",
+                    f"layout `{client.name}` also needs the image encoder, which is not exported",
+                    hint=f"leave out `--layout {client.name}`",
                 )
-            layout.check(self.model)
+            client.check(self.model)
 
-    def files(self, graphs: Graphs) -> dict[str, Content]:
-        """All files by path in the folder, the graphs first; a layout's graph replaces the plain one."""
-        contents: dict[str, Content] = {graphs.files[role]: graphs.encoded[role] for role in graphs.encoded}
-        for layout in self.chosen:
-            contents.update(layout.files(self.model, graphs))
-        return contents
+    def files(self, graphs: EncodedGraphs) -> dict[str, FileContent]:
+        """Content of all files by path in the folder; may include a variant of a graph under the graph's own name."""
+        return {path: content for client in self.clients for path, content in client.files(self.model, graphs).items()}
 
-    def config(self, graphs: Graphs) -> dict[str, Any]:
-        """Fields for the `config.json` of a new folder."""
-        return {name: value for layout in self.chosen for name, value in layout.config(self.model, graphs).items()}
+    def config(self, graphs: EncodedGraphs) -> dict[str, Any]:
+        """Fields to add to the `config.json` of a new folder."""
+        return {name: value for client in self.clients for name, value in client.config(self.model, graphs).items()}

@@ -1,8 +1,8 @@
-"""ONNX Runtime GenAI: `genai_config.json`, over model.onnx, or over prefill.onnx and decode.onnx where only they are.
+"""ONNX Runtime GenAI: `genai_config.json` for model.onnx, or else for the pair prefill.onnx and decode.onnx.
 
-One graph is preferred: a pipeline of two cannot be taken back (`rewind_to`), which is what a second turn needs. Its
-parser refuses every key it does not know and wants `pad_token_id` to be one number; the keys are those of
-onnxruntime-genai 0.18, `src/config.cpp`.
+One graph is preferred: a pipeline of two does not support `rewind_to`, which a second turn needs. GenAI's parser
+refuses unknown keys, and `pad_token_id` must be one number; its keys are in `src/config.cpp`
+(onnxruntime-genai 0.18).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.clients import Graphs, Layout, Model
+from llmconv.export.clients import Client, ClientModel, EncodedGraphs
 from llmconv.export.input_maps import Port
 from llmconv.output.plan import json_bytes
 
 FILE = "genai_config.json"
 UNBOUNDED = 2048
-"""Context length of a family that states none, as BLOOM, whose ALiBi knows no bound and which was trained with it."""
+"""Context length for configs without one, such as BLOOM, whose ALiBi has no limit and which was trained with it."""
 
 SEARCH = {
     "do_sample": bool,
@@ -28,26 +28,26 @@ SEARCH = {
     "no_repeat_ngram_size": int,
     "min_length": int,
 }
-"""What `generation_config.json` and genai's `search` call alike."""
+"""Fields with the same name in `generation_config.json` and in genai's `search`, and their types."""
 
 
-def check(model: Model) -> None:
+def check(model: ClientModel) -> None:
     """Raises UnsupportedInput for a cache that `genai_config.json` cannot describe."""
     keys = _past(model)
     names = {f"past_key_values.{layer}.{part}" for layer in range(len(keys) // 2) for part in ("key", "value")}
     if {port.name for port in keys} != names or len({port.axes for port in keys}) > 1:
         raise UnsupportedInput(
-            "ONNX Runtime GenAI knows one number of heads and one head size for all layers, and this model has several",
+            "ONNX Runtime GenAI supports only one number of heads and one head size, and this model has several",
             hint="leave out `--layout genai`",
         )
 
 
-def files(model: Model, graphs: Graphs) -> dict[str, bytes]:
+def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, bytes]:
     """`genai_config.json`."""
     return {FILE: json_bytes({"model": _model(model, graphs), "search": _search(model)})}
 
 
-def _model(model: Model, graphs: Graphs) -> dict[str, Any]:
+def _model(model: ClientModel, graphs: EncodedGraphs) -> dict[str, Any]:
     is_pipeline = "unified" not in graphs.files
     return {
         "type": "decoder-pipeline" if is_pipeline else "decoder",
@@ -58,7 +58,7 @@ def _model(model: Model, graphs: Graphs) -> dict[str, Any]:
     }
 
 
-def _decoder(model: Model, graphs: Graphs, is_pipeline: bool) -> dict[str, Any]:
+def _decoder(model: ClientModel, graphs: EncodedGraphs, is_pipeline: bool) -> dict[str, Any]:
     config, past = model.config, graphs.past() or _past(model)
     _, kv_heads, _, head_size = past[0].axes
     # Two sessions share one mapped file only where neither makes a packed copy of the weights.
@@ -86,8 +86,8 @@ def _decoder(model: Model, graphs: Graphs, is_pipeline: bool) -> dict[str, Any]:
     return {"filename": graphs.files["unified"], **decoder}
 
 
-def _stage(model: Model, graphs: Graphs, role: str) -> dict[str, Any]:
-    """One graph of the pipeline: `prompt` is a call with several tokens, `token_gen` one with a single token."""
+def _stage(model: ClientModel, graphs: EncodedGraphs, role: str) -> dict[str, Any]:
+    """One graph of the pipeline: `prompt` means calls with several tokens, `token_gen` calls with one."""
     return {
         "filename": graphs.files[role],
         "inputs": [port.name for port in model.input_map.inputs(model.config)],
@@ -97,12 +97,12 @@ def _stage(model: Model, graphs: Graphs, role: str) -> dict[str, Any]:
     }
 
 
-def _past(model: Model) -> list[Port]:
+def _past(model: ClientModel) -> list[Port]:
     return [port for port in model.input_map.inputs(model.config) if port.name.startswith("past_key_values.")]
 
 
 def context_length(config: Any) -> int:
-    """Tokens that the model was made for."""
+    """Context length of the model in tokens."""
     for name in ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
@@ -110,11 +110,11 @@ def context_length(config: Any) -> int:
     return UNBOUNDED
 
 
-def _tokens(model: Model) -> dict[str, Any]:
-    """Special tokens; those of `generation_config.json` come first, as in transformers' `generate`.
+def _tokens(model: ClientModel) -> dict[str, Any]:
+    """Special tokens, from `generation_config.json` first, like transformers' `generate`.
 
-    The client insists on an end, and takes the padding where it is given none: a model without one ends at the last
-    token of its vocabulary, which is the least likely to be of use.
+    The client requires an end token, and otherwise uses the padding token: a model without one gets the last token of
+    its vocabulary, which is most likely unused.
     """
     ends = _ids(model, "eos_token_id") or [int(model.config.vocab_size) - 1]
     pads = _ids(model, "pad_token_id") or ends
@@ -126,32 +126,32 @@ def _tokens(model: Model) -> dict[str, Any]:
     }
 
 
-def _ids(model: Model, name: str) -> list[int]:
+def _ids(model: ClientModel, name: str) -> list[int]:
     for given in ((model.generation or {}).get(name), getattr(model.config, name, None)):
         if given is not None:
             return [int(token) for token in (given if isinstance(given, list | tuple) else [given])]
     return []
 
 
-def _search(model: Model) -> Mapping[str, Any]:
-    """Greedy, unless `generation_config.json` says otherwise."""
+def _search(model: ClientModel) -> Mapping[str, Any]:
+    """Sampling options of `generation_config.json`; greedy without them."""
     given = model.generation or {}
-    told = {name: kind(given[name]) for name, kind in SEARCH.items() if isinstance(given.get(name), int | float)}
+    kept = {name: kind(given[name]) for name, kind in SEARCH.items() if isinstance(given.get(name), int | float)}
     return {
         "do_sample": False,
-        **told,
+        **kept,
         "max_length": context_length(model.config),
         "past_present_share_buffer": model.cache == "shared-buffer",
     }
 
 
-LAYOUT = Layout(
+CLIENT = Client(
     name="genai",
     title="onnxruntime_genai.Model: genai_config.json over model.onnx, or over prefill.onnx and decode.onnx",
     roles=("unified",),
-    serves=(frozenset({"unified"}), frozenset({"prefill", "decode"})),
+    supports=(frozenset({"unified"}), frozenset({"prefill", "decode"})),
     caches=("growing", "shared-buffer"),
     check=check,
-    names=(FILE,),
+    file_names=(FILE,),
     files=files,
 )

@@ -1,10 +1,10 @@
-"""Plain onnxruntime: the graphs, and nothing beside them."""
+"""Plain onnxruntime: the graphs alone."""
 
 from __future__ import annotations
 
-from llmconv.export.clients import Layout
+from llmconv.export.clients import Client
 
-LAYOUT = Layout(
+CLIENT = Client(
     name="onnxruntime",
     title="onnxruntime, and `llmconv generate`: prefill.onnx and decode.onnx",
     roles=("prefill", "decode"),

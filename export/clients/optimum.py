@@ -1,10 +1,10 @@
-"""optimum's `ORTModelForCausalLM`: model.onnx for both stages, with a cache input that takes the client's guess.
+"""optimum's `ORTModelForCausalLM`: model.onnx for both stages, with a cache input that accepts the client's guess.
 
-Its first call feeds an empty cache whose shape it guesses from the config, and for some families wrongly
-(optimum-onnx 0.1.0, `optimum/onnxruntime/modeling_decoder.py`). Where the guess would be wrong, the graph declares
-heads and head size as symbols and gives the cache its shape itself: a Reshape, which copies nothing and is right for an
-empty cache of any shape. The config needs no change: transformers 4.57 reads those of 5, and what it does not know of
-them (`rope_parameters`) is in the graph.
+The first call of the client feeds an empty cache whose shape it guesses from the config, incorrectly for some families
+(optimum-onnx 0.1.0, `optimum/onnxruntime/modeling_decoder.py`). If the guess is wrong, the graph declares heads and
+head size as symbols and reshapes the cache itself, which copies nothing and is correct for an empty cache of any shape.
+The config needs no change: transformers 4.57 reads those of version 5, and `rope_parameters`, which it ignores, is part
+of the graph.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from llmconv.export.clients import Graphs, Layout, Model
+from llmconv.export.clients import Client, ClientModel, EncodedGraphs
 from llmconv.export.input_maps import Port
 
 OWN_HEAD_DIM = {"gemma", "gemma3_text", "gpt_oss", "nemotron"}
-"""Families whose `head_dim` it reads; for all others it divides `hidden_size`."""
+"""Families for which optimum reads `head_dim`; for others it divides `hidden_size`."""
 
 OWN_KV_HEADS = {
     *("arcee", "cohere", "gemma", "gemma3_text", "glm", "granite", "gpt_oss", "helium", "mistral", "llama"),
     *("nemotron", "qwen2", "qwen3", "qwen3_moe", "smollm3", "stablelm"),
 }
-"""Families whose `num_key_value_heads` it reads; for all others it takes every head to have its own."""
+"""Families for which optimum reads `num_key_value_heads`; for others it assumes one per query head."""
 
 KV_HEADS, HEAD_DIM = "kv_heads", "head_dim"
 
 
-def files(model: Model, graphs: Graphs) -> dict[str, bytes]:
-    """model.onnx again, where it would refuse the guess."""
+def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, bytes]:
+    """A variant of model.onnx, if the graph would refuse the guess."""
     past = graphs.past()
     if all(guess(model.config, port) == (port.axes[1], port.axes[3]) for port in past):
         return {}
@@ -38,7 +38,7 @@ def files(model: Model, graphs: Graphs) -> dict[str, bytes]:
 
 
 def guess(config: Any, port: Port) -> tuple[int, int]:
-    """Heads and head size of the empty cache that it feeds into `port`."""
+    """Number of heads and head size of the empty cache that optimum feeds into `port`."""
     kind = config.model_type
     if kind == "deepseek_v3":
         is_key = port.name.endswith(".key")
@@ -62,7 +62,7 @@ def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:
     """The graph with `Reshape(past, [0, kv_heads, -1, head_dim])` before every use of a past.
 
     Args:
-        encoded: an ONNX file.
+        encoded: content of an ONNX file.
         past: its cache inputs, `[batch_size, kv_heads, past_sequence_length, head_dim]`.
     """
     model = onnx.load_from_string(encoded)
@@ -89,11 +89,11 @@ def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:
     return bytes(model.SerializeToString(deterministic=True))
 
 
-LAYOUT = Layout(
+CLIENT = Client(
     name="optimum",
     title="optimum's ORTModelForCausalLM: model.onnx",
     roles=("unified",),
-    serves=(frozenset({"unified"}),),
-    adds=True,
+    supports=(frozenset({"unified"}),),
+    adds_graphs=True,
     files=files,
 )

@@ -1,18 +1,17 @@
-"""`--prefix`: what prefix tuning and prompt tuning trained, read from the files they left.
+"""`--prefix`: reads the trained tensor of prefix tuning and prompt tuning.
 
     kind           file                                       content
     prefix_tuning  PEFT `adapter_model.safetensors`           `prompt_embeddings` [P, 2 * layers * kv_heads * size]
     soft_prompt    the same, of prompt tuning and p-tuning    `prompt_embeddings` [P, hidden]
     pre_caches     PaddleNLP `pre_caches.npy`                 [layers, 2, kv_heads, P, size]
 
-A row of prefix tuning holds the key of layer 0, its value, the key of layer 1, … (peft, `PeftModel.get_prompt`). PEFT
-lets the tokens follow the P virtual ones, so the first has position P; PaddleNLP's models count tokens from 0, and
-prefix keys carry no rotation.
+A row of prefix tuning contains the key of layer 0, its value, the key of layer 1, … (peft, `PeftModel.get_prompt`). In
+PEFT the first token follows the P virtual tokens and has position P; PaddleNLP's models count tokens from 0, and keys
+of the prefix are not rotated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from llmconv.tensors import Array
 PRE_CACHES = "pre_caches.npy"
 EMBEDDINGS = "prompt_embeddings"
 KINDS = {"PREFIX_TUNING": "prefix_tuning", "PROMPT_TUNING": "soft_prompt", "P_TUNING": "soft_prompt"}
-"""PEFT's `peft_type` and the kind it is here."""
+"""PEFT's `peft_type` to the kind in the table above."""
 
 KeyValue = tuple[Array, Array]
 """Key and value of one layer, float32 `[kv_heads, P, head_dim]`."""
@@ -39,10 +38,10 @@ class Prefix:
     """Virtual tokens before every prompt.
 
     Attributes:
-        kind: see the module's docstring.
-        content: the trained tensor, float32, as it was stored.
-        length: how many virtual tokens.
-        first_position: of the first token of a prompt.
+        kind: see the table in the module's docstring.
+        content: the trained tensor, float32, in its stored shape.
+        length: number of virtual tokens.
+        first_position: position of the first token of a prompt.
     """
 
     kind: str
@@ -51,23 +50,23 @@ class Prefix:
     first_position: int
 
     def keys_and_values(self, shapes: list[tuple[int, int]]) -> list[KeyValue]:
-        """Keys and values by layer; none of these kinds but `soft_prompt` needs the model for them.
+        """Keys and values by layer, for kinds other than `soft_prompt`, which needs the model to compute them.
 
         Args:
             shapes: (kv_heads, head_dim) of every layer.
 
         Raises:
-            InputRefused: the prefix is of a model of another shape.
+            InputRefused: the prefix is of a model with other shapes.
         """
-        return _SPLIT[self.kind](self.content, shapes)
+        return (_split_rows if self.kind == "prefix_tuning" else _split_caches)(self.content, shapes)
 
 
 def open_prefix(path: Path) -> Prefix:
     """Reads a PEFT adapter folder, a folder with `pre_caches.npy`, or that file.
 
     Raises:
-        InputRefused: it is none of these.
-        MalformedInput: a file is not what its name says.
+        InputRefused: `path` is none of these.
+        MalformedInput: invalid content of a file.
     """
     if not path.exists():
         raise InputRefused(f"`{path}` does not exist", hint="give the folder of a prefix or prompt tuning adapter")
@@ -78,7 +77,7 @@ def open_prefix(path: Path) -> Prefix:
     if (path / ADAPTER_CONFIG).is_file():
         return _peft(path)
     raise InputRefused(
-        f"`{path}` holds no prefix",
+        f"`{path}` does not contain a prefix",
         hint=f"give a PEFT adapter with `{ADAPTER_CONFIG}`, or a folder with PaddleNLP's `{PRE_CACHES}`",
     )
 
@@ -87,7 +86,7 @@ def _peft(folder: Path) -> Prefix:
     found = read_json(folder / ADAPTER_CONFIG).get("peft_type")
     if found not in KINDS:
         raise UnsupportedInput(
-            f"`{folder}` is an adapter of type `{found}`, which is no prefix",
+            f"unsupported prefix: `{folder}` is an adapter of type `{found}`",
             hint=f"`--prefix` takes {', '.join(KINDS)}; `llmconv merge-lora` merges the others into the weights",
         )
     if not (folder / ADAPTER_WEIGHTS).is_file():
@@ -97,29 +96,31 @@ def _peft(folder: Path) -> Prefix:
     tensors = read_header(folder / ADAPTER_WEIGHTS).tensors
     if set(tensors) != {EMBEDDINGS}:
         raise MalformedInput(
-            f"`{ADAPTER_WEIGHTS}` holds {', '.join(sorted(tensors)[:3]) or 'nothing'} instead of `{EMBEDDINGS}`",
+            f"`{ADAPTER_WEIGHTS}` contains {', '.join(sorted(tensors)[:3]) or 'nothing'} instead of `{EMBEDDINGS}`",
             hint="save the adapter again with `save_pretrained`, out of training mode",
         )
     content = tensors[EMBEDDINGS].read().astype(np.float32)
     if content.ndim != 2 or not content.size:
-        raise MalformedInput(f"`{EMBEDDINGS}` has shape {list(content.shape)}", hint="it has one row per virtual token")
+        raise MalformedInput(
+            f"invalid shape of `{EMBEDDINGS}`: {list(content.shape)}", hint="it must have one row per virtual token"
+        )
     return Prefix(KINDS[found], content, len(content), len(content))
 
 
 def _pre_caches(path: Path) -> Prefix:
     try:
-        content = np.load(path, mmap_mode="r", allow_pickle=False)  # refuses a shape that the file cannot hold
+        content = np.load(path, mmap_mode="r", allow_pickle=False)  # refuses a shape larger than the file
     except (ValueError, OSError, EOFError) as error:
-        raise MalformedInput(f"`{path}` is no array: {error}", hint="copy the file again") from error
+        raise MalformedInput(f"`{path}` is not an array: {error}", hint="copy the file again") from error
     if not isinstance(content, np.ndarray):
-        raise MalformedInput(f"`{path}` is no array", hint="copy the file again")
-    if content.dtype in (np.uint16, np.dtype("V2")):  # how PaddleNLP, and how numpy, save bfloat16
+        raise MalformedInput(f"`{path}` is not an array", hint="copy the file again")
+    if content.dtype in (np.uint16, np.dtype("V2")):  # bfloat16 as saved by PaddleNLP and by numpy
         content = content.view(ml_dtypes.bfloat16)
     is_float = content.dtype.kind == "f" or content.dtype == ml_dtypes.bfloat16
     if not is_float or content.ndim != 5 or content.shape[1] != 2 or not content.size:
         raise MalformedInput(
-            f"`{path}` is no prefix: {content.dtype} {list(content.shape)}",
-            hint="it is an array of floats [layers, 2, kv_heads, tokens, head_dim]",
+            f"`{path}` is not a prefix: {content.dtype} {list(content.shape)}",
+            hint="it must be an array of floats [layers, 2, kv_heads, tokens, head_dim]",
         )
     return Prefix("pre_caches", content.astype(np.float32), content.shape[3], 0)
 
@@ -144,18 +145,8 @@ def _split_caches(content: Array, shapes: list[tuple[int, int]]) -> list[KeyValu
     return [(layer[0], layer[1]) for layer in content]
 
 
-def _needs_model(content: Array, shapes: list[tuple[int, int]]) -> list[KeyValue]:
-    raise NotImplementedError("the keys and values of a soft prompt are computed by the model")
-
-
-_SPLIT: dict[str, Callable[[Array, list[tuple[int, int]]], list[KeyValue]]] = {
-    "prefix_tuning": _split_rows,
-    "pre_caches": _split_caches,
-    "soft_prompt": _needs_model,
-}
-
-
 def _refuse(found: str, wanted: str) -> Any:
     raise InputRefused(
-        f"the prefix has {found}, the model {wanted}", hint="it was trained on another model; give that one's prefix"
+        f"shape mismatch for the prefix: expected {wanted}, got {found}",
+        hint="it was trained on another model; give the prefix of this one",
     )

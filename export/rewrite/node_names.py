@@ -1,7 +1,7 @@
-"""Stable, readable names: a node is called after its module, `model.layers.7.self_attn.q_proj/Gemm`.
+"""Stable, readable names: a node is named after its module, such as `model.layers.7.self_attn.q_proj/Gemm`.
 
-The exporter's own names count up over the whole trace and its metadata hold stack traces with local paths; none of that
-belongs in a file that should be the same on every machine.
+The exporter numbers names over the whole trace, and its metadata contain stack traces with local paths, which would
+make the file differ between machines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llmconv.export.traced_graph import scopes
 
 
 def name_everything(model: ir.Model) -> None:
-    """Names nodes, inner values and constants in graph order and drops all metadata."""
+    """Names nodes, inner values and constants in graph order, and removes all metadata, in place."""
     graph = model.graph
     counts: Counter[str] = Counter()
     outputs = set(graph.outputs)

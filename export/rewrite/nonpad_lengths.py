@@ -1,25 +1,25 @@
-"""`nonpad_kv_seqlen`: tells every `Attention` node over a static cache how much of it is filled (opset 24).
+"""`nonpad_kv_seqlen`: the filled length of a static cache as an input of every `Attention` node (opset 24).
 
-The mask hides the same slots already, so results are equal; a runtime that knows the length need not read the rest.
+The mask hides the unfilled slots already, so results are equal; a runtime that knows the length can skip them.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from llmconv.export.rewrite.passes.node_editor import integers
+from llmconv.export.node_editor import NodeEditor, integers, producer, value_named
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.runtime.onnxruntime.shared_buffers import WRITE_INDICES
 
 NONPAD = 6
-"""Which input of `Attention` it is: after query, key, value, mask, past key and past value."""
+"""Index of the input of `Attention`: after query, key, value, mask, past key and past value."""
 
 
-def tell_length(traced: TracedGraph) -> None:
-    """Gives the nodes that read whole `TensorScatter` buffers their seventh input, in place."""
+def add_filled_length(traced: TracedGraph) -> None:
+    """Adds the seventh input to the nodes that read whole `TensorScatter` buffers, in place."""
     graph = traced.model.graph
-    write_indices = next((port for port in graph.inputs if port.name == WRITE_INDICES), None)
-    reading = [node for node in graph if node.op_type == "Attention" and _is_scattered(node.inputs[1])]
+    write_indices = value_named(graph.inputs, WRITE_INDICES)
+    reading = [node for node in graph if node.op_type == "Attention" and producer(node.inputs[1], "TensorScatter")]
     if write_indices is None or not reading:
         return
     length = _filled(graph, write_indices)
@@ -28,22 +28,11 @@ def tell_length(traced: TracedGraph) -> None:
         node.replace_input_with(NONPAD, length)
 
 
-def _is_scattered(value: ir.Value | None) -> bool:
-    producer = value.producer() if value is not None else None
-    return producer is not None and producer.op_type == "TensorScatter"
-
-
 def _filled(graph: ir.Graph, write_indices: ir.Value) -> ir.Value:
     """`write_indices + sequence_length`, int64 `[batch]`."""
-    shape = graph.inputs[0].shape
-    assert shape is not None
-    first = graph[0]
-    if isinstance(shape[1], int):
-        count = integers(graph, shape[1])
-    else:
-        axis = ir.node("Shape", [graph.inputs[0]], attributes={"start": 1, "end": 2})
-        graph.insert_before(first, axis)
-        count = axis.outputs[0]
-    add = ir.node("Add", [write_indices, count])
-    graph.insert_before(first, add)
-    return add.outputs[0]
+    tokens = graph.inputs[0]
+    assert tokens.shape is not None
+    editor, new = NodeEditor(graph, graph[0]), tokens.shape[1]
+    fixed = integers(graph, new) if isinstance(new, int) else None
+    count = fixed or editor.one("Shape", [tokens], {"start": 1, "end": 2})
+    return editor.one("Add", [write_indices, count])

@@ -1,8 +1,8 @@
-"""`--stages K`: one graph becomes a chain of K, each with some of the layers and hidden states in and out.
+"""`--stages K`: divides a graph into a chain of K graphs, each with some of the layers.
 
-What depends on tokens alone (masks, rotary tables, shapes) is cheap, so each stage computes it anew; what depends on
-weights too is computed once and handed over. Each stage maps the weights of its own layers only. Values keep their
-names in every stage; the hidden state that enters layer 8 is called `hidden_states.8`.
+Values that depend on tokens alone (masks, rotary tables, shapes) are cheap, so each stage computes them again; values
+that also depend on weights are computed once and passed on. Each stage maps the weights of its own layers only. Values
+keep their names in every stage; the hidden state that enters layer 8 is called `hidden_states.8`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CACHE_LAYER = re.compile(r"(?:past|present|prefix)\w*\.(\d+)\.")
 
 
 @dataclass
-class _Places:
-    """Where every value is made.
+class _Assignment:
+    """The stages of the nodes and values that are computed once.
 
     Attributes:
-        stage: of the nodes that are computed once, by node name.
-        made: stage that makes a value, for values that are computed once.
+        stage: stage by node name.
+        made: stage by value name.
     """
 
     stage: dict[str, int] = field(default_factory=dict)
@@ -35,10 +35,10 @@ def split(model: onnx.ModelProto, count: int, layers_name: str, num_layers: int)
     """The stages of a graph, in order.
 
     Args:
-        model: a whole decoder, its weights mapped; nodes are named after their modules.
-        count: how many stages; each gets `num_layers / count` layers, rounded.
+        model: a whole decoder with mapped weights, its nodes named after their modules.
+        count: number of stages; each gets `num_layers / count` layers, rounded.
         layers_name: name of the list of layers, such as `model.layers`.
-        num_layers: how many layers the model has, at least `count`.
+        num_layers: number of layers of the model, at least `count`.
     """
     starts = [-(-index * num_layers // count) for index in range(count)]
     splitter = _Splitter(model, layers_name, starts)
@@ -46,20 +46,20 @@ def split(model: onnx.ModelProto, count: int, layers_name: str, num_layers: int)
 
 
 def require_stages(count: int, num_layers: int) -> None:
-    """Refuses a number of stages that cannot be.
+    """Checks the number of stages.
 
     Raises:
-        UsageProblem: there are more stages than layers, or none.
+        UsageProblem: more stages than layers, or none.
     """
     if not 1 <= count <= num_layers:
         raise UsageProblem(
-            f"`--stages {count}` does not fit the {num_layers} layers of the model",
-            hint="every stage needs a layer; give fewer stages",
+            f"`--stages {count}` is invalid for a model of {num_layers} layers",
+            hint=f"every stage needs a layer: give 1 to {num_layers}",
         )
 
 
 class _Splitter:
-    """Looks at the graph once; then cuts out one stage after another."""
+    """Analyzes the graph once, then extracts one stage after another."""
 
     def __init__(self, model: onnx.ModelProto, layers_name: str, starts: list[int]) -> None:
         self._model, self._starts = model, starts
@@ -67,13 +67,15 @@ class _Splitter:
         self._ports = {port.name: port for port in model.graph.input}
         self._weights = {tensor.name for tensor in model.graph.initializer if tensor.external_data}
         self._maker = {name: node for node in model.graph.node for name in node.output}
-        self._places = self._place()
-        self._roots = [self._roots_of(stage) for stage in range(len(starts))]
+        self._assigned = self._assign()
+        stage_of = self._assigned.stage.get
+        stages = range(len(starts))
+        self._roots = [[node for node in model.graph.node if stage_of(node.name) == stage] for stage in stages]
         self._carried = self._carry()
         self._types: Mapping[str, onnx.ValueInfoProto] = self._infer()
 
     def stage(self, index: int) -> onnx.ModelProto:
-        """One stage as a model of its own."""
+        """One stage as a separate model."""
         nodes, _ = self._closure(index)
         made = {name for node in nodes for name in node.output}
         part = onnx.ModelProto()
@@ -86,33 +88,33 @@ class _Splitter:
         graph.initializer.extend(tensor for tensor in self._model.graph.initializer if tensor.name in read)
         graph.input.extend(port for name, port in self._ports.items() if name in read)
         graph.input.extend(self._types[name] for name in self._carried if name in read and name not in made)
-        graph.output.extend(port for port in self._model.graph.output if self._places.made[port.name] == index)
-        graph.output.extend(self._types[name] for name in self._carried if self._places.made[name] == index)
+        graph.output.extend(port for port in self._model.graph.output if self._assigned.made[port.name] == index)
+        graph.output.extend(self._types[name] for name in self._carried if self._assigned.made[name] == index)
         _rename(graph, self._carried)
         return part
 
-    def _place(self) -> _Places:
-        """Stages of the nodes that are computed once; the others are computed wherever they are needed."""
-        places = _Places()
+    def _assign(self) -> _Assignment:
+        """Stages of the nodes that are computed once; every stage computes the other nodes that it needs."""
+        assigned = _Assignment()
         tokens: dict[str, bool] = {}
         weighs: dict[str, bool] = {}
         for node in self._model.graph.node:
             sources = references(node)
             on_tokens = any(tokens.get(name, name in self._ports) for name in sources)
             on_weights = any(weighs.get(name, name in self._weights) for name in sources)
-            stages = [places.made[name] for name in sources if name in places.made]
+            stages = [assigned.made[name] for name in sources if name in assigned.made]
             for name in node.output:
                 tokens[name], weighs[name] = on_tokens, on_weights
             if stages or (on_tokens and on_weights) or self._holds_cache(node):
                 found = max([*stages, self._stage_of(self._layer_of(node))])
-                places.stage[node.name] = found
-                places.made.update(dict.fromkeys(node.output, found))
+                assigned.stage[node.name] = found
+                assigned.made.update(dict.fromkeys(node.output, found))
         for port in self._model.graph.output:
-            places.made.setdefault(port.name, 0)
-        return places
+            assigned.made.setdefault(port.name, 0)
+        return assigned
 
     def _layer_of(self, node: onnx.NodeProto) -> int:
-        """The layer that a node's name or inputs say; the first where none does."""
+        """The layer in the name or an input of a node; 0 if there is none."""
         for text in (node.name, *node.input):
             for pattern in (self._layer, CACHE_LAYER):
                 found = pattern.match(text)
@@ -124,7 +126,7 @@ class _Splitter:
         return max(index for index, start in enumerate(self._starts) if start <= layer)
 
     def _holds_cache(self, node: onnx.NodeProto) -> bool:
-        """It reads a past as such; a length of it can be had from any other of the same shape."""
+        """Whether a node reads a past, apart from its length, which any other past of the same shape has too."""
         return any(
             name in self._ports and CACHE_LAYER.match(name) and not self._is_length_of(node, name)
             for name in node.input
@@ -134,48 +136,45 @@ class _Splitter:
         return node.op_type == "Shape" and all(self._own(name, index) for index in range(len(self._starts)))
 
     def _own(self, name: str, stage: int) -> str:
-        """The first past input of a stage that has the axes of the past input `name`; empty where there is none."""
+        """The first past input of a stage with the axes of the past input `name`; empty if there is none."""
         for other, port in self._ports.items():
             layer = CACHE_LAYER.match(other)
             if layer and self._stage_of(int(layer[1])) == stage and _axes(port) == _axes(self._ports[name]):
                 return str(other)
         return ""
 
-    def _roots_of(self, stage: int) -> list[onnx.NodeProto]:
-        return [node for node in self._model.graph.node if self._places.stage.get(node.name) == stage]
-
     def _closure(self, stage: int) -> tuple[list[onnx.NodeProto], set[str]]:
-        """The nodes that a stage computes, in order, and the names that they read."""
+        """The nodes that a stage computes, in order, and the names of the values that they read."""
         wanted = {node.name for node in self._roots[stage]}
-        outputs = {port.name for port in self._model.graph.output if self._places.made[port.name] == stage}
+        outputs = {port.name for port in self._model.graph.output if self._assigned.made[port.name] == stage}
         waiting = [*self._roots[stage], *(self._maker[name] for name in outputs if name in self._maker)]
         read: set[str] = set(outputs)
         while waiting:
             for name in references(waiting.pop()):
                 read.add(name)
                 maker = self._maker.get(name)
-                if maker is not None and maker.name not in wanted and maker.name not in self._places.stage:
+                if maker is not None and maker.name not in wanted and maker.name not in self._assigned.stage:
                     wanted.add(maker.name)
                     waiting.append(maker)
         return [node for node in self._model.graph.node if node.name in wanted], read
 
     def _carry(self) -> dict[str, str]:
-        """Values that cross a border, in graph order, and the names that they get."""
+        """Values that are passed between stages, in graph order, and their names there."""
         crossing: set[str] = set()
         for stage in range(len(self._starts)):
             _, read = self._closure(stage)
-            crossing |= {name for name in read if self._places.made.get(name, stage) < stage}
+            crossing |= {name for name in read if self._assigned.made.get(name, stage) < stage}
         names: dict[str, str] = {}
         counts: dict[int, int] = {}
         for node in self._model.graph.node:
             for name in (name for name in node.output if name in crossing):
-                border = self._starts[self._places.made[name] + 1]
+                border = self._starts[self._assigned.made[name] + 1]
                 number = counts[border] = counts.get(border, -1) + 1
                 names[name] = f"hidden_states.{border}" + (f".{number}" if number else "")
         return names
 
     def _infer(self) -> dict[str, onnx.ValueInfoProto]:
-        """Element types and axes of the values that cross a border."""
+        """Element types and axes of the values that are passed between stages."""
         if not self._carried:
             return {}
         inferred = onnx.shape_inference.infer_shapes(self._model, data_prop=True).graph.value_info
@@ -183,7 +182,7 @@ class _Splitter:
         return {name: _described(name, found.get(name)) for name in self._carried}
 
     def _with_own_ports(self, node: onnx.NodeProto, stage: int) -> onnx.NodeProto:
-        """The node; a length is read of a past input or hidden state that the stage has anyway."""
+        """A copy of the node; it reads lengths from inputs that the stage has."""
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
         if node.op_type != "Shape" or node.input[0] not in self._ports:
@@ -196,8 +195,8 @@ class _Splitter:
         return copy
 
     def _read_tokens_shape(self, node: onnx.NodeProto, stage: int) -> None:
-        """`[batch_size, sequence_length]` of the one hidden state that comes in, whose first axes they are."""
-        incoming = [name for name in self._carried if self._places.made[name] == stage - 1]
+        """Makes a node read `[batch_size, sequence_length]` from the only hidden state that comes in."""
+        incoming = [name for name in self._carried if self._assigned.made[name] == stage - 1]
         if len(incoming) != 1 or len(self._types[incoming[0]].type.tensor_type.shape.dim) != 3:
             return
         node.input[0] = incoming[0]
@@ -206,7 +205,7 @@ class _Splitter:
 
 
 def references(node: onnx.NodeProto) -> list[str]:
-    """The values that a node reads, those of its subgraphs too."""
+    """The names of the values that a node and its subgraphs read."""
     names = [name for name in node.input if name]
     for attribute in node.attribute:
         for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
@@ -221,7 +220,7 @@ def _axes(port: onnx.ValueInfoProto) -> list[object]:
 
 
 def _described(name: str, found: onnx.ValueInfoProto | None) -> onnx.ValueInfoProto:
-    """The declaration of a value at a border; symbols that inference made up are left out."""
+    """The declaration of a value passed between stages, without symbols invented by shape inference."""
     kind = found.type.tensor_type.elem_type if found is not None else onnx.TensorProto.FLOAT
     if found is None or not found.type.tensor_type.HasField("shape"):
         return onnx.helper.make_tensor_value_info(name, kind, None)

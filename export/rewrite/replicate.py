@@ -1,20 +1,20 @@
-"""Layer k -> layers k+1…n: the last two traced periods are matched node by node, then the last one is cloned.
+"""Replicates layers: the last two traced periods are matched node by node, then the last one is cloned.
 
     warm-up layers | period A | period B | clone 1 | clone 2 | …  | epilogue
 
-A slot (one input of one node) is the same value in A and B: shared. Two weights or two past inputs whose names differ
-by the layer number: numbered. Made outside its period: carried, the hidden state. Anything else: not isomorphic, and
-the caller traces all layers instead.
+Each input of a node of B must be related to the same input in A: the same value (shared), weights or past inputs whose
+names differ by the layer number (numbered), or a result of the period before (carried: the hidden state). Otherwise the
+periods are not isomorphic, and the caller traces all layers instead.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from llmconv.export.node_editor import producer, value_named
 from llmconv.export.traced_graph import TracedGraph, scopes
 from llmconv.runtime.cache_names import CACHE_NAME, cache_order
 
@@ -22,12 +22,12 @@ PROLOGUE, EPILOGUE = -1, 1 << 30
 
 
 class NotIsomorphic(Exception):
-    """Two periods differ; the message says where."""
+    """Two periods differ; the message contains the place."""
 
 
 @dataclass
 class _Periods:
-    """The matched periods: node lists in order, and how a value of A reads in B."""
+    """The matched periods: their nodes in order, and the value in B of each value in A."""
 
     first: list[ir.Node]
     second: list[ir.Node]
@@ -35,19 +35,24 @@ class _Periods:
 
 
 def warm_up(num_layers: int, period: int, first: int = 0) -> int:
-    """Layers before period A: a whole period at least, so that values shared by all layers exist by then.
+    """Number of layers before period A: at least one whole period, which creates the values shared by all layers.
 
     Args:
-        num_layers: of the model.
-        period: of the layers that repeat.
-        first: layers before those that repeat.
+        num_layers: number of layers of the model.
+        period: length of the repeating pattern.
+        first: number of layers before the pattern begins.
     """
     before = first + period
     return before + (num_layers - before) % period
 
 
 def replicate(traced: TracedGraph, num_layers: int, period: int) -> None:
-    """Grows the graph in place to `num_layers` layers.
+    """Extends the graph in place.
+
+    Args:
+        traced: the graph of a few layers.
+        num_layers: number of layers of the result.
+        period: length of the repeating pattern of layers.
 
     Raises:
         NotIsomorphic: the last two periods differ in more than names.
@@ -67,12 +72,12 @@ def replicate(traced: TracedGraph, num_layers: int, period: int) -> None:
 
 
 def _layers_of_nodes(traced: TracedGraph) -> dict[ir.Node, int]:
-    """The layer of every node; nodes before all layers are PROLOGUE, nodes after the last are EPILOGUE."""
+    """The layer of every node: PROLOGUE before the first layer, EPILOGUE after the last."""
     pattern = re.compile(re.escape(traced.layers_name) + r"\.(\d+)(\.|$)")
     layers: dict[ir.Node, int] = {}
     for node in traced.model.graph:
         numbers = [int(match[1]) for name in scopes(node) if (match := pattern.match(name))]
-        inherited = max((layers[producer] for producer in _producers(node)), default=PROLOGUE)
+        inherited = max((layers[source] for source in node.predecessors()), default=PROLOGUE)
         if numbers:
             layers[node] = numbers[0]
         elif not scopes(node) or inherited == PROLOGUE:
@@ -82,69 +87,52 @@ def _layers_of_nodes(traced: TracedGraph) -> dict[ir.Node, int]:
     return layers
 
 
-def _producers(node: ir.Node) -> Iterable[ir.Node]:
-    for value in node.inputs:
-        producer = value.producer() if value is not None else None
-        if producer is not None:
-            yield producer
-
-
 def _match(traced: TracedGraph, layer_of: dict[ir.Node, int], start: int, period: int) -> _Periods:
     first = [node for node, layer in layer_of.items() if start <= layer < start + period]
     second = [node for node, layer in layer_of.items() if start + period <= layer < start + 2 * period]
     if len(first) != len(second):
-        raise NotIsomorphic(f"{len(first)} nodes against {len(second)}")
+        raise NotIsomorphic(f"{len(first)} nodes, then {len(second)}")
     counterpart: dict[ir.Value, ir.Value] = {}
+    in_first = set(first)
+
+    def matches(a: ir.Value | None, b: ir.Value | None) -> bool:
+        if a is None or b is None or a in counterpart or a is b:
+            return b is counterpart.get(a, a) if a is not None else b is None
+        carried = a.producer() is not None and a.producer() not in in_first and b.producer() in in_first
+        numbered = a.name is not None and shift(a.name, traced.layers_name, period) == b.name
+        return carried or numbered or (a.const_value is not None and _content(a.const_value) == _content(b.const_value))
+
     for left, right in zip(first, second, strict=True):
-        _match_nodes(left, right, counterpart, set(first), traced.layers_name, period)
+        if _kind(left) != _kind(right):
+            raise NotIsomorphic(f"`{left.name}` ({left.op_type}), then `{right.name}` ({right.op_type})")
+        if not all(matches(a, b) for a, b in zip(left.inputs, right.inputs, strict=True)):
+            raise NotIsomorphic(f"an input of `{left.name}` ({left.op_type})")
         counterpart.update(zip(left.outputs, right.outputs, strict=True))
     return _Periods(first, second, counterpart)
 
 
-def _match_nodes(
-    left: ir.Node,
-    right: ir.Node,
-    counterpart: dict[ir.Value, ir.Value],
-    first: set[ir.Node],
-    layers_name: str,
-    period: int,
-) -> None:
-    same_kind = (left.domain, left.op_type, len(left.outputs)) == (right.domain, right.op_type, len(right.outputs))
-    if not same_kind or _attributes(left) != _attributes(right) or len(left.inputs) != len(right.inputs):
-        raise NotIsomorphic(f"`{left.name}` ({left.op_type}) against `{right.name}` ({right.op_type})")
-    for a, b in zip(left.inputs, right.inputs, strict=True):
-        if a in counterpart:
-            matches = b is counterpart[a]
-        else:
-            matches = a is b or _same_constant(a, b) or _shifted(a, b, layers_name, period) or _carried(a, b, first)
-        if not matches:
-            raise NotIsomorphic(f"an input of `{left.name}` ({left.op_type})")
-
-
-def _attributes(node: ir.Node) -> dict[str, object]:
-    """Their values; tensors as bytes, because those of equal content are not equal."""
+def _kind(node: ir.Node) -> tuple[object, ...]:
+    """Operator, numbers of inputs and outputs, and attributes of a node."""
     values = {name: attribute.value for name, attribute in node.attributes.items()}
-    return {name: _content(value) if isinstance(value, ir.TensorProtocol) else value for name, value in values.items()}
+    attributes = {
+        name: _content(value) if isinstance(value, ir.TensorProtocol) else value for name, value in values.items()
+    }
+    return node.domain, node.op_type, len(node.inputs), len(node.outputs), attributes
 
 
-def _content(tensor: ir.TensorProtocol) -> tuple[object, ...]:
-    return tensor.dtype, tuple(tensor.shape), tensor.tobytes()
-
-
-def _same_constant(a: ir.Value | None, b: ir.Value | None) -> bool:
-    if a is None or b is None or a.const_value is None or b.const_value is None:
-        return False
-    left, right = a.const_value.numpy(), b.const_value.numpy()
-    return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
-
-
-def _shifted(a: ir.Value | None, b: ir.Value | None, layers_name: str, period: int) -> bool:
-    """Two graph inputs whose names differ by `period` layers."""
-    return a is not None and b is not None and a.name is not None and shift(a.name, layers_name, period) == b.name
+def _content(tensor: ir.TensorProtocol | None) -> tuple[object, ...]:
+    """Comparable content: tensors of equal content do not compare equal."""
+    return (tensor.dtype, tuple(tensor.shape), tensor.tobytes()) if tensor is not None else ()
 
 
 def shift(name: str, layers_name: str, by: int) -> str | None:
-    """A weight's or cache port's name, `by` layers on; None where the name carries no layer number."""
+    """The name of a weight or cache tensor some layers later; None if it contains no layer number.
+
+    Args:
+        name: the name.
+        layers_name: name of the list of layers, such as `model.layers`.
+        by: number of layers to add.
+    """
     for pattern in (re.compile(re.escape(layers_name) + r"\.(\d+)\."), CACHE_NAME):
         match = pattern.match(name)
         if match:
@@ -153,79 +141,53 @@ def shift(name: str, layers_name: str, by: int) -> str | None:
     return None
 
 
-def _carried(a: ir.Value | None, b: ir.Value | None, first: set[ir.Node]) -> bool:
-    """B takes from A what A takes from before."""
-    if a is None or b is None:
-        return False
-    return a.producer() is not None and a.producer() not in first and b.producer() in first
-
-
 def _require_clean_epilogue(layer_of: dict[ir.Node, int], periods: _Periods) -> None:
-    """The epilogue may read the last layer and the prologue only, or the clones could not replace it."""
+    """Refuses an epilogue that reads other layers than the last, which the clones could not replace."""
     last = set(periods.counterpart.values())
     for node, layer in layer_of.items():
-        if layer == EPILOGUE:
-            for value in node.inputs:
-                producer = value.producer() if value is not None else None
-                if producer is not None and value not in last and layer_of[producer] not in (PROLOGUE, EPILOGUE):
-                    raise NotIsomorphic(f"`{node.name}` reads a layer before the last")
+        for value in node.inputs if layer == EPILOGUE else ():
+            source = producer(value)
+            if source is not None and value not in last and layer_of[source] not in (PROLOGUE, EPILOGUE):
+                raise NotIsomorphic(f"`{node.name}` reads a layer before the last")
 
 
 def _clone(
     traced: TracedGraph, periods: _Periods, latest: dict[ir.Value, ir.Value], by: int
 ) -> dict[ir.Value, ir.Value]:
-    """Appends one more period, `by` layers after B; returns how a value of B reads in it."""
-    graph = traced.model.graph
+    """Appends one more period, `by` layers after B; returns its value of each value in B."""
+    graph, layers_name = traced.model.graph, traced.layers_name
     copies: dict[ir.Value, ir.Value] = {}
-    second = set(periods.second)
+
+    def cloned(a: ir.Value | None, b: ir.Value | None) -> ir.Value | None:
+        if b is None or a is b or b in copies:
+            return copies.get(b, b) if b is not None else None
+        if b in periods.counterpart:  # computed in A: the hidden state that enters B
+            return latest[periods.counterpart[b]]
+        name = shift(b.name or "", layers_name, by)
+        return b if name is None else _numbered_input(traced, b, name)
+
     for left, right in zip(periods.first, periods.second, strict=True):
-        inputs = [
-            _clone_input(traced, a, b, copies, latest, periods, second, by)
-            for a, b in zip(left.inputs, right.inputs, strict=True)
-        ]
-        node = ir.Node(
-            right.domain, right.op_type, inputs, list(right.attributes.values()), num_outputs=len(right.outputs)
-        )
-        node.metadata_props.update(
-            {key: _shift_scopes(value, traced.layers_name, by) for key, value in right.metadata_props.items()}
-        )
+        inputs = [cloned(a, b) for a, b in zip(left.inputs, right.inputs, strict=True)]
+        attributes = list(right.attributes.values())
+        node = ir.Node(right.domain, right.op_type, inputs, attributes, num_outputs=len(right.outputs))
+        for key, text in right.metadata_props.items():
+            node.metadata_props[key] = _shift_scopes(text, layers_name, by)
         graph.append(node)
         for old, new in zip(right.outputs, node.outputs, strict=True):
             new.shape, new.type = old.shape, old.type
             copies[old] = new
             if old.is_graph_output() and old.name is not None:
-                new.name = shift(old.name, traced.layers_name, by)
+                new.name = shift(old.name, layers_name, by)
                 graph.outputs.append(new)
     return copies
 
 
-def _clone_input(
-    traced: TracedGraph,
-    a: ir.Value | None,
-    b: ir.Value | None,
-    copies: dict[ir.Value, ir.Value],
-    latest: dict[ir.Value, ir.Value],
-    periods: _Periods,
-    second: set[ir.Node],
-    by: int,
-) -> ir.Value | None:
-    if b is None or a is b:
-        return b
-    if b in copies:
-        return copies[b]
-    if b in periods.counterpart:  # made in A: the hidden state that enters B
-        return latest[periods.counterpart[b]]
-    assert b.producer() not in second and b.name is not None
-    name = shift(b.name, traced.layers_name, by)
-    return b if name is None else _numbered_input(traced, b, name)
-
-
 def _numbered_input(traced: TracedGraph, like: ir.Value, name: str) -> ir.Value:
-    """The weight or past input `name`, made like that of another layer."""
+    """The weight or past input `name`, created with the type and shape of that of another layer."""
     graph = traced.model.graph
-    for value in (traced.weights.get(name), next((i for i in graph.inputs if i.name == name), None)):
-        if value is not None:
-            return value
+    existing = traced.weights.get(name) or value_named(graph.inputs, name)
+    if existing is not None:
+        return existing
     value = ir.Value(name=name, shape=like.shape, type=like.type)
     graph.inputs.append(value)
     if not CACHE_NAME.match(name):
@@ -238,7 +200,7 @@ def _shift_scopes(text: str, layers_name: str, by: int) -> str:
 
 
 def _number_unused(traced: TracedGraph, period: int, by: int) -> None:
-    """The parameters of one more period that no node reads, like those of the last one traced."""
+    """Adds the parameters of one more period that no node reads, like those of the last traced period."""
     last = range(traced.num_layers - period, traced.num_layers)
     for name, shape in list(traced.unused.items()):
         if any(name.startswith(f"{traced.layers_name}.{layer}.") for layer in last):
@@ -254,8 +216,6 @@ def _rewire_epilogue(layer_of: dict[ir.Node, int], latest: dict[ir.Value, ir.Val
 
 
 def _order_ports(graph: ir.Graph) -> None:
-    """Cache ports last, layers in order, key before value, states after both."""
+    """Sorts inputs and outputs: the cache last, layers in order, key before value, states after both."""
     for ports in (graph.inputs, graph.outputs):
-        ordered = sorted(ports, key=lambda port: cache_order(port.name or ""))
-        ports.clear()
-        ports.extend(ordered)
+        ports[:] = sorted(ports, key=lambda port: cache_order(port.name or ""))

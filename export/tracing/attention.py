@@ -1,6 +1,6 @@
-"""Attention as one ONNX `Attention` node (opset 23), through transformers' `AttentionInterface`.
+"""Attention as one ONNX `Attention` node (opset 23), registered with transformers' `AttentionInterface`.
 
-Families that do not use that interface trace with their own attention code.
+Families that do not use that interface are traced with their own attention code.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ def onnx_attention(
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """One ONNX `Attention` node; grouped-query attention needs no repeated keys there.
+    """One ONNX `Attention` node; it supports grouped-query attention without repeated keys.
 
     Args:
         module: the calling attention layer.
         query: `[batch, heads, sequence, head_dim]`.
-        key: `[batch, kv_heads, total, head_dim]`, past included; `value` likewise.
+        key: `[batch, kv_heads, total, head_dim]`, past included.
+        value: `[batch, kv_heads, total, value_dim]`, past included.
         attention_mask: additive, `[batch, 1, sequence, total]`.
-        s_aux: attention sinks, one logit per head `[heads]`: what a query may attend to instead of any key.
+        scaling: factor of the scores (default: `head_dim ** -0.5`).
+        softcap: limit of the scores; None for none.
+        s_aux: attention sinks, one logit per head `[heads]`, which a query may attend to instead of any key.
+        **unused: other arguments of the interface.
+
+    Returns:
+        The output `[batch, sequence, heads, value_dim]`, and None for the weights.
     """
     if s_aux is not None:
         key, value, attention_mask = _with_sink(query, key, value, attention_mask, s_aux)
@@ -57,7 +64,7 @@ def onnx_attention(
 def _with_sink(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, s_aux: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One more key of zeros whose mask is the sink's logit: its score is that logit, and its value adds nothing."""
+    """Appends a key and value of zeros whose mask is the logit of the sink."""
     key = torch.cat([key, torch.zeros_like(key[:, :, :1])], dim=-2)
     value = torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=-2)
     batch, heads, length, _ = query.shape
@@ -76,24 +83,34 @@ def additive_mask(
     dtype: torch.dtype = torch.float32,
     **unused: Any,
 ) -> Tensor:
-    """The mask of eager attention: 0 where a key is seen, the dtype's minimum elsewhere.
+    """The mask of eager attention: 0 for a visible key, the minimum of `dtype` for others.
 
-    A row that sees nothing (left padding) then attends evenly, as eager attention does, and never becomes NaN.
+    A row without visible keys (left padding) then attends evenly, like eager attention, and never becomes NaN.
+
+    Args:
+        q_length: number of new tokens.
+        kv_length: number of keys, past included.
+        q_offset: index of the first new token, or one index per row, int64 `[batch]`.
+        kv_offset: index of the first key.
+        mask_function: transformers' function of row, head, query index and key index that returns visibility.
+        attention_mask: `[batch, kv_length]`, False for padding; None without padding.
+        dtype: floating-point type of the mask.
+        **unused: other arguments of the interface.
 
     Returns:
         `[batch or 1, 1, q_length, kv_length]`.
     """
-    by_row = isinstance(q_offset, Tensor)  # rows of a static cache stand at different lengths
+    by_row = isinstance(q_offset, Tensor)  # rows of a static cache have different lengths
     queries = torch.arange(q_length) + (q_offset[:, None] if isinstance(q_offset, Tensor) else q_offset)
     queries = (queries if by_row else queries[None])[:, None, :, None]
     keys = (torch.arange(kv_length) + kv_offset)[None, None, None, :]
     rows = head = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
-    if attention_mask is not None:  # chunks begin behind the padding of each row
+    if attention_mask is not None:  # chunks begin after the padding of each row
         rows = torch.arange(attention_mask.shape[0])[:, None, None, None]
-    seen = mask_function(rows, head, queries, keys)
+    visible = mask_function(rows, head, queries, keys)
     if attention_mask is not None:
-        seen = seen & attention_mask[:, None, None, :]
-    return torch.where(seen, 0.0, torch.finfo(dtype).min)
+        visible = visible & attention_mask[:, None, None, :]
+    return torch.where(visible, 0.0, torch.finfo(dtype).min)
 
 
 AttentionInterface.register(ATTENTION, onnx_attention)

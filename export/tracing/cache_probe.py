@@ -1,7 +1,7 @@
-"""What a model keeps of each token: the shapes of its cache, found by running it on fake weights.
+"""The shapes of a model's cache, determined by running the model on fake weights.
 
-A config does not say it reliably: families count key/value heads under many names, multi-head latent attention has
-values of another size than keys, and layers may share a cache or differ in their heads.
+A config does not declare them reliably: families have many names for key/value heads, multi-head latent attention has
+values of another size than keys, and layers may share a cache or have different heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HeadShape = tuple[int, int]
 
 
 def ports_of(model: PreTrainedModel, input_map: InputMap) -> tuple[list[Port], list[Port]]:
-    """Inputs and outputs of the model's graph; heads of attention as the model has them."""
+    """Inputs and outputs of the model's graph, with the heads and head sizes of the model itself."""
     inputs, outputs = list(input_map.inputs(model.config)), list(input_map.outputs(model.config))
     if input_map.kind.mixed:
         return inputs, outputs
@@ -34,7 +34,7 @@ def ports_of(model: PreTrainedModel, input_map: InputMap) -> tuple[list[Port], l
 
 
 def probe(model: PreTrainedModel) -> list[tuple[HeadShape, HeadShape]]:
-    """Key and value of every layer that keeps any, from one run over an empty cache."""
+    """Key and value of every layer that keeps them, from one run with an empty cache."""
     mode = next(model.parameters()).fake_mode
     cache = Cache(layer_class_to_replicate=PastLayer)
     tokens = torch.ones(2, 3, dtype=torch.int64)
@@ -44,12 +44,12 @@ def probe(model: PreTrainedModel) -> list[tuple[HeadShape, HeadShape]]:
 
 
 def _require_no_states(model: PreTrainedModel) -> None:
-    """Refuses a family whose layers keep states, where its row says that they do not."""
+    """Refuses a family whose layers keep states although its input map declares none."""
     kinds = STATE_TYPES & set(getattr(decoder_config(model.config), "layer_types", None) or ())
     if kinds:
         raise UnsupportedInput(
-            f"layers of type `{min(kinds)}` keep a state, and no kind of cache for it is known here",
-            hint="a row of `export/input_maps.py` names the kind; see docs/adding-a-family.md",
+            f"unsupported cache: layers of type `{min(kinds)}` keep a state that the input map does not declare",
+            hint="add the kind to its row in `export/input_maps.py`; see docs/adding-a-family.md",
         )
 
 
@@ -58,7 +58,12 @@ def _head_shape(tensor: Tensor) -> HeadShape:
 
 
 def with_shapes(ports: Sequence[Port], shapes: Sequence[tuple[HeadShape, HeadShape]]) -> list[Port]:
-    """The same ports with the cache that was found in the place of the one that the config implies."""
+    """The ports with these shapes of keys and values.
+
+    Args:
+        ports: inputs or outputs of a graph.
+        shapes: of key and value, by layer.
+    """
     prefix, length = ("past_key_values", PAST) if ports[0].name == "input_ids" else ("present", TOTAL)
     like = next((port for port in ports if port.name.startswith(f"{prefix}.")), ports[0])
     return [port for port in ports if not port.name.startswith(f"{prefix}.")] + [

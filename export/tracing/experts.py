@@ -1,8 +1,8 @@
-"""Mixture of experts: tokens sorted by expert, one Gemm per expert on the rows that a checkpoint stores.
+"""Mixture of experts: tokens sorted by expert, and one Gemm per expert on the rows that a checkpoint stores.
 
-While tracing, the multiplication by the stacked experts is one `GroupedMatMul` of our own, so the trace does not grow
-with the number of experts. When the weights are bound it becomes Split, one Gemm per expert, Concat: an expert that no
-token chose gets no rows and costs nothing, and every expert is mapped where it lies, stacked or alone.
+While tracing, the multiplication by the stacked experts is one custom `GroupedMatMul`, so that the trace does not grow
+with the number of experts. When weights are bound, it becomes Split, one Gemm per expert, Concat: an expert without
+tokens gets no rows and costs nothing, and every expert is mapped as stored, stacked or separate.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ EXPERTS = "llmconv"
 
 
 def sorted_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts' part of a layer, as transformers' `ExpertsInterface` calls it.
+    """The experts of a layer, called through transformers' `ExpertsInterface`.
 
     Args:
-        self: the experts, their weights stacked.
+        self: the module of the experts, with stacked weights.
         hidden_states: `[tokens, hidden]`.
-        top_k_index: the chosen experts, `[tokens, k]`; `top_k_weights` likewise.
+        top_k_index: the chosen experts, int64 `[tokens, k]`.
+        top_k_weights: their weights, `[tokens, k]`.
 
     Returns:
         `[tokens, hidden]`.

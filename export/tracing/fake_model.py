@@ -1,6 +1,6 @@
-"""The eager model cut to a few layers, its parameters fake: shapes and dtypes, no memory.
+"""The eager model with a few layers and fake parameters, which have shapes and dtypes but no memory.
 
-Computed buffers (rotary tables, ALiBi slopes) stay real, because they become constants of the graph.
+Computed buffers (rotary tables, ALiBi slopes) are real, because they become constants of the graph.
 """
 
 from __future__ import annotations
@@ -13,44 +13,43 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
 from llmconv.export.input_maps import decoder_config
+from llmconv.export.library_patches import fake_parameters
 from llmconv.export.tracing.experts import EXPERTS
 from llmconv.export.tracing.rotary_scaling import frequencies_from_positions
 from llmconv.runtime.custom_code import own_classes
 
 CODE_FIELDS = ("auto_map", "_attn_implementation", "_attn_implementation_internal", "attn_implementation")
-"""Config fields that name code or kernels to load; a checkpoint is data, so they are not passed on."""
+"""Config fields that refer to code or kernels; a checkpoint is data, so they are not passed on."""
 
 
 def load_config(fields: dict[str, Any], code: Path | None = None) -> Any:
-    """The transformers config of a `config.json`, without anything that would load code.
+    """The transformers config of a `config.json`, without fields that would load code.
 
     Args:
-        fields: of `config.json`.
-        code: the model's folder, where its own code is to build it; `build` then does so, too.
+        fields: content of `config.json`.
+        code: the model folder, if the model's own code is trusted; `build` then uses it too.
 
     Raises:
-        UnsupportedInput: transformers does not know the `model_type`, or the weights are quantised.
+        UnsupportedInput: transformers does not know the `model_type`, or the weights are quantized.
     """
     if fields.get("quantization_config"):
         raise UnsupportedInput(
-            "the weights are quantised (`quantization_config`)", hint="export the model it was quantised from"
+            "the weights are quantized (`quantization_config`)", hint="export the model that was quantized"
         )
     with refusing("read this config"):
         known = {name: value for name, value in _plain(fields).items() if name != "model_type"}
         config = own_classes(code, fields)[0](**known) if code else AutoConfig.for_model(fields["model_type"], **known)
         if depth(config) < 1:
-            raise ValueError(f"it has {depth(config)} layers")
+            raise ValueError(f"invalid number of layers: {depth(config)}")
         return config
 
 
 def _plain(value: Any) -> Any:
-    """Without `CODE_FIELDS`; infinity and NaN, which JSON has not, stand there as `{"__float__": "Infinity"}`."""
+    """Removes `CODE_FIELDS`; `{"__float__": "Infinity"}`, which stands for numbers that JSON lacks, becomes a float."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -59,11 +58,14 @@ def _plain(value: Any) -> Any:
 
 
 @contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Whatever transformers or torch raise about a model becomes one line: they promise no class of error.
+def refusing(action: str) -> Iterator[None]:
+    """Turns any exception of transformers or torch, which promise no class, into a message of one line.
+
+    Args:
+        action: the action for the message, such as `trace this model`.
 
     Raises:
-        UnsupportedInput: something was raised.
+        UnsupportedInput: an exception was raised.
     """
     try:
         yield
@@ -72,22 +74,22 @@ def refusing(what: str) -> Iterator[None]:
     except Exception as error:
         reason = first_line(error, 200).split(". Should contain")[0]
         raise UnsupportedInput(
-            f"transformers and torch cannot {what}: {type(error).__name__}: {reason}",
-            hint="mend `config.json`; if eager transformers runs the model, it has something that cannot be traced",
+            f"transformers and torch cannot {action}: {type(error).__name__}: {reason}",
+            hint="correct `config.json`; if eager transformers runs the model, its code cannot be traced",
         ) from error
 
 
 def depth(config: Any) -> int:
-    """How many layers the decoder has; a config of an encoder and a decoder counts them apart."""
+    """Number of layers of the decoder; a config of an encoder and a decoder counts them separately."""
     config = decoder_config(config)
     return int(getattr(config, "decoder_layers", None) or config.num_hidden_layers)
 
 
 def period(config: Any) -> int:
-    """Length of the repeating pattern of the layers (1 when all are alike), by every list with one entry per layer."""
+    """Length of the repeating pattern of layers (1 if all are alike), from every list with one entry per layer."""
     total = depth(config)
     decoder = decoder_config(config)
-    fields = [*decoder.to_dict().values(), getattr(decoder, "layer_types", None)]  # which some configs work out
+    fields = [*decoder.to_dict().values(), getattr(decoder, "layer_types", None)]  # computed by some configs
     lists = [value for value in fields if isinstance(value, list) and len(value) == total]
     lists += [[value.get(str(layer)) for layer in range(total)] for value in fields if _is_by_layer(value)]
     kinds = list(zip(*lists, strict=True)) if lists else [()] * total
@@ -95,7 +97,7 @@ def period(config: Any) -> int:
 
 
 def shortened(config: Any, num_layers: int) -> Any:
-    """The same config with `num_layers` layers; per-layer lists are cut to match."""
+    """The config with `num_layers` layers; per-layer lists are cut to match."""
     decoder = decoder_config(config)
     if decoder is not config:
         whole = copy.deepcopy(config)
@@ -113,23 +115,23 @@ def shortened(config: Any, num_layers: int) -> Any:
             fields[name] = {key: item for key, item in value.items() if int(key) < num_layers}
     kept = {name: value for name, value in fields.items() if not _is_computed(config, name)}
     kept.pop("model_type", None)
-    return type(config)(**kept)  # not by `model_type`: a text model inside another has none of its own
+    return type(config)(**kept)  # not by `model_type`, which an inner text model may lack
 
 
 def _is_by_layer(value: Any) -> bool:
-    """A mapping from numbers of layers, which are texts in `config.json`."""
+    """Whether a field is a mapping from layer numbers, which are strings in `config.json`."""
     return isinstance(value, dict) and bool(value) and all(str(key).isdigit() for key in value)
 
 
 def _is_computed(config: Any, name: str) -> bool:
-    """A field that the config works out from others and does not take."""
+    """Whether the config computes a field from others and does not accept it."""
     stated = getattr(type(config), type(config).attribute_map.get(name, name), None)
     return isinstance(stated, property) and stated.fset is None
 
 
 def build(config: Any) -> PreTrainedModel:
     """The eager float32 model of `config`, in eval mode, with fake parameters."""
-    with _fake_parameters() as mode:
+    with fake_parameters() as mode:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     if model._can_set_experts_implementation():
         model.set_experts_implementation(EXPERTS)
@@ -141,45 +143,9 @@ def build(config: Any) -> PreTrainedModel:
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Buffers that are weights in all but name: a checkpoint stores them, and training changes them."""
+    """Buffers that a checkpoint stores like weights, because training changes them."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             is_stored = name not in module._non_persistent_buffers_set
             if buffer is not None and is_stored and buffer.is_floating_point():
                 yield module, name
-
-
-class _FakeEmpty(TorchFunctionMode):
-    """`torch.empty` gives fake tensors: modules make their large parameters with it, and no buffer has its content."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self._mode = mode
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.empty:
-            return func(*args, **(kwargs or {}))
-        with self._mode:
-            return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _fake_parameters() -> Iterator[FakeTensorMode]:
-    """Every parameter registered meanwhile is replaced by a fake one, so no initialisation touches memory."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    empty = _FakeEmpty(mode)
-    register = nn.Module.register_parameter
-
-    def register_fake(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            with mode:
-                parameter = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=False)
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined] # some initialisers read what they wrote
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_fake  # type: ignore[method-assign,assignment]
-    try:
-        with empty:
-            yield mode
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

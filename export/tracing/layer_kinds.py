@@ -1,6 +1,6 @@
-"""Which layers of a model are made alike: by their modules and the shapes of their parameters.
+"""Which layers of a model are alike, by their modules and the shapes of their parameters.
 
-A config says it in too many ways: experts from some layer on, attention to images in some, heads of another size.
+Configs declare this in too many ways: experts from some layer on, attention to images in some, other head sizes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from llmconv.export.tracing.fake_model import depth
 
 
 def layer_kinds(model: PreTrainedModel) -> list[str]:
-    """A text for every layer; equal ones are made alike. What differs in numbers only is not seen here."""
-    return [_made_of(layer) for layer in model.get_submodule(layers_name(model)).children()]
+    """A string for every layer, equal for layers that are alike except for numbers such as scales."""
+    return [_kind(layer) for layer in model.get_submodule(layers_name(model)).children()]
 
 
 def first_alike(kinds: Sequence[str], period: int) -> int:
-    """The first layer from which on every layer is like the one a period later."""
+    """The first layer from which every layer is like the layer one period later."""
     pairs = enumerate(zip(kinds, kinds[period:], strict=False))
     return max((layer + 1 for layer, (kind, later) in pairs if kind != later), default=0)
 
 
 def factors(model: nn.Module) -> dict[str, float]:
-    """Every number that a module computed for itself, by name: a model cut short may not have the same."""
+    """All float attributes of modules by name; they may differ in a shortened model."""
     return {
         f"{name}.{setting}": value
         for name, module in model.named_modules()
@@ -36,7 +36,7 @@ def factors(model: nn.Module) -> dict[str, float]:
 
 
 def layers_name(model: PreTrainedModel) -> str:
-    """Of the list of the decoder's layers (`model.layers`); a tower for images beside it may have as many."""
+    """Name of the list of the decoder's layers (`model.layers`), not of an image encoder with as many layers."""
     num_layers = depth(model.config)
     decoder = model.get_decoder() if decoder_config(model.config) is not model.config else model
     parts = set(decoder.modules())
@@ -45,6 +45,6 @@ def layers_name(model: PreTrainedModel) -> str:
     return min((name for name, part in lists if len(part) == num_layers), key=len)
 
 
-def _made_of(layer: nn.Module) -> str:
+def _kind(layer: nn.Module) -> str:
     parts = [(name, type(part).__name__) for name, part in layer.named_modules()]
     return repr((parts, [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]))

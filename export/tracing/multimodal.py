@@ -1,26 +1,23 @@
-"""Multi-modal checkpoints: the language model takes embeddings, and the embedding table is a graph of its own.
+"""Multi-modal checkpoints: the language model takes embeddings, and the embedding table is a separate graph.
 
     embeddings.onnx   input_ids -> inputs_embeds
     decode.onnx, …    inputs_embeds, attention_mask, … -> logits, present…
 
-Clients (ORT-GenAI, transformers.js) put the features of images or sound into the rows of their placeholder tokens in
-between. What makes those features is not exported.
+Between the two, clients (ORT-GenAI, transformers.js) replace the rows of placeholder tokens by the features of images
+or sound. The encoders of these features are not exported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from llmconv.errors import UnsupportedInput
 from llmconv.export.traced_graph import TracedGraph
 
-T = TypeVar("T")
-
 MULTI_MODAL: dict[str, str] = {
     "aya_vision": "",
-    "gemma3": "tokens of an image see only those before them, where transformers lets them see each other",
+    "gemma3": "tokens of an image attend only to earlier tokens, in transformers also to each other",
     "got_ocr2": "",
     "idefics3": "",
     "internvl": "",
@@ -31,33 +28,33 @@ MULTI_MODAL: dict[str, str] = {
     "smolvlm": "",
     "vipllava": "",
 }
-"""By `model_type`, what the language model alone does not do; it is a family of its own, with its own input map."""
+"""`model_type` to a limit of the language model alone, whose own `model_type` has an input map."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """How a multi-modal checkpoint calls the tensors of its language model.
+class TensorNaming:
+    """The names of the language model's tensors in a multi-modal checkpoint.
 
     Attributes:
-        body: stands in the place of `model.`.
-        head: stands in the place of `lm_head.`.
+        body: prefix instead of `model.`.
+        head: prefix instead of `lm_head.`.
     """
 
     body: str
     head: str = "lm_head."
 
     def name(self, own: str) -> str:
-        """The checkpoint's name of what the language model alone calls `own`."""
+        """The name in the checkpoint of the tensor `own` of the language model."""
         if own.startswith("lm_head."):
             return self.head + own.removeprefix("lm_head.")
         return self.body + own.removeprefix("model.")
 
-    def decoder(self, traced: TracedGraph) -> TracedGraph:
-        """A decoder's graph, its weights called as in the checkpoint."""
+    def rename_decoder(self, traced: TracedGraph) -> TracedGraph:
+        """A decoder's graph with the checkpoint's names of its weights."""
         return self._renamed(traced, (self.body, self.head))
 
-    def table(self, traced: TracedGraph) -> TracedGraph:
-        """The embedding table's graph likewise; every other tensor belongs to other graphs."""
+    def rename_embeddings(self, traced: TracedGraph) -> TracedGraph:
+        """The graph of the embedding table likewise; it needs none of the other tensors."""
         return self._renamed(traced, tuple(self.name(name) for name in traced.weights))
 
     def _renamed(self, traced: TracedGraph, own: tuple[str, ...]) -> TracedGraph:
@@ -71,25 +68,25 @@ class Part:
         )
 
 
-PARTS = (
-    Part("model.language_model."),
-    Part("language_model.model.", "language_model.lm_head."),
-    Part("model.text_model."),
+NAMINGS = (
+    TensorNaming("model.language_model."),
+    TensorNaming("language_model.model.", "language_model.lm_head."),
+    TensorNaming("model.text_model."),
 )
-"""As transformers 5 saves them, as 4 did, and idefics3's kin."""
+"""Names that transformers 5 writes, that transformers 4 wrote, and those of idefics3 and similar models."""
 
 
-def part_of(names: Iterable[str]) -> Part:
-    """How the language model's tensors are called among the names of a checkpoint.
+def find_naming(names: Iterable[str]) -> TensorNaming:
+    """The naming of the language model's tensors among the names of a checkpoint.
 
     Raises:
-        UnsupportedInput: in no known way.
+        UnsupportedInput: unknown names.
     """
     names = list(names)
-    for part in PARTS:
-        if any(name.startswith(part.body) for name in names):
-            return part
+    for naming in NAMINGS:
+        if any(name.startswith(naming.body) for name in names):
+            return naming
     raise UnsupportedInput(
-        "no tensor of this multi-modal checkpoint begins as a language model's",
-        hint=f"known beginnings are {', '.join(f'`{part.body}`' for part in PARTS)}",
+        "unknown tensor names: no tensor of this multi-modal checkpoint has the prefix of a language model",
+        hint=f"known prefixes are {', '.join(f'`{naming.body}`' for naming in NAMINGS)}",
     )

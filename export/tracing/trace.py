@@ -1,8 +1,4 @@
-"""A few layers of the eager model on fake weights -> an ONNX graph whose weights are still graph inputs.
-
-Attention becomes one ONNX `Attention` node (opset 23) through transformers' `AttentionInterface`; families that do not
-use that interface trace with their own attention code. The cache concatenates, so a past may be empty.
-"""
+"""Traces the eager model on fake weights to an ONNX graph whose weights are graph inputs."""
 
 from __future__ import annotations
 
@@ -27,30 +23,43 @@ from llmconv.errors import UnsupportedInput
 from llmconv.export.caches.scan_functions import define_functions
 from llmconv.export.caches.shared_buffer import buffer_cache
 from llmconv.export.caches.traced_layers import TracedCache
-from llmconv.export.graph_spec import GROWING, Form
+from llmconv.export.graph_spec import GROWING, GraphSpec
 from llmconv.export.input_maps import BATCH, SEQUENCE, InputMap, Port, decoder_config
-from llmconv.export.library_patches import TRANSLATIONS, exact_constants, fix_program, library_fixes
+from llmconv.export.library_patches import (
+    TRANSLATIONS,
+    complex_as_pairs,
+    exact_constants,
+    fix_program,
+    transformers_fixes,
+)
 from llmconv.export.traced_graph import TracedGraph
 from llmconv.export.tracing.attention import ATTENTION
 from llmconv.export.tracing.cache_probe import ports_of
-from llmconv.export.tracing.complex_pairs import complex_as_pairs
-from llmconv.export.tracing.example_inputs import axes, dynamic, example, is_cache, sizes
+from llmconv.export.tracing.example_inputs import axes, dynamic_axes, example_arguments, is_cache, sizes
 from llmconv.export.tracing.fake_model import build, depth
 from llmconv.export.tracing.layer_kinds import layers_name
 from llmconv.runtime.cache_names import is_state
 from llmconv.runtime.onnxruntime.embeddings import INPUTS_EMBEDS
 
-TOWERS = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimodal|mm_|vq)"
-"""Names of what sees or hears in a checkpoint that holds more than a text model."""
+OTHER_MODALITIES = r"(^|\.)(vision|visual|image|audio|speech|multi_modal|multimodal|mm_|vq)"
+"""Names of image and audio modules in a checkpoint that contains more than a text model."""
 
 
 class CacheAsTensors(nn.Module):
-    """The model with its cache spelled out as flat tensors, in the order of `past`, its names."""
+    """The model with its cache as a flat list of tensors.
 
-    def __init__(self, model: PreTrainedModel, past: Sequence[str], form: Form) -> None:
+    Args:
+        model: the eager model.
+        past: names of the cache inputs, in order.
+        spec: how the cache is kept.
+    """
+
+    def __init__(self, model: PreTrainedModel, past: Sequence[str], spec: GraphSpec) -> None:
         super().__init__()
-        self.model, self._past, self._form = model, past, form
-        self._cache_name = cache_argument(model)
+        self.model, self._past, self._spec = model, past, spec
+        # `cache_params` in models whose layers have no keys and values
+        is_stateful = "cache_params" in inspect.signature(model.forward).parameters
+        self._cache_name = "cache_params" if is_stateful else "past_key_values"
 
     def forward(
         self,
@@ -60,28 +69,39 @@ class CacheAsTensors(nn.Module):
         write_indices: Tensor | None,
         past: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits `[batch, sequence, vocab]` and the cache with the new tokens in it; tokens may be embeddings."""
+        """One call of the model.
+
+        Args:
+            input_ids: int64 `[batch, sequence]`, or embeddings, float32 `[batch, sequence, hidden]`.
+            attention_mask: int64 `[batch, total]`.
+            position_ids: int64 `[batch, sequence]`; None for families that count tokens themselves.
+            write_indices: first slot of the new tokens in a static cache, int64 `[batch]`; otherwise None.
+            past: tensors of the cache.
+
+        Returns:
+            Logits `[batch, sequence, vocab]`, and the cache with the new tokens.
+        """
         cache = self._cache(past, input_ids, attention_mask, write_indices)
         new, total = (
             torch.ones_like(tokens[0]).sum() for tokens in (attention_mask[:, -input_ids.shape[1] :], attention_mask)
         )
         TracedCache.is_step = (new == 1) & (total > 1)
-        if self._cache_name == "cache_params":  # these models take the mask of the new tokens alone
+        if self._cache_name == "cache_params":  # these models take the mask of the new tokens only
             attention_mask = attention_mask[:, -input_ids.shape[1] :]
-        given = {INPUTS_EMBEDS if self._form.embeddings else "input_ids": input_ids, "attention_mask": attention_mask}
+        given = {INPUTS_EMBEDS if self._spec.embeddings else "input_ids": input_ids, "attention_mask": attention_mask}
         if position_ids is not None:
             given["position_ids"] = position_ids
         result = self.model(**given, use_cache=True, **{self._cache_name: cache})
         return result.logits, cache.tensors()
 
     def _cache(self, past: list[Tensor], input_ids: Tensor, mask: Tensor, write_indices: Tensor | None) -> Any:
-        if self._form.cache == GROWING.cache:
+        if self._spec.cache == GROWING.cache:
             _same_length(past, self._past, mask.shape[1] - input_ids.shape[1])
             return TracedCache(self._past, past, depth(self.model.config))
         return buffer_cache(past, input_ids, mask, write_indices)
 
 
-class Embedded(nn.Module):
+class EmbeddingTable(nn.Module):
     """The embedding table alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -89,47 +109,54 @@ class Embedded(nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """What the model makes of tokens before its first layer."""
+        """Embeddings of tokens, `[batch, sequence, hidden]`."""
         embedded: Tensor = self.model.get_input_embeddings()(input_ids)
         return embedded
 
 
 def _same_length(tensors: Sequence[Tensor], names: Sequence[str], length: Any) -> None:
-    """Every key and value has as many tokens, so the trace has one symbol for all: layers then differ in no length."""
+    """Declares that all keys and values have one length, so that the trace has one symbol for it."""
     for tensor, name in zip(tensors, names, strict=True):
         if not is_state(name):
             torch._check(tensor.shape[-2] == length)  # type: ignore[no-untyped-call]
 
 
-def cache_argument(model: PreTrainedModel) -> str:
-    """What the model calls its cache: `cache_params` where no layer has keys and values."""
-    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+def trace(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> TracedGraph:
+    """Traces all layers of a model.
 
+    Args:
+        config: a transformers config, usually shortened to a few layers.
+        input_map: the input map of its `model_type`.
+        spec: how the cache is kept, and which axes are fixed.
 
-def trace(config: Any, input_map: InputMap, form: Form = GROWING) -> TracedGraph:
-    """Traces all layers of `config` (shorten it first), for any sizes that `form` leaves open."""
+    Raises:
+        UnsupportedInput: the model's code fixes an axis that must be dynamic.
+    """
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
         with complex_as_pairs():
             found = ports_of(model, input_map)
-        inputs, outputs = form.inputs(found[0]), form.outputs(found[1])
+        inputs, outputs = spec.inputs(found[0]), spec.outputs(found[1])
         past = [port.name for port in inputs if is_cache(port)]
         model.set_attn_implementation(ATTENTION)
         traceable = input_map.kind.traceable(sys.modules[type(model).__module__])
-        with library_fixes(), complex_as_pairs(), traceable:
+        with transformers_fixes(), complex_as_pairs(), traceable:
             program = torch.export.export(
-                CacheAsTensors(model, past, form), example(inputs), dynamic_shapes=dynamic(inputs), strict=False
+                CacheAsTensors(model, past, spec),
+                example_arguments(inputs),
+                dynamic_shapes=dynamic_axes(inputs),
+                strict=False,
             )
             fix_program(program.graph_module)
             onnx_program = torch.onnx.export(
                 program,
                 optimize=False,
-                opset_version=form.opset,
+                opset_version=spec.opset,
                 verbose=False,
                 custom_translation_table=TRANSLATIONS,
             )
     assert onnx_program is not None
-    return _traced(onnx_program.model, model, config, form, inputs, outputs, input_map.kind.functions)
+    return _traced(onnx_program.model, model, config, spec, inputs, outputs, input_map.kind.functions)
 
 
 def trace_embeddings(config: Any) -> TracedGraph:
@@ -139,7 +166,7 @@ def trace_embeddings(config: Any) -> TracedGraph:
     with _quiet_libraries(), torch.no_grad():
         model = build(config)
         program = torch.export.export(
-            Embedded(model),
+            EmbeddingTable(model),
             (torch.ones(sizes(tokens), dtype=torch.int64),),
             dynamic_shapes=(axes(tokens),),
             strict=False,
@@ -153,12 +180,12 @@ def _traced(
     graph_model: ir.Model,
     model: PreTrainedModel,
     config: Any,
-    form: Form,
+    spec: GraphSpec,
     inputs: Sequence[Port],
     outputs: Sequence[Port],
     functions: Mapping[str, str] | None = None,
 ) -> TracedGraph:
-    """The exporter's graph with its weights as inputs, and its ports named."""
+    """The exporter's graph with its weights as inputs, and named inputs and outputs."""
     weights = _weights_to_inputs(graph_model, model)
     with exact_constants():
         onnxscript.optimizer.optimize(graph_model)
@@ -175,19 +202,19 @@ def _traced(
         get_model_conversion_mapping(model),
         {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in weights},
         token_axes,
-        form,
+        spec,
         _ignored(model, config),
     )
 
 
 def _ignored(model: PreTrainedModel, config: Any) -> tuple[str, ...]:
-    """What transformers drops when it loads this model: other heads, and towers where the text model is made alone."""
+    """Tensors that transformers ignores when it loads this model: other heads, and image and audio modules."""
     alone = decoder_config(config) is not config and decoder_config(model.config) is model.config
-    return (*(model._keys_to_ignore_on_load_unexpected or ()), *((TOWERS,) if alone else ()))
+    return (*(model._keys_to_ignore_on_load_unexpected or ()), *((OTHER_MODALITIES,) if alone else ()))
 
 
 def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir.Value]:
-    """What a checkpoint stores becomes graph inputs, buffers too: the optimizer must not look into it."""
+    """Makes stored parameters and buffers graph inputs, so that the optimizer does not fold them."""
     weights = {}
     buffers = [name for name, buffer in module.named_buffers() if isinstance(buffer, FakeTensor)]
     for name in [*(name for name, _ in module.named_parameters(remove_duplicate=False)), *buffers]:
@@ -196,7 +223,7 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
             continue
         model.graph.initializers.pop(f"model.{name}")
         if not value.uses():
-            continue  # the table of a decoder that takes embeddings
+            continue  # the embedding table of a decoder that takes embeddings
         value.const_value = None
         value.name = name
         model.graph.inputs.append(value)
@@ -206,7 +233,7 @@ def _weights_to_inputs(model: ir.Model, module: PreTrainedModel) -> dict[str, ir
 
 def _name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
     for value, port in zip(model.graph.inputs, inputs, strict=False):
-        _require_free(value, port)
+        _require_dynamic(value, port)
         value.name = port.name
         value.shape = ir.Shape(port.axes)
     for value, port in zip(model.graph.outputs, outputs, strict=True):
@@ -214,23 +241,19 @@ def _name_ports(model: ir.Model, inputs: Sequence[Port], outputs: Sequence[Port]
         value.shape = ir.Shape(port.axes)
 
 
-def _require_free(value: ir.Value, port: Port) -> None:
-    """A loop over tokens in the model's code makes a trace hold for one length; such a graph is none.
-
-    Raises:
-        UnsupportedInput: an axis that should be free has become a number.
-    """
+def _require_dynamic(value: ir.Value, port: Port) -> None:
+    """Refuses a trace for one length only, which a loop over tokens in the model's code causes."""
     for found, wanted in zip(value.shape or (), port.axes, strict=False):
         if isinstance(found, int) and isinstance(wanted, str):
             raise UnsupportedInput(
-                f"the trace fixes the axis `{wanted}` of `{port.name}` to {found}",
+                f"the trace fixes the dynamic axis `{wanted}` of `{port.name}` to {found}",
                 hint="the model's code depends on its value; see docs/adding-a-family.md",
             )
 
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """The exporters talk about torchvision and about themselves; none of it concerns the user."""
+    """Silences messages of the libraries' exporters that do not concern the user."""
     exporter = logging.getLogger("torch.onnx")
     levels = exporter.level, transformers_logging.get_verbosity()
     exporter.setLevel(logging.ERROR)

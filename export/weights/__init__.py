@@ -1,1 +1,1 @@
-"""The weights of a graph: which stored tensors each parameter is made of, mapped where they lie."""
+"""The weights of a graph: the stored tensors of each parameter, mapped in their files."""

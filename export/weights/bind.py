@@ -1,38 +1,37 @@
-"""Initializers -> bytes in the safetensors files: a graph maps the weights where they lie and copies none.
+"""Binds the weights of a graph to byte ranges of safetensors files, which the graph maps without a copy.
 
-An ONNX initializer may point at any byte range of a file beside the graph (`location`, `offset`, `length`), and the
-data of a safetensors file are raw little-endian rows. Weights stored in half precision are cast inside the graph.
+An ONNX initializer may refer to any byte range of a file in the graph's folder (`location`, `offset`, `length`), and
+the data of a safetensors file are raw little-endian rows. Weights stored in half precision are cast inside the graph.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import NoReturn
 
 import onnx_ir as ir
 
 from llmconv.errors import InputRefused
 from llmconv.export.traced_graph import TracedGraph, static_shape
 from llmconv.export.weights.experts import expand_experts
-from llmconv.export.weights.parameter_sources import Expression, expressions, leaves
+from llmconv.export.weights.parameter_sources import WeightSource, expressions, leaves
 from llmconv.export.weights.stored_values import ONNX_TYPES, StoredValues
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import LazyTensor
 
 BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.rope.freqs")
-"""Tensors older checkpoints hold although the model computes them; a graph does not need them."""
+"""Computed tensors that older checkpoints contain; a graph does not need them."""
 
 
-def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dict[str, Expression]:
-    """What each weight of the graph is made of, by parameter name (tied parameters share one).
+def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dict[str, WeightSource]:
+    """The stored tensors that each weight of the graph consists of, by parameter name (tied parameters share one).
 
     Args:
         traced: the graph.
-        tensors: the checkpoint's; those that are not the graph's own are let be.
+        tensors: the checkpoint's tensors; those outside of `traced.own` are ignored.
 
     Raises:
-        InputRefused: a weight has no tensor or another shape, or a tensor belongs to no weight.
+        InputRefused: missing keys, unexpected keys, a shape mismatch, or an unsupported dtype.
     """
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(traced.own)}
     shapes = {name: static_shape(value) for name, value in traced.weights.items()}
@@ -41,40 +40,47 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
     found = expressions({**wanted, **traced.unused}, stored, traced.transforms, traced.base_prefix)
     matches = {name: _require(name, found, traced) for name in traced.weights}
     for name, expression in matches.items():
-        _require_shape(name, expression, shapes[name])
+        if expression.shape != shapes[name]:
+            raise InputRefused(
+                f"shape mismatch for `{name}`: expected {list(shapes[name])} by `config.json`, "
+                f"got {list(expression.shape)} from `{next(iter(leaves(expression))).name}`",
+                hint="the weights and the config are of different models",
+            )
         for source in leaves(expression):
-            _require_dtype(source.name, own[source.name])
+            require_dtype(source.name, own[source.name])
     known = {leaf.name for expression in found.values() for leaf in leaves(expression)}
-    _require_all_used([name for name in own if not _is_ignored(name, traced)], known)
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in traced.ignored) or "(?!)")
+    _require_all_used([name for name in own if not ignored.search(name)], known)
     return matches
 
 
-def bind(traced: TracedGraph, tensors: Mapping[str, FileTensor]) -> None:
-    """Points every weight input of the graph at its tensor.
+def bind(
+    traced: TracedGraph,
+    matches: Mapping[str, WeightSource],
+    tensors: Mapping[str, FileTensor],
+    rounded: Mapping[str, LazyTensor] | None = None,
+) -> None:
+    """Turns every weight input of the graph into an initializer over the bytes of its tensors, in place.
 
     Args:
-        traced: the graph; its weight inputs become initializers.
-        tensors: the checkpoint's tensors by name, in files that will lie beside the graph.
-
-    Raises:
-        InputRefused: see `match_weights`.
+        traced: the graph.
+        matches: from `match_weights`.
+        tensors: the checkpoint's tensors by name, in files that will be in the folder of the graph.
+        rounded: tensors with the dtypes to round values to first; by default values are used as stored.
     """
     graph = traced.model.graph
-    matches = match_weights(traced, tensors)
-    reader = StoredValues(graph, tensors)
+    reader = StoredValues(graph, tensors, rounded or tensors)
     expand_experts(traced.model, {traced.weights[name]: made for name, made in matches.items()}, reader.value)
     for name, expression in matches.items():
         if traced.weights[name].uses():
             traced.weights[name].replace_all_uses_with(reader.value(expression))
     weights = set(traced.weights.values())
-    inputs = [value for value in graph.inputs if value not in weights]
-    graph.inputs.clear()
-    graph.inputs.extend(inputs)
+    graph.inputs[:] = [value for value in graph.inputs if value not in weights]
     graph.sort()
 
 
 def mapped_bytes(graphs: Iterable[TracedGraph]) -> int:
-    """Bytes of the files that bound graphs map, each once however many graphs and weights share it."""
+    """Number of bytes of weight files that bound graphs map; bytes that several weights share count once."""
     ranges = {
         (str(tensor.location), tensor.offset or 0, (tensor.offset or 0) + tensor.nbytes)
         for traced in graphs
@@ -89,40 +95,24 @@ def mapped_bytes(graphs: Iterable[TracedGraph]) -> int:
     return total
 
 
-def _require(name: str, found: Mapping[str, Expression], traced: TracedGraph) -> Expression:
-    """What a parameter is made of: first the one it is tied to, then its own."""
+def _require(name: str, found: Mapping[str, WeightSource], traced: TracedGraph) -> WeightSource:
+    """The source of a parameter: that of the parameter it is tied to, otherwise its own."""
     for spelling in (traced.tied.get(name), name):
         if spelling is not None and spelling in found:
             return found[spelling]
     raise InputRefused(
-        f"the weights lack `{name}`",
-        hint="the folder does not hold the model its `config.json` describes; convert it again",
+        f"missing keys: `{name}`",
+        hint="the weights are not of the model that `config.json` describes; convert the folder again",
     )
 
 
-def _require_shape(name: str, expression: Expression, expected: tuple[int, ...]) -> None:
-    if expression.shape != expected:
-        stored = next(iter(leaves(expression))).name
-        raise InputRefused(
-            f"`{stored}` gives `{name}` the shape {list(expression.shape)}, `config.json` implies {list(expected)}",
-            hint="the weights and the config are of different models",
-        )
-
-
-def _require_dtype(name: str, tensor: LazyTensor) -> None:
+def require_dtype(name: str, tensor: LazyTensor) -> None:
+    """Refuses a tensor of a dtype that graphs cannot map."""
     if tensor.dtype.name not in ONNX_TYPES:
-        _refuse_dtype(name, tensor)
-
-
-def _refuse_dtype(name: str, tensor: LazyTensor) -> NoReturn:
-    raise InputRefused(
-        f"`{name}` is stored as {tensor.dtype.name}",
-        hint=f"store it as one of {', '.join(ONNX_TYPES)}: `--dtype float32 -o OUT`",
-    )
-
-
-def _is_ignored(name: str, traced: TracedGraph) -> bool:
-    return any(re.search(pattern, name) for pattern in traced.ignored)
+        raise InputRefused(
+            f"`{name}` has the unsupported dtype {tensor.dtype.name}",
+            hint=f"convert it to one of {', '.join(ONNX_TYPES)}: `--dtype float32 -o OUT`",
+        )
 
 
 def _require_all_used(tensors: Iterable[str], used: set[str]) -> None:
@@ -130,6 +120,6 @@ def _require_all_used(tensors: Iterable[str], used: set[str]) -> None:
     if left:
         listed = ", ".join(f"`{name}`" for name in left[:5])
         raise InputRefused(
-            f"{len(left)} tensors of the checkpoint belong to no weight of the model: {listed}",
+            f"{len(left)} unexpected keys: {listed}",
             hint="`config.json` describes another model, or another number of layers",
         )

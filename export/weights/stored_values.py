@@ -1,15 +1,23 @@
-"""The values that a graph reads of stored tensors: initializers over their bytes, nodes where they are joined."""
+"""Graph values of stored tensors: initializers over their bytes, and nodes that join or cut them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
-from llmconv.export.weights.parameter_sources import Expression, Joined, Rows, Sliced, Swapped, leaves
+from llmconv.export.node_editor import NodeEditor, integers
+from llmconv.export.weights.parameter_sources import (
+    AxisSlice,
+    Concatenation,
+    StoredRows,
+    Transposition,
+    WeightSource,
+    leaves,
+)
 from llmconv.files.safetensors_file import FileTensor
+from llmconv.tensors import LazyTensor
 
 ONNX_TYPES = {
     "float32": ir.DataType.FLOAT,
@@ -19,69 +27,67 @@ ONNX_TYPES = {
 
 
 class StoredValues:
-    """The values that the graph reads of stored tensors; each is made once."""
+    """Creates the graph values of stored tensors, each once.
 
-    def __init__(self, graph: ir.Graph, tensors: Mapping[str, FileTensor]) -> None:
-        self._graph, self._tensors = graph, tensors
-        self._values: dict[Expression, ir.Value] = {}
+    Args:
+        graph: receives initializers and nodes.
+        tensors: the stored tensors by name.
+        rounded: tensors by name whose dtypes the values are rounded to before they are used.
+    """
 
-    def value(self, expression: Expression) -> ir.Value:
+    def __init__(self, graph: ir.Graph, tensors: Mapping[str, FileTensor], rounded: Mapping[str, LazyTensor]) -> None:
+        self._graph, self._tensors, self._rounded = graph, tensors, rounded
+        self._values: dict[WeightSource, ir.Value] = {}
+
+    def value(self, expression: WeightSource) -> ir.Value:
         """The float32 value of an expression."""
         if expression not in self._values:
             self._values[expression] = (
-                self._rows(expression) if isinstance(expression, Rows) else self._made(expression)
+                self._rows(expression) if isinstance(expression, StoredRows) else self._computed(expression)
             )
         return self._values[expression]
 
-    def _rows(self, rows: Rows) -> ir.Value:
-        """An initializer over the bytes of these rows, named after the tensor; cast where it is half precision."""
+    def _rows(self, rows: StoredRows) -> ir.Value:
+        """An initializer over the bytes of these rows, named after the tensor, and cast to float32."""
         tensor = self._tensors[rows.name]
         dtype = ONNX_TYPES[tensor.dtype.name]
         row = tensor.nbytes // max(1, tensor.shape[0]) if tensor.shape else tensor.nbytes
         length = tensor.nbytes if rows.is_whole else row * rows.count
         place = (tensor.path.name, tensor.offset + row * rows.first, length)
-        stored = ir.Value(name=rows.label, shape=ir.Shape(rows.shape), type=ir.TensorType(dtype))
-        stored.const_value = ir.ExternalTensor(*place, dtype, shape=ir.Shape(rows.shape), name=rows.label)
+        content = ir.ExternalTensor(*place, dtype, shape=ir.Shape(rows.shape), name=rows.label)
+        stored = ir.val(rows.label, dtype, rows.shape, const_value=content)
         self._graph.initializers[rows.label] = stored
-        if dtype == ir.DataType.FLOAT:
-            return stored
-        return self._node("Cast", [stored], {"to": ir.DataType.FLOAT}, rows.label, f"{rows.label}:float32")
+        value = stored
+        rounded = ONNX_TYPES[self._rounded[rows.name].dtype.name]
+        if rounded != dtype and rounded != ir.DataType.FLOAT:
+            value = self._node("Cast", [value], {"to": rounded}, f"{rows.label}/rounded")
+        if rounded != ir.DataType.FLOAT or dtype != ir.DataType.FLOAT:
+            value = self._node("Cast", [value], {"to": ir.DataType.FLOAT}, rows.label)
+            value.name = f"{rows.label}:float32"
+        return value
 
-    def _made(self, made: Expression) -> ir.Value:
-        """Nodes that a runtime computes once, when it loads the graph."""
+    def _computed(self, made: WeightSource) -> ir.Value:
+        """Nodes that a runtime evaluates once, when it loads the graph."""
         name = f"{next(iter(leaves(made))).label}.{len(self._values)}"
-        if isinstance(made, Joined):
+        if isinstance(made, Concatenation):
             parts = [self.value(part) for part in made.parts]
             if made.stack:
-                axis = self._ints(made.axis)
+                axis = integers(self._graph, made.axis)
                 parts = [self._node("Unsqueeze", [part, axis], {}, f"{name}.{i}") for i, part in enumerate(parts)]
             return self._node("Concat", parts, {"axis": made.axis}, name)
-        assert not isinstance(made, Rows)
+        assert not isinstance(made, StoredRows)
         whole = self.value(made.whole)
-        if isinstance(made, Sliced):
-            ends = [self._ints(size) for size in (made.first, made.first + made.count, made.axis)]
+        if isinstance(made, AxisSlice):
+            ends = [integers(self._graph, size) for size in (made.first, made.first + made.count, made.axis)]
             return self._node("Slice", [whole, *ends], {}, name)
-        if isinstance(made, Swapped):
+        if isinstance(made, Transposition):
             order = list(range(len(made.shape)))
             a, b = made.axes
             order[a], order[b] = b, a
             return self._node("Transpose", [whole], {"perm": order}, name)
-        bounds = [[self._ints(number) for number in (start, 1 << 62, made.axis, 2)] for start in (0, 1)]
+        bounds = [[integers(self._graph, number) for number in (start, 1 << 62, made.axis, 2)] for start in (0, 1)]
         halves = [self._node("Slice", [whole, *ends], {}, f"{name}.{i}") for i, ends in enumerate(bounds)]
         return self._node("Concat", halves, {"axis": made.axis}, name)
 
-    def _ints(self, *numbers: int) -> ir.Value:
-        name = "ints_" + "_".join(map(str, numbers))
-        if name not in self._graph.initializers:
-            tensor = ir.tensor(np.array(numbers, dtype=np.int64), name=name)
-            value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), const_value=tensor)
-            self._graph.initializers[name] = value
-        return self._graph.initializers[name]
-
-    def _node(
-        self, op_type: str, inputs: Sequence[ir.Value], attributes: dict[str, Any], name: str, output: str = ""
-    ) -> ir.Value:
-        node = ir.node(op_type, inputs, attributes=attributes, name=f"{name}/{op_type}")
-        self._graph.insert_before(self._graph[0], node)
-        node.outputs[0].name = output or f"{node.name}:0"
-        return node.outputs[0]
+    def _node(self, op_type: str, inputs: Sequence[ir.Value], attributes: dict[str, Any], scope: str) -> ir.Value:
+        return NodeEditor(self._graph, self._graph[0], scope).one(op_type, inputs, attributes)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
 from llmconv.cli import options
+
+if TYPE_CHECKING:
+    from llmconv.export.exporter import ExportOptions
 
 
 @click.command("export")
@@ -19,35 +23,39 @@ from llmconv.cli import options
     "--layout",
     multiple=True,
     metavar="CLIENT",
-    help="Client that shall open the folder: onnxruntime (default), genai, optimum or transformersjs; may be repeated.",
+    help="Client that will open the folder: onnxruntime (default), genai, optimum or transformersjs; may be repeated.",
 )
-@click.option("--last-logits", is_flag=True, help="Logits of the last position only.")
+@click.option("--last-logits", is_flag=True, help="Return the logits of the last position only.")
 @click.option(
     "--postprocess", metavar="argmax|topk:K", help="Choose tokens in the graph: outputs `tokens` and `scores`."
 )
 @click.option(
-    "--stages", type=click.IntRange(1), default=1, help="Split each graph into K, for K devices.", metavar="K"
+    "--stages", type=click.IntRange(1), default=1, help="Divide each graph into K graphs, for K devices.", metavar="K"
 )
-@click.option("--prefix", metavar="PATH", help="Prefix or prompt tuning: PEFT adapter, pre_caches.npy.")
-@click.option("--opset", type=click.Choice([21, 23, 24]), help="21 is for older runtimes; default: 23, static: 24.")
+@click.option("--prefix", metavar="PATH", help="Virtual tokens before every prompt: PEFT adapter or pre_caches.npy.")
+@click.option(
+    "--opset",
+    type=click.Choice([21, 23, 24]),
+    help="Version of the standard operators; 21 is for older runtimes.  [default: 23, static: 24]",
+)
 @click.option(
     "--shapes",
     type=click.Choice(["dynamic", "static"]),
     default="dynamic",
     show_default=True,
-    help="static: all axes fixed.",
+    help="static: all axes are fixed numbers.",
 )
-@click.option("--batch-size", type=click.IntRange(1), help="Static: sequences per call; default: 1.")
-@click.option("--max-seq-len", type=click.IntRange(1), help="Static: tokens that the cache holds.")
-@click.option("--prompt-len", type=click.IntRange(1), help="Static: tokens per call of prefill.onnx.")
+@click.option("--batch-size", type=click.IntRange(1), help="Static: sequences per call.  [default: 1]")
+@click.option("--max-seq-len", type=click.IntRange(1), help="Static: number of tokens that the cache holds.")
+@click.option("--prompt-len", type=click.IntRange(1), help="Static: new tokens per call of prefill.onnx.")
 @click.option(
     "--cache",
     type=click.Choice(["growing", "shared-buffer"]),
     default="growing",
     show_default=True,
-    help="shared-buffer: past and present are one buffer, filled in place.",
+    help="shared-buffer: past and present are one buffer that is filled in place.",
 )
-@click.option("--target", type=click.Choice(["ort-cpu"]), help="Use operators that this runtime alone has.")
+@click.option("--target", type=click.Choice(["ort-cpu"]), help="Use operators that only this runtime has.")
 @options.dtype
 @options.max_shard_size
 @options.overwrite
@@ -56,23 +64,24 @@ from llmconv.cli import options
 @options.trust_remote_code
 @options.as_json
 @options.talk
-def command(model: str, output: Path | None, as_json: bool, **choices: object) -> None:
+def command(model: str, output: Path | None, as_json: bool, **given: Unpack[ExportOptions]) -> None:
     """Write ONNX graphs that map the weights of MODEL, a Hugging Face folder.
 
-    Three layers are traced and the rest is replicated, so cost does not grow with depth. Graphs are written beside the
-    weights and copy none of them; with -o the weights are streamed once into a new folder, cast to --dtype. The graphs
-    compute in float32. Without --prefill, --incremental or --unified the first two are written, or what --layout wants:
-    genai, optimum and transformersjs want --unified. docs/clients.md tells how each client opens the folder.
+    Three layers are traced and the others are replicated, so the cost does not grow with depth. Graphs are written next
+    to the weights and copy none of them; with -o the weights are streamed once into a new folder, cast to --dtype. The
+    graphs compute in float32. Without --prefill, --incremental or --unified the first two are written, or those that
+    --layout needs: genai, optimum and transformersjs need --unified. docs/clients.md describes how to open the folder
+    with each client.
     """
     from llmconv.files.sources import require_own_folder
     from llmconv.model_kinds import require_causal_folder
 
-    if output is None:  # both before the seconds that importing torch takes
+    if output is None:  # both before importing torch, which takes seconds
         require_own_folder(model)
     require_causal_folder(Path(model))
     from llmconv.export import export
 
-    exported = export(model, output, **choices)  # type: ignore[arg-type]
+    exported = export(model, output, **given)
     sizes = exported.sizes
     mapped, copied = exported.weight_bytes_mapped, exported.weight_bytes_written
     result = {
@@ -94,16 +103,10 @@ def command(model: str, output: Path | None, as_json: bool, **choices: object) -
     files = [name for names in exported.graphs.values() for name in names]
     for name in (*files, *exported.beside):
         click.echo(exported.folder / name)
-    verb = "would map" if sizes is None else "map"
+    count = len(exported.graphs)
+    verb = "would map" if sizes is None else "map" if count != 1 else "maps"
     click.echo(
-        f"{_counted(len(exported.graphs), verb)} {mapped:,} bytes of weights, {copied:,} copied; "
+        f"{count} graph{'s' * (count != 1)} {verb} {mapped:,} bytes of weights, {copied:,} copied; "
         f"{exported.traced_layers} of {exported.num_layers} layers traced",
         err=True,
     )
-
-
-def _counted(graphs: int, verb: str) -> str:
-    """`2 graphs map`, `1 graph maps`, `1 graph would map`."""
-    if graphs != 1:
-        return f"{graphs} graphs {verb}"
-    return f"1 graph {'maps' if verb == 'map' else verb}"

@@ -9,7 +9,7 @@ import ctypes
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files import page_cache
 from llmconv.files.checksums import checked_reading
 from llmconv.files.copying import can_clone, copy_file
-from llmconv.files.safe_folder import NewFile
+from llmconv.files.safe_folder import Link, NewFile
 from llmconv.files.safetensors_file import FileTensor, holds
 from llmconv.output.manifest import MANIFEST, Manifest, file_entry, read_manifest
 from llmconv.output.plan import Plan, Shard
@@ -43,7 +43,8 @@ def write_checkpoint(
     sources: Sequence[Path],
     overwrite: bool = False,
     resume: bool = False,
-    finish: Callable[[StagedFolder, Manifest], None] | None = None,
+    more_files: Mapping[str, bytes | Link] | None = None,
+    graphs: dict[str, dict[str, Any]] | None = None,
 ) -> Manifest:
     """Writes the folder `output`: shards, small files, manifest, in that order.
 
@@ -54,7 +55,8 @@ def write_checkpoint(
         sources: files that were read; their size and time guard `--resume`.
         overwrite: replace an existing folder.
         resume: continue an interrupted run.
-        finish: adds more files before the folder becomes visible.
+        more_files: content of more files by path, such as graphs; they replace those of the plan.
+        graphs: the manifest's entries of these graphs.
 
     Raises:
         InputRefused: `output` exists, the disk is too small, or a source is damaged (MalformedInput). With `resume` an
@@ -62,17 +64,15 @@ def write_checkpoint(
         OutputFailed: writing failed.
     """
     if resume and not overwrite and is_complete(output):
-        return _same_as_before(plan, output, steps, sources, adds=bool(finish))
+        return _same_as_before(plan, output, steps, sources, adds=bool(more_files))
     _reuse_freed_blocks()
     with StagedFolder(output, key=_fingerprint(plan, steps, sources), overwrite=overwrite, resume=resume) as folder:
         done = sum(entry["bytes"] for entry in folder.finished.values())
         require_space(output, space_needed(plan, output) - done)
         _write_shards(plan, folder, output.name, sources)
-        for name, content in plan.small_files.items():
+        for name, content in (*plan.small_files.items(), *(more_files or {}).items()):
             folder.write_file(name, content)
-        manifest = Manifest(list(steps))
-        if finish:
-            finish(folder, manifest)
+        manifest = Manifest(list(steps), graphs=graphs or {})
         folder.commit(manifest)
     return manifest
 

@@ -1,6 +1,6 @@
 """The clients themselves, each in an environment of its own (`make clients`): the greedy tokens of the eager model.
 
-The models have odd shapes: a head size that is not hidden/heads, one key/value head, a tied head, a sliding window
+The models have unusual shapes: a head size that is not hidden/heads, one key/value head, a tied head, a sliding window
 shorter than the text, no position_ids, bfloat16 weights in several files.
 """
 
@@ -40,7 +40,7 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every odd model with all layouts in place; the llama's weights are bfloat16 in several files."""
+    """Every unusual model with all layouts in place; the llama's weights are bfloat16 in several files."""
     home = tmp_path_factory.mktemp("clients")
     made = {name: save_tiny(kind, home / name, **changes) for name, (kind, changes) in ODD.items()}
     made["llama"] = export(made["llama"], home / "sharded", dtype="bfloat16", max_shard_size="60KB").folder
@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run(client: str, command: list[str | Path], jobs: list[dict[str, Any]]) -> list[Any]:
-    """What the client answers to the jobs; skips where its environment was not made."""
+    """The client's answers to the jobs; skips without its environment."""
     home = ROOT / environments.folder(client)
     if not (home / "complete").exists():
         pytest.skip(f"no build/{client}-env; `make clients` makes it")
@@ -190,7 +190,7 @@ def test_genai_takes_batches_padded_on_the_right(folders: dict[str, Path]) -> No
         assert [until_end(row) for row in rows] == [eager(folder, prompt) for prompt in PROMPTS], folder.name
 
 
-def test_genai_ends_a_model_without_an_end_token_at_no_token_of_use(tmp_path: Path) -> None:
+def test_genai_does_not_end_a_model_without_end_token_early(tmp_path: Path) -> None:
     folder = save_tiny("llama", tmp_path / "endless", eos_token_id=None, pad_token_id=None)
     export(folder, layout="genai")
     (answer,) = genai([{"folder": str(folder), "turns": [[5, 9, 11]], "new": 60}])

@@ -44,7 +44,7 @@ def test_layers_beyond_the_traced_ones_are_replicated(deep: Callable[[str], Path
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_weight_is_mapped_where_it_lies(deep: Callable[[str], Path], model_type: str) -> None:
+def test_every_weight_is_mapped_in_place(deep: Callable[[str], Path], model_type: str) -> None:
     folder = deep(model_type)
     checkpoint = open_checkpoint(folder)
     for name in GRAPHS:
@@ -68,7 +68,7 @@ def test_constants_inside_a_graph_are_small(deep: Callable[[str], Path]) -> None
     assert (deep("llama") / "model.onnx").stat().st_size < 200_000
 
 
-def test_nothing_but_graphs_and_manifest_is_added_to_the_folder(llama: Path) -> None:
+def test_only_graphs_and_manifest_are_added_to_the_folder(llama: Path) -> None:
     before = {path.name: path.read_bytes() for path in llama.iterdir()}
     export(llama)
     after = {path.name: path.read_bytes() for path in llama.iterdir()}
@@ -76,7 +76,7 @@ def test_nothing_but_graphs_and_manifest_is_added_to_the_folder(llama: Path) -> 
     assert all(after[name] == content for name, content in before.items())
 
 
-def test_symbols_and_names_are_those_that_clients_know(deep: Callable[[str], Path]) -> None:
+def test_symbols_and_names_are_those_that_clients_expect(deep: Callable[[str], Path]) -> None:
     graph = onnx.load(deep("llama") / "decode.onnx", load_external_data=False).graph
     axes = {
         port.name: [axis.dim_param or axis.dim_value for axis in port.type.tensor_type.shape.dim]
@@ -121,7 +121,7 @@ def test_the_same_model_gives_the_same_bytes_anywhere(deep: Callable[[str], Path
     assert str(exported).encode() not in content and b".py" not in content
 
 
-def test_the_manifest_knows_the_graphs_and_their_hashes(exported: Path) -> None:
+def test_the_manifest_lists_the_graphs_and_their_hashes(exported: Path) -> None:
     manifest = read_manifest(exported)
     assert manifest.graphs["decode"]["file"] == "decode.onnx"
     digest = hashlib.sha256((exported / "decode.onnx").read_bytes()).hexdigest()
@@ -140,7 +140,7 @@ def test_another_graph_can_be_added_later(llama: Path) -> None:
     assert set(read_manifest(llama).graphs) == {"decode", "unified"}
 
 
-def test_graphs_that_somebody_removed_are_forgotten(exported: Path) -> None:
+def test_deleted_graphs_are_removed_from_the_manifest(exported: Path) -> None:
     for name in ("prefill.onnx", "decode.onnx"):
         (exported / name).unlink()
     export(exported, unified=True, overwrite=True)
@@ -148,8 +148,8 @@ def test_graphs_that_somebody_removed_are_forgotten(exported: Path) -> None:
     assert not {"prefill.onnx", "decode.onnx"} & read_manifest(exported).files.keys()
 
 
-def test_an_export_that_was_killed_is_simply_run_again(exported: Path) -> None:
-    (exported / "llmconv.json").unlink()  # what kill -9 before the last step leaves
+def test_a_killed_export_can_be_run_again(exported: Path) -> None:
+    (exported / "llmconv.json").unlink()  # the state after kill -9 before the last step
     export(exported)
     assert set(read_manifest(exported).graphs) == {"prefill", "decode"}
 
@@ -160,14 +160,14 @@ def test_a_dry_run_writes_nothing(llama: Path) -> None:
     assert sorted(path.name for path in llama.iterdir()) == before
 
 
-def test_an_unknown_model_type_names_the_close_ones(llama: Path) -> None:
+def test_an_unknown_model_type_lists_close_matches(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | {"model_type": "lama"}))
     with pytest.raises(UnsupportedInput, match="lama.*close matches: llama"):
         export(llama)
 
 
-def test_the_command_prints_the_graphs_and_what_it_did_not_copy(llama: Path) -> None:
+def test_the_command_prints_the_bytes_that_it_did_not_copy(llama: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(llama), "--json"])
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)

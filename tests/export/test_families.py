@@ -21,7 +21,7 @@ KINDS = {
     "cohere2": "windows of a pattern, parallel residual",
     "codegen": "its own attention code, fused projections in an order of its own",
     "deepseek_v2": "latent attention, complex rotation, shared experts",
-    "gemma3": "a text model beside a tower for images",
+    "gemma3": "a text model with an image encoder",
     "gemma4_text": "heads of another size in some layers",
     "falcon": "one key head for all",
     "gpt_oss": "stacked experts with biases, attention sinks",
@@ -30,7 +30,7 @@ KINDS = {
 }
 
 WHOLE = {"gemma4_text"}
-"""Those of them whose layers are all traced."""
+"""Families whose layers are all traced."""
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_a_family_of_each_kind_equals_the_eager_model(tmp_path: Path, model_type
 
 
 @pytest.mark.slow
-def test_every_expert_is_mapped_where_it_lies(tmp_path: Path) -> None:
+def test_every_expert_is_mapped_in_place(tmp_path: Path) -> None:
     save_tiny("qwen3_moe", tmp_path / "model", 4)
     export(tmp_path / "model", incremental=True)
     graph = onnx.load(tmp_path / "model" / "decode.onnx", load_external_data=False).graph
@@ -87,14 +87,14 @@ def test_a_model_whose_factors_follow_from_its_depth_is_traced_whole(tmp_path: P
 
 @pytest.mark.slow
 def test_an_epsilon_as_small_as_a_rounding_error_is_kept() -> None:
-    """The optimizer's own patterns take 1e-8 for zero."""
+    """The optimizer's own patterns treat 1e-8 as zero."""
     traced = trace(tiny_config("helium", 3), INPUT_MAPS["helium"])
     constants = [value.const_value.numpy() for value in traced.model.graph.initializers.values() if value.const_value]
     assert any(constant.size == 1 and np.isclose(constant.item(), 1e-8, rtol=1e-3, atol=0) for constant in constants)
 
 
 @pytest.mark.slow
-def test_what_sees_images_is_left_in_the_folder_and_out_of_the_graph(tmp_path: Path) -> None:
+def test_image_encoders_stay_in_the_folder_and_out_of_the_graph(tmp_path: Path) -> None:
     save_tiny("llama4", tmp_path / "model", 2)
     export(tmp_path / "model", incremental=True)
     names = {

@@ -1,4 +1,4 @@
-"""An export into the model's folder: nothing that lies there leads it elsewhere, and it is whole or not there."""
+"""An export into the model folder: links cannot redirect it, and it is complete or absent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def require_untouched(victim: Path) -> None:
 
 @pytest.mark.parametrize("name", ["decode.onnx", "decode.onnx.part", "llmconv.json.part"])
 @pytest.mark.parametrize("make", [Path.symlink_to, Path.hardlink_to])
-def test_a_planted_link_does_not_lead_a_graph_elsewhere(name: str, make: Any, model: Path, victim: Path) -> None:
+def test_a_planted_link_does_not_redirect_a_graph(name: str, make: Any, model: Path, victim: Path) -> None:
     make(model / name, victim)
     export(model, incremental=True)
     require_untouched(victim)
@@ -77,13 +77,13 @@ def test_a_manifest_that_names_a_file_elsewhere_removes_nothing(model: Path, vic
     require_untouched(victim)
 
 
-def test_what_a_killed_export_left_is_removed(model: Path) -> None:
+def test_leftovers_of_a_killed_export_are_removed(model: Path) -> None:
     (model / temporary_name()).write_text("half")
     export(model, incremental=True)
     assert not list(model.glob(".llmconv-*"))
 
 
-def test_resume_of_complete_graphs_says_so_and_writes_nothing(model: Path) -> None:
+def test_resume_of_complete_graphs_reports_it_and_writes_nothing(model: Path) -> None:
     export(model, incremental=True)
     before = {path.name: path.stat().st_mtime_ns for path in model.iterdir()}
     done = CliRunner().invoke(main, ["export", str(model), "--incremental", "--resume"])
@@ -99,7 +99,7 @@ def test_resume_with_other_options_is_refused(model: Path) -> None:
     assert (model / "decode.onnx").read_bytes() == before
 
 
-def test_resume_makes_what_is_missing(model: Path) -> None:
+def test_resume_makes_missing_graphs(model: Path) -> None:
     export(model)
     before = (model / "decode.onnx").read_bytes()
     (model / "decode.onnx").unlink()
@@ -107,7 +107,7 @@ def test_resume_makes_what_is_missing(model: Path) -> None:
     assert (model / "decode.onnx").read_bytes() == before
 
 
-def test_resume_of_a_complete_new_folder_says_so(
+def test_resume_of_a_complete_new_folder_reports_it(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = export(model, tmp_path / "out", incremental=True)

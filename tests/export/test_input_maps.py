@@ -17,7 +17,7 @@ from tools.state_configs import STATE_CONFIGS
 from tools.tiny_models import tiny_config
 
 
-def test_every_tiny_model_of_the_tests_is_of_a_family_of_the_table() -> None:
+def test_every_tiny_model_of_the_tests_has_an_input_map() -> None:
     assert set(CONFIGS) | set(STATE_CONFIGS) <= set(INPUT_MAPS)
 
 
@@ -27,14 +27,14 @@ def test_a_family_can_be_added_from_outside(monkeypatch: pytest.MonkeyPatch) -> 
     assert not find_input_map("my_model").position_ids
 
 
-def test_an_unknown_family_is_answered_with_close_matches() -> None:
+def test_an_unknown_family_lists_close_matches() -> None:
     with pytest.raises(UnsupportedInput, match=r"qwen4.*qwen[23]") as refused:
         find_input_map("qwen4")
     assert "adding-a-family" in refused.value.hint
 
 
-def test_an_unknown_kind_of_cache_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(UnsupportedInput, match="`ring` is unknown") as refused:
+def test_an_unknown_kind_of_cache_lists_the_known_ones() -> None:
+    with pytest.raises(UnsupportedInput, match="unknown cache kind `ring`") as refused:
         _ = InputMap(cache="ring").kind
     assert "state_space" in refused.value.hint
 
@@ -47,7 +47,7 @@ def test_ports_follow_the_config() -> None:
     assert len(ports) == 3 + 2 * 4
 
 
-def test_heads_of_a_layer_of_its_own_kind_have_their_own_size() -> None:
+def test_layers_may_have_different_head_sizes() -> None:
     ports = find_input_map("gemma4_text").inputs(tiny_config("gemma4_text", 4))
     assert {port.axes[-1] for port in ports if port.name.endswith(".key")} == {24, 32}
 

@@ -1,4 +1,4 @@
-"""Options of the graphs: what is written, what the manifest says, what is refused, and the same bytes every time."""
+"""Options of the graphs: written files, manifest entries, refusals, and reproducible bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_last_logits_are_one_row_and_recorded(llama: Path) -> None:
     assert read_manifest(llama).graphs["prefill"]["last_logits"] is True
 
 
-def test_tokens_and_scores_take_the_place_of_logits(llama: Path) -> None:
+def test_tokens_and_scores_replace_logits(llama: Path) -> None:
     export(llama, postprocess="topk:4")
     found = ports(llama / "prefill.onnx")
     assert "logits" not in found
@@ -96,7 +96,7 @@ def test_opset_21_has_none_of_the_newer_operators(llama: Path) -> None:
     onnx.checker.check_model(str(llama / "decode.onnx"), full_check=True)
 
 
-def test_contradictions_are_told_before_anything_is_written(llama: Path) -> None:
+def test_contradictions_are_refused_before_anything_is_written(llama: Path) -> None:
     before = sorted(path.name for path in llama.iterdir())
     result = CliRunner().invoke(main, ["export", str(llama), "--postprocess", "topk:1000"])
     assert result.exit_code == 2 and "vocabulary of 96" in result.stderr and "hint: " in result.stderr
@@ -116,7 +116,7 @@ def test_other_processes_write_the_same_bytes(llama: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"opset": 21, "last_logits": True, "postprocess": "argmax"}])
-def test_names_are_unique_and_speak(llama: Path, options: dict[str, Any]) -> None:
+def test_names_are_unique_and_readable(llama: Path, options: dict[str, Any]) -> None:
     export(llama, incremental=True, **options)
     graph = onnx.load(llama / "decode.onnx", load_external_data=False).graph
     names = [node.name for node in graph.node]
@@ -132,7 +132,7 @@ def test_the_command_lists_every_stage(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("cache", [{"shapes": "static", "max_seq_len": 64}, {"cache": "shared-buffer"}])
-def test_a_cache_of_fixed_length_wants_opset_24(llama: Path, cache: dict[str, Any]) -> None:
+def test_a_cache_of_fixed_length_requires_opset_24(llama: Path, cache: dict[str, Any]) -> None:
     with pytest.raises(UsageProblem, match="opset 23") as refusal:
         export(llama, opset=23, **cache)
     assert "24" in refusal.value.hint

@@ -1,4 +1,4 @@
-"""Graphs that begin with a prefix say what PEFT and PaddleNLP say with it."""
+"""Graphs with a prefix are equal to PEFT and PaddleNLP with that prefix."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OTHERS = ("gpt2", "bloom", "gemma2")
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_prompt_and_steps_say_what_peft_says(
+def test_prompt_and_steps_equal_peft(
     model_type: str, kind: str, prefixed: Callable[[str, str], tuple[Path, Path]]
 ) -> None:
     folder, adapter = prefixed(model_type, kind)
@@ -90,7 +90,7 @@ def test_a_projected_prefix_is_the_same_once_saved(tiny: Tiny, tmp_path: Path) -
     np.testing.assert_allclose(piecewise_logits(folder, ids, (4, 1)), peft_logits(folder, adapter, ids), atol=1e-5)
 
 
-def test_pre_caches_of_paddlenlp_say_what_it_says(tmp_path: Path) -> None:
+def test_pre_caches_equal_paddlenlp(tmp_path: Path) -> None:
     to_hf(PADDLE / "base", tmp_path / "hf")
     export(tmp_path / "hf", prefix=PADDLE / "prefix")
     reference = np.load(PADDLE / "reference.npz")
@@ -99,7 +99,7 @@ def test_pre_caches_of_paddlenlp_say_what_it_says(tmp_path: Path) -> None:
     assert np.abs(logits - reference["logits_no_prefix"]).max() > 0.1
 
 
-def test_the_prefix_is_one_small_file_beside_the_weights(prefixed: Callable[[str, str], tuple[Path, Path]]) -> None:
+def test_the_prefix_is_one_small_file(prefixed: Callable[[str, str], tuple[Path, Path]]) -> None:
     folder, _ = prefixed("llama", "PrefixTuning")
     manifest = read_manifest(folder)
     prefix = manifest.graphs["prefill"]["prefix"]
@@ -110,7 +110,7 @@ def test_the_prefix_is_one_small_file_beside_the_weights(prefixed: Callable[[str
 
 def test_the_decode_graph_alone_can_have_no_prefix(tiny: Tiny, tmp_path: Path) -> None:
     adapter = save_adapter(tiny("llama"), tmp_path / "adapter", "PromptTuning")
-    with pytest.raises(UsageProblem, match="for the graph of a prompt"):
+    with pytest.raises(UsageProblem, match="the graph for prompts, which is not exported"):
         export(tiny("llama"), incremental=True, prefix=adapter, dry_run=True)
 
 
@@ -120,7 +120,7 @@ def test_a_prefix_of_another_model_is_refused(tiny: Tiny, tmp_path: Path) -> Non
         other = Path(shutil.copytree(tiny("bloom"), tmp_path / f"bloom-{kind}"))
         if kind == "PromptTuning":
             _narrow(adapter)
-        with pytest.raises(InputRefused, match="the model"):
+        with pytest.raises(InputRefused, match="mismatch"):
             export(other, prefix=adapter)
 
 
@@ -131,7 +131,7 @@ def _narrow(adapter: Path) -> None:
     save_file({name: value[:, :-1].copy() for name, value in tensors.items()}, adapter / "adapter_model.safetensors")
 
 
-def test_an_adapter_that_is_no_prefix_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_a_prefix_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     with pytest.raises(UnsupportedInput, match="`LORA`"):
         export(tiny("llama"), prefix=tmp_path, dry_run=True)
@@ -153,9 +153,9 @@ def test_objects_in_an_array_are_not_unpickled(tiny: Tiny, tmp_path: Path) -> No
 def test_a_folder_without_a_prefix_is_refused_with_a_hint(tiny: Tiny, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(tiny("llama")), "--prefix", str(tmp_path), "--dry-run"])
     assert result.exit_code == 3
-    assert "holds no prefix" in result.stderr and "hint: " in result.stderr
+    assert "does not contain a prefix" in result.stderr and "hint: " in result.stderr
 
 
-def test_a_prefix_that_is_not_there_is_told_as_that(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_missing_prefix_is_reported_as_missing(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(InputRefused, match="does not exist"):
         export(tiny("llama"), prefix=tmp_path / "nope")

@@ -1,4 +1,4 @@
-"""What an export reports of weights is what the folder holds, what the graphs map, and what was written."""
+"""The reported sizes of weights: in the folder, mapped by graphs, and written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEMO = Path(__file__).parents[2] / "examples/demo.py"
 BYTES = ("weight_bytes", "weight_bytes_mapped", "weight_bytes_copied", "weight_bytes_not_copied")
 
 
-def told(*line: Any) -> tuple[list[int], str]:
+def reported(*line: Any) -> tuple[list[int], str]:
     """The sizes in JSON, and the sentence of the same run."""
     words = [str(word) for word in line]
     dry = CliRunner().invoke(main, ["export", *words, "--dry-run"])
@@ -34,9 +34,9 @@ def told(*line: Any) -> tuple[list[int], str]:
 @pytest.mark.parametrize("more", [[], ["--unified"], ["--stages", "2"]], ids=["two graphs", "one", "stages"])
 def test_in_place_nothing_is_copied_and_each_weight_counts_once(llama: Path, more: list[str]) -> None:
     held = open_checkpoint(llama).nbytes
-    sizes, said = told(llama, *more)
+    sizes, message = reported(llama, *more)
     assert sizes == [held, held, 0, held]
-    assert f"{held:,} bytes of weights, 0 copied" in said
+    assert f"{held:,} bytes of weights, 0 copied" in message
 
 
 @pytest.mark.parametrize(
@@ -45,11 +45,11 @@ def test_in_place_nothing_is_copied_and_each_weight_counts_once(llama: Path, mor
     ids=["cast", "cast and sharded", "sharded"],
 )
 def test_in_a_new_folder_the_weights_of_that_folder_count(llama: Path, tmp_path: Path, more: list[str]) -> None:
-    sizes, said = told(llama, "-o", tmp_path / "out", *more)
+    sizes, message = reported(llama, "-o", tmp_path / "out", *more)
     held = open_checkpoint(tmp_path / "out").nbytes
     assert held == open_checkpoint(llama).nbytes // (2 if "--dtype" in more else 1)
     assert sizes == [held, held, held, 0]
-    assert f"{held:,} bytes of weights, {held:,} copied" in said
+    assert f"{held:,} bytes of weights, {held:,} copied" in message
 
 
 def test_a_weight_that_no_graph_reads_is_not_mapped(llama: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_demo_counts_a_weight_once(exported: Path) -> None:
     assert demo.mapped_bytes(graphs) == open_checkpoint(exported).nbytes
 
 
-def test_rotary_positions_beyond_the_context_are_warned_of(
+def test_rotary_positions_beyond_the_context_cause_a_warning(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     export(llama, tmp_path / "out", shapes="static", max_seq_len=4096, dry_run=True)
@@ -100,13 +100,13 @@ class Counting(InputMap):
         return (tokens, Port("token_type_ids", "int64", tokens.axes), *rest)
 
 
-def test_an_input_that_no_graph_has_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_input_is_reported(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INPUT_MAPS, "llama", Counting())
-    with pytest.raises(UnsupportedInput, match="an input `token_type_ids`"):
+    with pytest.raises(UnsupportedInput, match="an unsupported input `token_type_ids`"):
         export(llama)
 
 
-def test_a_row_of_the_registry_is_an_input_map() -> None:
+def test_only_an_input_map_can_be_registered() -> None:
     with pytest.raises(UsageProblem, match="not a `InputMap`"):
         register_input_map("x", {"position_ids": True})  # type: ignore[arg-type]
 
@@ -127,7 +127,7 @@ def test_a_row_of_the_registry_is_an_input_map() -> None:
     ],
     ids=str,
 )
-def test_words_and_numbers_that_mean_nothing_are_refused(
+def test_invalid_values_are_refused(
     tiny: Any, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

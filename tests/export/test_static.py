@@ -1,4 +1,4 @@
-"""Static graphs: every axis a number, the cache filled in place, and still the eager model's outputs."""
+"""Static graphs: all axes fixed, the cache filled in place, and the outputs of the eager model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.export.graph_spec import forms
+from llmconv.export.graph_spec import ShapeOptions, graph_specs
 from llmconv.export.input_maps import INPUT_MAPS
 from llmconv.output.manifest import read_manifest
 from llmconv.runtime import OrtGraph, OrtRunner, default_positions
@@ -68,7 +68,7 @@ def test_no_axis_and_no_node_depends_on_a_call(name: str, static: Tiny) -> None:
     assert not users(model, "Shape")
 
 
-def test_the_manifest_tells_the_sizes(static: Tiny) -> None:
+def test_the_manifest_contains_the_sizes(static: Tiny) -> None:
     entries = read_manifest(static("llama")).graphs
     form = {"cache": "static", "batch_size": 3, "slots": 64}
     assert entries["decode"]["form"] == {**form, "sequence": 1}
@@ -139,7 +139,7 @@ def test_the_cache_is_filled_in_place_and_a_fork_leaves_it_alone(static: Tiny) -
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(4, 2), (1, 65)])
-def test_what_the_sizes_leave_no_room_for_is_refused(rows: int, tokens: int, static: Tiny) -> None:
+def test_a_call_beyond_the_sizes_is_refused(rows: int, tokens: int, static: Tiny) -> None:
     with pytest.raises(InputRefused, match=f"not {max(rows, tokens)}") as refusal:
         OrtGraph(static("llama") / "decode.onnx").run(*prompt(rows, tokens))
     assert "--max-seq-len" in refusal.value.hint
@@ -156,8 +156,8 @@ def test_a_family_that_counts_tokens_itself_is_refused(tiny: Tiny) -> None:
 )
 def test_sizes_that_do_not_fit_are_refused(shapes: str, slots: int | None, prompt_len: int | None) -> None:
     with pytest.raises(UsageProblem):
-        forms(["prefill"], shapes, batch_size=1, max_seq_len=slots, prompt_len=prompt_len)
+        graph_specs(["prefill"], ShapeOptions(shapes, batch_size=1, max_seq_len=slots, prompt_len=prompt_len))
 
 
-def test_a_prompt_is_cut_into_pieces_that_fill_the_cache() -> None:
-    assert forms(["prefill"], "static", max_seq_len=1000)["prefill"].sequence == 125
+def test_the_default_prompt_length_divides_the_cache() -> None:
+    assert graph_specs(["prefill"], ShapeOptions("static", max_seq_len=1000))["prefill"].sequence == 125

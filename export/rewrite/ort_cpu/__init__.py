@@ -1,6 +1,7 @@
-"""`--target ort-cpu`: what the exporter writes in many nodes, in few that onnxruntime's CPU provider has.
+"""`--target ort-cpu`: replaces groups of nodes by single operators of onnxruntime's CPU provider.
 
-One pass per file; each rewrites what it recognises and leaves the rest alone. Figures: docs/benchmarks.md.
+One pass per file; each rewrites the patterns that it recognizes and leaves other nodes unchanged. Measurements:
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from llmconv.export.rewrite.ort_cpu.rotating_attention import rotate_in_attentio
 from llmconv.export.traced_graph import TracedGraph
 
 PASSES = (fuse_rotary, flatten_heads, rotate_in_attention, fuse_linear_layers, fuse_norms)
-"""In this order: a rotation becomes one node, around which heads are flattened, and then a part of the attention."""
+"""In order: a rotation becomes one node, then heads are flattened around it, then attention includes it."""
 
 
-def fuse(traced: TracedGraph) -> None:
+def fuse_for_cpu(traced: TracedGraph) -> None:
     """Runs all passes, in place."""
     for rewrite in PASSES:
         rewrite(traced)

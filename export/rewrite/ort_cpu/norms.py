@@ -1,4 +1,4 @@
-"""RMS norms as one node each, for onnxruntime: it fuses neither what the exporter writes nor the sum in front of it.
+"""RMS norms as one node each, together with the sum in front of them; onnxruntime fuses neither in exported graphs.
 
     x * Reciprocal(Sqrt(ReduceMean(x ** 2) + epsilon)) * weight   ->  RMSNormalization (opset 23)
     the same of x = residual + y                                  ->  com.microsoft.SkipSimplifiedLayerNormalization
@@ -11,13 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from llmconv.export.node_editor import (
+    MICROSOFT,
+    NodeEditor,
+    number_of,
+    producer,
+    rank,
+    remove_unused,
+    replace_value,
+)
 from llmconv.export.traced_graph import TracedGraph
 
-DOMAIN = "com.microsoft"
 SUM = 3
-"""Which output of `SkipSimplifiedLayerNormalization` is the sum; a mean and a variance, unused, stand before it."""
+"""Index of the sum among the outputs of `SkipSimplifiedLayerNormalization`, after an unused mean and variance."""
 
 
 def fuse_norms(traced: TracedGraph) -> None:
@@ -25,20 +32,21 @@ def fuse_norms(traced: TracedGraph) -> None:
     graph = traced.model.graph
     norms = [norm for node in list(graph) if (norm := _norm(node)) is not None]
     for norm in norms:
-        skip = _skip(norm)
-        if skip is None:
-            _insert(graph, norm, ir.node("RMSNormalization", [norm.x, norm.weight], {"epsilon": norm.epsilon}))
+        editor = NodeEditor(graph, norm.last, module_of=norm.last)
+        add = _sum_before(norm)
+        if add is None:
+            result = editor.one("RMSNormalization", [norm.x, norm.weight], {"epsilon": norm.epsilon})
         else:
-            _fuse_sum(graph, norm, skip)
-            traced.model.opset_imports[DOMAIN] = 1
+            result = _fuse_sum(editor, norm, add)
+            traced.model.opset_imports[MICROSOFT] = 1
+        replace_value(norm.last.outputs[0], result)
     if norms:
-        RemoveUnusedNodesPass()(traced.model)
-        graph.sort()
+        remove_unused(traced.model)
 
 
 @dataclass(frozen=True)
-class _Norm:
-    """One RMS norm: `last` multiplies by the weight."""
+class _RmsNorm:
+    """One RMS norm of `x`; the node `last` multiplies by the weight."""
 
     last: ir.Node
     x: ir.Value
@@ -46,80 +54,50 @@ class _Norm:
     epsilon: float
 
 
-def _norm(last: ir.Node) -> _Norm | None:
-    """The norm that ends with a node, whichever way round its products are."""
+def _norm(last: ir.Node) -> _RmsNorm | None:
+    """The norm that ends with a node, with the factors of its products in any order."""
     if last.op_type != "Mul":
         return None
     for at, scaled in enumerate(last.inputs):
-        weight, product = last.inputs[1 - at], scaled.producer() if scaled is not None else None
-        if product is not None and product.op_type == "Mul" and weight is not None and _rank(weight) == 1:
+        weight, product = last.inputs[1 - at], producer(scaled, "Mul")
+        if product is not None and weight is not None and rank(weight) == 1:
             found = _scaled(product)
             if found is not None:
-                return _Norm(last, found[0], weight, found[1])
+                return _RmsNorm(last, found[0], weight, found[1])
     return None
 
 
 def _scaled(product: ir.Node) -> tuple[ir.Value, float] | None:
     """x and epsilon of `x * Reciprocal(Sqrt(ReduceMean(x ** 2) + epsilon))`."""
     for at, x in enumerate(product.inputs):
-        total = _through(product.inputs[1 - at], ("Reciprocal", "Sqrt"))
-        if x is None or total is None or total.op_type != "Add":
-            continue
-        mean, epsilon = total.inputs[0], _number(total.inputs[1])
-        power = _through(mean, ("ReduceMean",))
-        if epsilon is not None and power is not None and _is_square(power, x):
+        reciprocal = producer(product.inputs[1 - at], "Reciprocal")
+        root = producer(reciprocal.inputs[0], "Sqrt") if reciprocal else None
+        total = producer(root.inputs[0], "Add") if root else None
+        mean = producer(total.inputs[0], "ReduceMean") if total else None
+        power = producer(mean.inputs[0], "Pow") if mean else None
+        epsilon = number_of(total.inputs[1]) if total else None
+        is_square = power is not None and power.inputs[0] is x and number_of(power.inputs[1]) == 2
+        if x is not None and epsilon is not None and is_square:
             return x, epsilon
     return None
 
 
-def _through(value: ir.Value | None, op_types: tuple[str, ...]) -> ir.Node | None:
-    """The node before a row of nodes of one input that matters each."""
-    node = value.producer() if value is not None else None
-    for op_type in op_types:
-        if node is None or node.op_type != op_type or node.inputs[0] is None:
-            return None
-        node = node.inputs[0].producer()
-    return node
-
-
-def _is_square(node: ir.Node, x: ir.Value) -> bool:
-    return node.op_type == "Pow" and node.inputs[0] is x and _number(node.inputs[1]) == 2
-
-
-def _number(value: ir.Value | None) -> float | None:
-    content = value.const_value if value is not None else None
-    return float(content.numpy().ravel()[0]) if content is not None and content.size == 1 else None
-
-
-def _rank(value: ir.Value) -> int | None:
-    return len(value.shape) if value.shape is not None else None
-
-
-def _skip(norm: _Norm) -> ir.Node | None:
+def _sum_before(norm: _RmsNorm) -> ir.Node | None:
     """The sum in front of a norm of whole hidden states."""
-    node = norm.x.producer()
-    if node is None or node.op_type != "Add" or any(value is None or _rank(value) != 3 for value in node.inputs):
-        return None
-    return node
+    node = producer(norm.x, "Add")
+    return node if node and all(rank(value) == 3 for value in node.inputs) else None
 
 
-def _fuse_sum(graph: ir.Graph, norm: _Norm, add: ir.Node) -> None:
-    """One node in the place of the norm and of the sum, which the residual goes on with."""
+def _fuse_sum(editor: NodeEditor, norm: _RmsNorm, add: ir.Node) -> ir.Value:
+    """One node instead of the norm and of the sum, which later layers also read."""
     inputs = [*add.inputs, norm.weight]
-    attributes = ir.convenience.convert_attributes({"epsilon": norm.epsilon})
-    node = ir.Node(DOMAIN, "SkipSimplifiedLayerNormalization", inputs, attributes, num_outputs=SUM + 1)
-    _insert(graph, norm, node)
-    total = node.outputs[SUM]
+    attributes = {"epsilon": norm.epsilon}
+    outputs = editor.add("SkipSimplifiedLayerNormalization", inputs, attributes, SUM + 1, MICROSOFT)
+    total = outputs[SUM]
     total.shape, total.type = norm.x.shape, norm.x.type
     norm.x.replace_all_uses_with(total)
+    fused = outputs[0].producer()
+    assert fused is not None
     for index, value in enumerate(add.inputs):
-        node.replace_input_with(index, value)
-
-
-def _insert(graph: ir.Graph, norm: _Norm, node: ir.Node) -> None:
-    """`node` where the norm ends; its first output takes the place of the norm's."""
-    node.metadata_props.update(norm.last.metadata_props)
-    graph.insert_before(norm.last, node)
-    old, new = norm.last.outputs[0], node.outputs[0]
-    new.shape, new.type = old.shape, old.type
-    old.replace_all_uses_with(new)
+        fused.replace_input_with(index, value)
+    return outputs[0]

@@ -1,1 +1,1 @@
-"""Changes to a whole decoder graph, one per file; each takes a named and bound model and edits it in place."""
+"""Changes of a whole decoder graph, one per file; each edits a named and bound model in place."""

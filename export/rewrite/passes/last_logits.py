@@ -1,4 +1,4 @@
-"""`--last-logits`: the head runs on the last position only, so a long prompt pays for one row of the vocabulary."""
+"""`--last-logits`: computes the head for the last position only, which saves time for long prompts."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.rewrite.passes.node_editor import Editor, cone, integers, output_named
+from llmconv.export.node_editor import NodeEditor, ancestors, integers, value_named
 
 TO_THE_END = (1 << 63) - 1
 TOKENS = {"input_ids", "inputs_embeds"}
 ROWWISE = {"Add", "Cast", "Clip", "Div", "Identity", "Max", "Min", "Mul", "Sub", "Tanh"}
-"""What may follow the head: scaling and soft-capping, which see one row at a time."""
+"""Operators that may follow the head, such as scaling and soft-capping: they work on each row alone."""
 
 
 def keep_last_logits(model: ir.Model) -> None:
-    """Makes `logits` `[batch_size, 1, vocab]`: those of the last position, which left padding keeps a real token.
+    """Changes `logits` to `[batch_size, 1, vocab]`, those of the last position, in place.
+
+    With padding on the left the last position is always a real token.
 
     Raises:
-        UnsupportedInput: the logits are no linear layer's rows, scaled or capped.
+        UnsupportedInput: the logits are not the rows of a linear layer, scaled or capped.
     """
     graph = model.graph
-    logits = output_named(graph, "logits")
+    logits = value_named(graph.outputs, "logits")
     if logits is None or logits.shape is None:
         _refuse("has no output `logits`")
     vocabulary = int(logits.shape[2])  # type: ignore[arg-type]
     head = _head(logits, vocabulary)
-    editor = Editor(graph, "last_logits", head)
+    editor = NodeEditor(graph, head, "last_logits")
     hidden = head.inputs[0]
     assert hidden is not None
     if head.op_type == "Gemm":  # it takes a matrix: [batch * sequence, features]
         flat = hidden.producer()
         if flat is None or flat.op_type != "Reshape" or flat.inputs[0] is None or flat.inputs[1] is None:
-            _refuse("flattens its hidden state in a way that is not known")
+            _refuse("flattens its hidden state in an unsupported way")
         last = _last(editor, flat.inputs[0])
         head.replace_input_with(0, editor.one("Reshape", [last, flat.inputs[1]]))
     else:
@@ -43,14 +45,14 @@ def keep_last_logits(model: ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
-def _last(editor: Editor, hidden: ir.Value) -> ir.Value:
+def _last(editor: NodeEditor, hidden: ir.Value) -> ir.Value:
     """The last position of `[batch, sequence, features]`."""
     ends = [integers(editor.graph, number) for number in (-1, TO_THE_END, 1)]
     return editor.one("Slice", [hidden, *ends])
 
 
 def _head(logits: ir.Value, vocabulary: int) -> ir.Node:
-    """The linear layer that makes the logits; a Reshape after it gets the shape of one position."""
+    """The linear layer that computes the logits; a Reshape after it is changed to one position."""
     node = logits.producer()
     while node is not None and node.op_type not in ("Gemm", "MatMul"):
         if node.op_type == "Reshape":
@@ -65,11 +67,12 @@ def _head(logits: ir.Value, vocabulary: int) -> ir.Node:
 
 
 def _row_source(node: ir.Node) -> ir.Value | None:
-    """The one input of a rowwise node that depends on the tokens."""
-    moving = [value for value in node.inputs if value is not None and any(part.name in TOKENS for part in cone(value))]
-    if node.op_type not in ROWWISE or len(moving) != 1:
-        _refuse(f"makes its logits with `{node.op_type}`")
-    return moving[0]
+    """The only input of a rowwise node that depends on the tokens."""
+    inputs = [value for value in node.inputs if value is not None]
+    variable = [value for value in inputs if any(part.name in TOKENS for part in ancestors(value))]
+    if node.op_type not in ROWWISE or len(variable) != 1:
+        _refuse(f"computes its logits with the unsupported operator `{node.op_type}`")
+    return variable[0]
 
 
 def _refuse(problem: str) -> NoReturn:

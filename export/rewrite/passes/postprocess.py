@@ -1,4 +1,4 @@
-"""`--postprocess`: the likeliest tokens and their log-probabilities instead of logits, chosen inside the graph."""
+"""`--postprocess`: the graph returns the most likely tokens and their log-probabilities instead of logits."""
 
 from __future__ import annotations
 
@@ -8,64 +8,63 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmconv.errors import UsageProblem
-from llmconv.export.rewrite.passes.node_editor import Editor, integers, output_named
+from llmconv.export.node_editor import NodeEditor, integers, value_named
 
 TOKENS, SCORES = "tokens", "scores"
-"""The outputs, see `choose`."""
+"""Names of the outputs, see `choose_tokens`."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How many tokens the graph chooses at every position.
+class TokenChoice:
+    """Number of tokens that the graph chooses at every position.
 
     Attributes:
-        text: as given and as recorded: `argmax` or `topk:K`.
-        count: K; None for `argmax`, whose outputs have no axis for it.
+        text: value of the option, `argmax` or `topk:K`.
+        count: K; None for `argmax`, whose outputs have no axis K.
     """
 
     text: str
     count: int | None
 
     @classmethod
-    def parse(cls, text: str) -> Choice:
-        """Reads `argmax` or `topk:K`.
+    def parse(cls, text: str) -> TokenChoice:
+        """The choice described by `argmax` or `topk:K`.
 
         Raises:
-            UsageProblem: it is neither.
+            UsageProblem: any other text, or a K of 0.
         """
         if text == "argmax":
             return cls(text, None)
         found = re.fullmatch(r"topk:(\d{1,9})", text)
         if found and not int(found[1]):
-            raise UsageProblem(f"`--postprocess {text}` chooses no token", hint="give a K of 1 or more")
+            raise UsageProblem(f"`--postprocess {text}` chooses no tokens", hint="give a K of 1 or more")
         if not found:
-            raise UsageProblem(
-                f"`--postprocess {text}` is unknown", hint="give `argmax` or `topk:K`, such as `topk:40`"
-            )
+            raise UsageProblem(f"unknown `--postprocess {text}`", hint="give `argmax` or `topk:K`, such as `topk:40`")
         return cls(text, int(found[1]))
 
 
-def choose(model: ir.Model, choice: Choice) -> None:
-    """Replaces the output `logits` by `tokens` (int64) and `scores` (float32).
+def choose_tokens(model: ir.Model, choice: TokenChoice) -> None:
+    """Replaces the output `logits` by `tokens` (int64) and `scores` (float32), in place.
 
-    Both are `[batch_size, sequence_length]` for `argmax`, fit to be the next `input_ids`, and `[…, K]` for `topk:K`,
-    likeliest first; of equal ones the lower id. A score is the natural logarithm of the token's probability over the
-    whole vocabulary: `logit - logsumexp(logits)`.
+    Both are `[batch_size, sequence_length]` for `argmax`, usable as the next `input_ids`, and `[…, K]` for `topk:K`,
+    most likely first; of equally likely tokens the lower id first. A score is the natural logarithm of the token's
+    probability over the whole vocabulary: `logit - logsumexp(logits)`.
 
     Raises:
-        UsageProblem: K is more than the vocabulary has.
+        UsageProblem: K is larger than the vocabulary.
     """
     graph = model.graph
-    logits = output_named(graph, "logits")
+    logits = value_named(graph.outputs, "logits")
     assert logits is not None and logits.shape is not None
     *axes, vocabulary = logits.shape
     if choice.count and isinstance(vocabulary, int) and choice.count > vocabulary:
         raise UsageProblem(
-            f"`--postprocess {choice.text}` is more than the vocabulary of {vocabulary} tokens", hint="give a smaller K"
+            f"`--postprocess {choice.text}` exceeds the vocabulary of {vocabulary} tokens",
+            hint="give a smaller K",
         )
     logits.name = "postprocess/logits"
-    editor = Editor(graph, "postprocess")
-    best, tokens = _likeliest(editor, logits, choice.count)
+    editor = NodeEditor(graph, scope="postprocess")
+    best, tokens = _most_likely(editor, logits, choice.count)
     total = editor.one("ReduceLogSumExp", [logits, integers(graph, -1)], {"keepdims": int(choice.count is not None)})
     scores = editor.one("Sub", [best, total])
     if choice.count is not None:
@@ -76,8 +75,8 @@ def choose(model: ir.Model, choice: Choice) -> None:
     graph.outputs[:] = [tokens, scores, *(value for value in graph.outputs if value is not logits)]
 
 
-def _likeliest(editor: Editor, logits: ir.Value, count: int | None) -> tuple[ir.Value, ir.Value]:
-    """The largest logits and their tokens."""
+def _most_likely(editor: NodeEditor, logits: ir.Value, count: int | None) -> tuple[ir.Value, ir.Value]:
+    """The largest logits, and their tokens."""
     if count is None:
         best = editor.one("ReduceMax", [logits, integers(editor.graph, -1)], {"keepdims": 0})
         return best, editor.one("ArgMax", [logits], {"axis": -1, "keepdims": 0})

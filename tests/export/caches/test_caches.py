@@ -1,4 +1,4 @@
-"""Layers that keep states: their graphs equal the eager model in every scenario, and a lost state is seen."""
+"""Layers that keep states: their graphs equal the eager model in every scenario, and a lost state is detected."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def test_layers_beyond_the_traced_ones_are_replicated(stateful: Callable[[str], 
 
 @pytest.mark.parametrize("model_type", SHOWN)
 @pytest.mark.parametrize("side", ["read", "written"])
-def test_a_state_that_is_lost_is_seen(
-    stateful: Callable[[str], Path], tmp_path: Path, model_type: str, side: str
-) -> None:
+def test_a_lost_state_is_detected(stateful: Callable[[str], Path], tmp_path: Path, model_type: str, side: str) -> None:
     folder = Path(shutil.copytree(stateful(model_type), tmp_path / model_type))
     model = onnx.load(folder / "decode.onnx", load_external_data=False)
     past, present = STATES[model_type], STATES[model_type].replace("past", "present")
@@ -77,7 +75,7 @@ def test_a_state_that_is_lost_is_seen(
 
 
 @pytest.mark.parametrize("model_type", SHOWN)
-def test_a_padded_batch_says_what_its_rows_say_alone(stateful: Callable[[str], Path], model_type: str) -> None:
+def test_a_padded_batch_equals_its_rows_alone(stateful: Callable[[str], Path], model_type: str) -> None:
     runner = OrtRunner.from_folder(stateful(model_type))
     ids = np.random.default_rng(0).integers(3, 96, (2, 7))
     mask = np.array([[0, 0, 0, 1, 1, 1, 1], [1] * 7])
@@ -89,7 +87,7 @@ def test_a_padded_batch_says_what_its_rows_say_alone(stateful: Callable[[str], P
 
 
 @pytest.mark.parametrize("model_type", SHOWN)
-def test_a_cache_of_states_goes_from_one_runner_to_the_other(stateful: Callable[[str], Path], model_type: str) -> None:
+def test_a_cache_of_states_can_move_between_runners(stateful: Callable[[str], Path], model_type: str) -> None:
     eager, graphs = EagerRunner(stateful(model_type)), OrtRunner.from_folder(stateful(model_type))
     ids, mask = np.random.default_rng(0).integers(3, 96, (2, 6)), np.ones((2, 6), dtype=np.int64)
     prompt, step = (ids[:, :5], mask[:, :5], default_positions(mask, 6)[:, :5]), (ids[:, 5:], mask)
@@ -127,11 +125,11 @@ def test_a_limited_time_step_is_limited_in_prompts_and_not_in_steps(tmp_path: Pa
     assert report.verdict == "pass", report.closing_lines()
 
 
-def test_a_family_whose_row_forgets_its_states_is_refused() -> None:
+def test_a_family_whose_input_map_lacks_its_states_is_refused() -> None:
     config = load_config({"model_type": "lfm2", **STATE_CONFIGS["lfm2"]})
     with pytest.raises(UnsupportedInput, match="layers of type `conv` keep a state"):
         build_graph(config, DECODER)
 
 
-def test_every_family_names_a_kind_of_the_table() -> None:
+def test_every_input_map_has_a_known_cache_kind() -> None:
     assert {row.cache for row in INPUT_MAPS.values()} <= set(CACHE_KINDS)

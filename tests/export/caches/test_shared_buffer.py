@@ -1,4 +1,4 @@
-"""Graphs over one buffer for past and present, as ORT-GenAI's `past_present_share_buffer` wants them."""
+"""Graphs over one buffer for past and present, as ORT-GenAI's `past_present_share_buffer` requires."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_past_and_present_are_one_buffer_and_no_node_copies_it(shared: Tiny) -> 
 
 
 @pytest.mark.slow
-def test_attention_that_is_no_attention_node_scatters_with_standard_operators(shared: Tiny) -> None:
+def test_attention_without_an_attention_node_uses_standard_operators(shared: Tiny) -> None:
     model = graph_of(shared("bloom"))
     assert users(model, "TensorScatter") and not users(model, "GroupQueryAttention")
 

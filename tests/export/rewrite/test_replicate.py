@@ -1,4 +1,4 @@
-"""Replication: the same graph as tracing every layer, and a fallback where layers differ."""
+"""Replication: the same graph as from tracing every layer, and a fallback if layers differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from llmconv.export import export
 from llmconv.export.input_maps import find_input_map
-from llmconv.export.rewrite.gemm import bind_linear_layers
+from llmconv.export.rewrite.gemm import rewrite_linear_layers
 from llmconv.export.rewrite.node_names import name_everything
 from llmconv.export.rewrite.replicate import NotIsomorphic, replicate, shift, warm_up
 from llmconv.export.tracing.fake_model import load_config, period
@@ -22,14 +22,14 @@ from tests.export.conftest import FAMILIES, as_past, eager_logits, run_graph, to
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_replicated_layers_are_the_traced_ones_node_for_node(model_type: str) -> None:
+def test_replicated_layers_equal_traced_layers_node_by_node(model_type: str) -> None:
     config = load_config({**CONFIGS[model_type], "model_type": model_type, "num_hidden_layers": 9})
     input_map = find_input_map(model_type)
     graphs = []
     for depth in (warm_up(9, period(config)) + 2 * period(config), 9):
         few = load_config({**CONFIGS[model_type], "model_type": model_type, "num_hidden_layers": depth})
         traced = trace(few, input_map)
-        bind_linear_layers(traced)
+        rewrite_linear_layers(traced)
         if depth < 9:
             replicate(traced, 9, period(config))
         name_everything(traced.model)
@@ -42,7 +42,7 @@ def test_replicated_layers_are_the_traced_ones_node_for_node(model_type: str) ->
 
 
 @pytest.mark.slow
-def test_layers_with_different_constants_are_all_traced(tmp_path: Path) -> None:
+def test_all_layers_are_traced_if_constants_differ(tmp_path: Path) -> None:
     folder = save_tiny("gpt2", tmp_path / "gpt2", n_layer=6, scale_attn_by_inverse_layer_idx=True)
     result = export(folder)
     assert result.traced_layers == 6
@@ -52,7 +52,7 @@ def test_layers_with_different_constants_are_all_traced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_irregular_layer_pattern_is_all_traced(tmp_path: Path) -> None:
+def test_all_layers_of_an_irregular_pattern_are_traced(tmp_path: Path) -> None:
     kinds = ["full_attention"] * 2 + ["sliding_attention"] * 4
     folder = save_tiny(
         "qwen2", tmp_path / "q", num_hidden_layers=6, layer_types=kinds, use_sliding_window=True, sliding_window=4

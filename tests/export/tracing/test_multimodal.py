@@ -1,4 +1,4 @@
-"""Multi-modal checkpoints: the language model over embeddings, and the embedding table as a graph of its own."""
+"""Multi-modal checkpoints: the language model on embeddings, and the embedding table as a separate graph."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_static_graphs_take_embeddings_too(llava: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(found.logits, expected.logits, atol=1e-4)
 
 
-def test_a_language_model_without_a_row_is_refused(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_language_model_without_input_map_is_refused(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(INPUT_MAPS, "llama")
     with pytest.raises(UnsupportedInput, match="no input map"):
         export(llava, overwrite=True)

@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on the length: graphs take them from the positions of every call."""
+"""Rotary frequencies that depend on the length: graphs compute them from the positions of each call."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-def said(runner: Runner, prompt: int, steps: int) -> Array:
+def logits_of(runner: Runner, prompt: int, steps: int) -> Array:
     """The logits of a prompt and of steps after it."""
     ids = np.random.default_rng(0).integers(0, 96, (2, prompt + steps))
     mask = np.ones_like(ids)
@@ -68,22 +68,22 @@ def said(runner: Runner, prompt: int, steps: int) -> Array:
 def test_prompts_and_steps_on_both_sides_of_the_original_context(
     kind: str, prompt: int, scaled: Callable[[str], Path]
 ) -> None:
-    expected = said(EagerRunner(scaled(kind), "float64"), prompt, 5)
-    assert np.allclose(said(OrtRunner.from_folder(scaled(kind)), prompt, 5), expected, atol=2e-5)
+    expected = logits_of(EagerRunner(scaled(kind), "float64"), prompt, 5)
+    assert np.allclose(logits_of(OrtRunner.from_folder(scaled(kind)), prompt, 5), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
-def test_the_frequencies_do_change_there(kind: str, scaled: Callable[[str], Path]) -> None:
+def test_the_frequencies_differ_beyond_the_original_context(kind: str, scaled: Callable[[str], Path]) -> None:
     graph = OrtGraph(scaled(kind) / "prefill.onnx")
     ids = np.random.default_rng(0).integers(0, 96, (1, ORIGINAL))
     mask = np.ones_like(ids)
     near = default_positions(mask, ORIGINAL)
-    # Turned by one angle, scores of pairs stay what they were, so only other frequencies show.
+    # Rotated by one angle, scores of pairs do not change, so only other frequencies have an effect.
     here, there = (graph.run(ids, mask, near + by).logits for by in (0, 2 * ORIGINAL))
     assert not np.allclose(here, there, atol=1e-3)
 
 
 def test_the_eager_model_forgets_the_lengths_of_earlier_prompts(scaled: Callable[[str], Path]) -> None:
     fresh, used = (EagerRunner(scaled("dynamic"), "float64") for _ in range(2))
-    said(used, 3 * ORIGINAL, 0)
-    assert np.array_equal(said(used, ORIGINAL + 1, 1), said(fresh, ORIGINAL + 1, 1))
+    logits_of(used, 3 * ORIGINAL, 0)
+    assert np.array_equal(logits_of(used, ORIGINAL + 1, 1), logits_of(fresh, ORIGINAL + 1, 1))

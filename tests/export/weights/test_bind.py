@@ -1,4 +1,4 @@
-"""Binding: total, checked against the config, and possible for every layout a checkpoint may have."""
+"""Binding weights: complete, checked against the config, and for every layout of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from safetensors.torch import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.export import export
+from llmconv.export.output import file_tensors
 from llmconv.output.manifest import read_manifest
 from tests.export.conftest import eager_logits, run_graph, tokens
 
@@ -26,39 +28,51 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_a_missing_tensor_is_named(llama: Path) -> None:
+def test_a_missing_key_is_reported(llama: Path) -> None:
     change(llama, lambda tensors: tensors.pop("model.layers.7.mlp.up_proj.weight"))
-    with pytest.raises(InputRefused, match=r"lack `model\.layers\.7\.mlp\.up_proj\.weight`"):
+    with pytest.raises(InputRefused, match=r"missing keys: `model\.layers\.7\.mlp\.up_proj\.weight`"):
         export(llama)
     assert not list(llama.glob("*.onnx"))
 
 
-def test_a_tensor_that_belongs_to_nothing_is_named(llama: Path) -> None:
+def test_an_unexpected_key_is_reported(llama: Path) -> None:
     change(llama, lambda tensors: tensors.update({"model.layers.8.odd": tensors["model.norm.weight"].clone()}))
-    with pytest.raises(InputRefused, match=r"belong to no weight of the model: `model\.layers\.8\.odd`"):
+    with pytest.raises(InputRefused, match=r"unexpected keys: `model\.layers\.8\.odd`"):
         export(llama)
 
 
-def test_a_wrong_shape_names_both_shapes(llama: Path) -> None:
+def test_a_shape_mismatch_reports_both_shapes(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
-    with pytest.raises(InputRefused, match=r"shape \[96, 64\], `config.json` implies \[128, 64\]"):
+    with pytest.raises(InputRefused, match=r"expected \[128, 64\] by `config.json`, got \[96, 64\]"):
         export(llama)
 
 
-def test_quantised_weights_are_refused(llama: Path) -> None:
+def test_quantized_weights_are_refused(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
-    with pytest.raises(UnsupportedInput, match="quantised"):
+    with pytest.raises(UnsupportedInput, match="quantized"):
         export(llama)
 
 
-def test_code_named_by_a_config_is_never_loaded(llama: Path) -> None:
+def test_code_in_a_config_is_never_loaded(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     hostile = {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}, "_attn_implementation_internal": "org/kernel"}
     (llama / "config.json").write_text(json.dumps(config | hostile))
     (llama / "evil.py").write_text("raise SystemExit('executed')")
     assert export(llama, dry_run=True).num_layers == 8
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "max_shard_size": "100KB"}], ids=["copied", "written"])
+def test_graphs_map_the_places_where_weights_are_written(llama: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    export(llama, tmp_path / "out", incremental=True, **options)
+    stored = file_tensors(open_checkpoint(tmp_path / "out"))
+    graph = onnx.load(tmp_path / "out" / "decode.onnx", load_external_data=False).graph
+    mapped = {t.name: {e.key: e.value for e in t.external_data} for t in graph.initializer if t.external_data}
+    assert mapped == {
+        name: {"location": tensor.path.name, "offset": str(tensor.offset), "length": str(tensor.nbytes)}
+        for name, tensor in stored.items()
+    }
 
 
 def test_sharded_weights_are_mapped_from_every_shard(llama: Path, tmp_path: Path) -> None:
@@ -105,7 +119,7 @@ def test_a_new_folder_is_complete_and_not_replaced_silently(llama: Path, tmp_pat
         export(llama, tmp_path / "new")
 
 
-def test_a_new_folder_in_the_models_is_refused(llama: Path) -> None:
+def test_a_new_folder_inside_the_model_folder_is_refused(llama: Path) -> None:
     with pytest.raises(InputRefused, match=r"new` lies in"):
         export(llama, llama / "new")
 

@@ -1,4 +1,4 @@
-"""How parameters are made of stored tensors, by transformers' own conversion mapping."""
+"""Parameters from stored tensors, by transformers' own conversion mapping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from transformers.core_model_loading import (
 )
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.weights.parameter_sources import Dealt, Joined, Rows, Swapped, element, expressions, leaves
+from llmconv.export.weights.parameter_sources import (
+    Concatenation,
+    Deinterleaved,
+    StoredRows,
+    Transposition,
+    element,
+    expressions,
+    leaves,
+)
 
 EXPERTS = WeightConverter(
     source_patterns=["experts.*.w1.weight", "experts.*.w3.weight"],
@@ -26,34 +34,34 @@ STORED = {f"experts.{index}.{part}.weight": (6, 4) for index in range(11) for pa
 SHAPES = {"experts.gate_up_proj": (11, 12, 4)}
 
 
-def test_stacked_experts_are_made_of_the_stored_ones_in_the_order_of_their_numbers() -> None:
+def test_stacked_experts_come_from_stored_experts_in_numeric_order() -> None:
     made = expressions(SHAPES, STORED, [EXPERTS], "model")["experts.gate_up_proj"]
     assert made.shape == (11, 12, 4)
     assert [leaf.name for leaf in leaves(element(made, 10))] == ["experts.10.w1.weight", "experts.10.w3.weight"]
 
 
-def test_a_name_that_is_already_the_parameters_own_is_taken_as_it_is() -> None:
+def test_a_tensor_with_the_name_of_a_parameter_is_that_parameter() -> None:
     made = expressions(SHAPES, {"experts.gate_up_proj": (11, 12, 4)}, [EXPERTS], "model")
-    assert made == {"experts.gate_up_proj": Rows("experts.gate_up_proj", (11, 12, 4))}
+    assert made == {"experts.gate_up_proj": StoredRows("experts.gate_up_proj", (11, 12, 4))}
 
 
 def test_one_expert_of_a_stacked_tensor_is_a_row_of_it() -> None:
-    row = element(Rows("experts", (4, 6, 8)), 3)
-    assert isinstance(row, Rows)
+    row = element(StoredRows("experts", (4, 6, 8)), 3)
+    assert isinstance(row, StoredRows)
     assert (row.label, row.shape) == ("experts[3]", (6, 8))
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_the_inner_models_name_may_be_missing_or_in_excess(prefix: str) -> None:
+def test_the_prefix_of_the_inner_model_is_optional(prefix: str) -> None:
     made = expressions({"model.norm.weight": (4,)}, {f"{prefix}norm.weight": (4,)}, [], "model")
-    assert made["model.norm.weight"] == Rows(f"{prefix}norm.weight", (4,))
+    assert made["model.norm.weight"] == StoredRows(f"{prefix}norm.weight", (4,))
 
 
 def test_a_renaming_finds_the_parameter() -> None:
     made = expressions(
         {"lm_head.weight": (9, 4)}, {"embed_out.weight": (9, 4)}, [WeightRenaming("^embed_out", "lm_head")], "m"
     )
-    assert made["lm_head.weight"] == Rows("embed_out.weight", (9, 4))
+    assert made["lm_head.weight"] == StoredRows("embed_out.weight", (9, 4))
 
 
 def test_chunks_of_a_fused_tensor_are_rows_of_it() -> None:
@@ -65,9 +73,9 @@ def test_chunks_of_a_fused_tensor_are_rows_of_it() -> None:
 @pytest.mark.parametrize(
     ("operation", "made"),
     [
-        (Transpose(0, 1), Swapped(Rows("a.weight", (4, 8)), (0, 1))),
-        (Interleave(dim=1), Dealt(Rows("a.weight", (4, 8)), 1)),
-        (Concatenate(dim=0), Joined((Rows("a.weight", (4, 8)),), 0)),
+        (Transpose(0, 1), Transposition(StoredRows("a.weight", (4, 8)), (0, 1))),
+        (Interleave(dim=1), Deinterleaved(StoredRows("a.weight", (4, 8)), 1)),
+        (Concatenate(dim=0), Concatenation((StoredRows("a.weight", (4, 8)),), 0)),
     ],
 )
 def test_an_operation_of_the_mapping_is_an_expression(operation: object, made: object) -> None:
@@ -75,7 +83,7 @@ def test_an_operation_of_the_mapping_is_an_expression(operation: object, made: o
     assert expressions({"b.weight": (4, 8)}, {"a.weight": (4, 8)}, [converter], "m")["b.weight"] == made
 
 
-def test_an_operation_that_is_not_known_is_refused() -> None:
+def test_an_unknown_operation_is_refused() -> None:
     converter = WeightConverter("a.weight", "b.weight", operations=[PermuteForRope()])
     with pytest.raises(UnsupportedInput, match="PermuteForRope"):
         expressions({"b.weight": (4, 8)}, {"a.weight": (4, 8)}, [converter], "m")

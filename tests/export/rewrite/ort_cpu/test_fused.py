@@ -1,4 +1,4 @@
-"""Graphs of `--target ort-cpu`: fewer nodes, the same outputs, and what a pass does not know stays as it was."""
+"""Graphs of `--target ort-cpu`: fewer nodes, the same outputs, and unknown patterns are unchanged."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def test_every_output_equals_the_eager_model(model_type: str, cache: str, made: 
 
 
 @pytest.mark.parametrize(("graph", "rotations"), [("model", 2 * DEPTH), ("decode", 0)])
-def test_a_layer_of_a_llama_has_an_operator_for_each_of_its_parts(
-    graph: str, rotations: int, made: Callable[..., Path]
-) -> None:
+def test_a_llama_layer_has_one_fused_operator_per_part(graph: str, rotations: int, made: Callable[..., Path]) -> None:
     found = operators(made("llama", cache="shared-buffer") / f"{graph}.onnx")
     assert found["GroupQueryAttention"] == DEPTH
     assert found["RotaryEmbedding"] == rotations

@@ -1,4 +1,4 @@
-"""Tokens and scores that a graph chooses: the likeliest, with their log-probabilities."""
+"""Tokens and scores that a graph chooses: the most likely tokens with their log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from onnx import helper
 
 from llmconv.errors import UsageProblem
-from llmconv.export.rewrite.passes.postprocess import Choice, choose
+from llmconv.export.rewrite.passes.postprocess import TokenChoice, choose_tokens
 from tests.export.rewrite.passes.graphs import graph, port, run
 
 ROWS = np.random.default_rng(1).normal(size=(2, 3, 7)).astype(np.float32) * 9
@@ -21,9 +21,9 @@ def copy_of_input() -> ir.Model:
 
 
 def chosen(text: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """What a graph gives instead of these logits."""
+    """The outputs of a graph with these logits."""
     model = copy_of_input()
-    choose(model, Choice.parse(text))
+    choose_tokens(model, TokenChoice.parse(text))
     return run(model, rows=rows)
 
 
@@ -34,7 +34,7 @@ def log_probabilities(rows: np.ndarray) -> np.ndarray:
     return np.asarray(exact - top - np.log(np.exp(exact - top).sum(-1, keepdims=True)))
 
 
-def test_argmax_gives_what_the_next_step_takes() -> None:
+def test_argmax_returns_the_next_input_ids() -> None:
     given = chosen("argmax", ROWS)
     assert list(given) == ["tokens", "scores"]
     assert given["tokens"].dtype == np.int64 and given["tokens"].shape == (2, 3)
@@ -63,15 +63,15 @@ def test_large_logits_have_finite_scores() -> None:
 
 def test_more_tokens_than_the_vocabulary_are_refused() -> None:
     with pytest.raises(UsageProblem, match="vocabulary of 7"):
-        choose(copy_of_input(), Choice.parse("topk:8"))
+        choose_tokens(copy_of_input(), TokenChoice.parse("topk:8"))
 
 
 @pytest.mark.parametrize("text", ["", "greedy", "topk", "topk:-1", "topk:x", "argmax:2"])
-def test_another_choice_is_refused(text: str) -> None:
+def test_an_unknown_choice_is_refused(text: str) -> None:
     with pytest.raises(UsageProblem, match="unknown"):
-        Choice.parse(text)
+        TokenChoice.parse(text)
 
 
-def test_a_choice_of_no_token_is_refused() -> None:
+def test_a_choice_of_zero_tokens_is_refused() -> None:
     with pytest.raises(UsageProblem, match="chooses no token"):
-        Choice.parse("topk:0")
+        TokenChoice.parse("topk:0")

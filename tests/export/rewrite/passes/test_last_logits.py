@@ -1,4 +1,4 @@
-"""The head runs on the last position, whatever follows it."""
+"""The head runs on the last position, for any operators after it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ IDS = np.array([[1, 2, 3], [3, 1, 5]])
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_last_row_stays(bias: bool) -> None:
+def test_the_last_row_is_kept(bias: bool) -> None:
     expected = run(head(bias), input_ids=IDS)["logits"]
     model = head(bias)
     keep_last_logits(model)
     np.testing.assert_array_equal(run(model, input_ids=IDS)["logits"], expected[:, -1:])
 
 
-def test_the_output_says_that_it_has_one_position() -> None:
+def test_the_output_declares_one_position() -> None:
     model = head()
     keep_last_logits(model)
     assert [str(axis) for axis in model.graph.outputs[0].shape or ()] == ["b", "1", "6"]
 
 
-def test_one_token_is_its_own_last() -> None:
+def test_a_single_token_is_the_last_one() -> None:
     model = head()
     keep_last_logits(model)
     np.testing.assert_array_equal(
@@ -35,7 +35,7 @@ def test_one_token_is_its_own_last() -> None:
     )
 
 
-def test_logits_that_positions_share_are_refused() -> None:
+def test_logits_that_mix_positions_are_refused() -> None:
     nodes = [
         helper.make_node("Cast", ["input_ids"], ["floats"], to=1),
         helper.make_node("Softmax", ["floats"], ["logits"]),

@@ -1,4 +1,4 @@
-"""Operators spelled out for older runtimes compute what the runtime's own do."""
+"""Operators expanded for older runtimes give the results of the runtime's own operators."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attention(kv_heads: int, value_size: int, **attributes: Any) -> ir.Model:
 
 @pytest.mark.parametrize(("kv_heads", "value_size"), [(6, 4), (2, 4), (1, 4), (3, 7)])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_attention_is_spelled_out_exactly(kv_heads: int, value_size: int, softcap: float) -> None:
+def test_attention_is_expanded_exactly(kv_heads: int, value_size: int, softcap: float) -> None:
     given = {"scale": 0.3, **({"softcap": softcap} if softcap else {})}
     feeds = {
         "q": RNG.normal(size=(BATCH, HEADS, NEW, SIZE)).astype(np.float32),
@@ -48,7 +48,7 @@ def test_attention_is_spelled_out_exactly(kv_heads: int, value_size: int, softca
     np.testing.assert_allclose(run(model, **feeds)["y"], expected, atol=1e-6)
 
 
-def test_rms_normalization_is_spelled_out() -> None:
+def test_rms_normalization_is_expanded() -> None:
     def norm() -> ir.Model:
         node = helper.make_node("RMSNormalization", ["x", "scale"], ["y"], epsilon=1e-3)
         scale = np.arange(8, dtype=np.float32)
@@ -63,7 +63,7 @@ def test_rms_normalization_is_spelled_out() -> None:
 @pytest.mark.parametrize("interleaved", [0, 1])
 @pytest.mark.parametrize("size", [0, 4])
 @pytest.mark.parametrize("by_position", [False, True])
-def test_rotary_embedding_is_spelled_out(interleaved: int, size: int, by_position: bool) -> None:
+def test_rotary_embedding_is_expanded(interleaved: int, size: int, by_position: bool) -> None:
     names = ["x", "cos", "sin", "positions"][: 4 if by_position else 3]
     table = [16, (size or 8) // 2] if by_position else [2, 3, (size or 8) // 2]
 
@@ -87,13 +87,13 @@ def test_nodes_keep_the_names_of_their_modules() -> None:
     assert all(name.startswith("layers.0.self_attn/Attention/") for name in names)
 
 
-def test_a_newer_opset_needs_no_other_nodes() -> None:
+def test_a_newer_opset_changes_no_nodes() -> None:
     model = attention(2, 4, scale=0.5)
     to_opset(model, 24)
     assert [node.op_type for node in model.graph] == ["Attention"] and model.opset_imports[""] == 24
 
 
-def test_an_operator_without_an_equal_is_refused() -> None:
+def test_an_operator_without_an_equivalent_is_refused() -> None:
     node = helper.make_node("Attention", ["q", "k", "v"], ["y"], is_causal=1)
     ports = [port(name, ["b", HEADS, "s", SIZE]) for name in "qkv"]
     with pytest.raises(UnsupportedInput, match="Attention"):

@@ -1,4 +1,4 @@
-"""Layouts: what is written beside the graphs for each client, and what is refused."""
+"""The files of each client, and the models and options that a client refuses."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.export.clients import Graphs, Model, by_names, layouts, roles_for, transformersjs
-from llmconv.export.clients import genai as genai_layout
+from llmconv.export.clients import ClientModel, EncodedGraphs, find_clients, known_clients, roles_for, transformersjs
+from llmconv.export.clients import genai as genai_client
 from llmconv.export.clients.optimum import accept_any_empty_past, guess
 from llmconv.export.input_maps import InputMap, Port, find_input_map
 from llmconv.export.tracing.fake_model import load_config
@@ -32,23 +32,23 @@ ALL = ("genai", "optimum", "transformersjs")
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unusual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a head size that is not hidden/heads and one key/value head, all layouts; do not write into it."""
-    folder = save_tiny("qwen3", tmp_path_factory.mktemp("odd") / "qwen3", head_dim=24, num_key_value_heads=1)
+    folder = save_tiny("qwen3", tmp_path_factory.mktemp("unusual") / "qwen3", head_dim=24, num_key_value_heads=1)
     export(folder, layout=ALL)
     return folder
 
 
-def model_of(model_type: str, generation: dict[str, Any] | None = None, **changes: Any) -> Model:
-    """What a layout knows of a tiny model."""
+def model_of(model_type: str, generation: dict[str, Any] | None = None, **changes: Any) -> ClientModel:
+    """The description of a tiny model for clients."""
     config = load_config({**CONFIGS[model_type], "model_type": model_type, **changes})
-    return Model(config, find_input_map(model_type), generation)
+    return ClientModel(config, find_input_map(model_type), generation)
 
 
-def genai_config(model: Model, *roles: str) -> dict[str, Any]:
+def genai_config(model: ClientModel, *roles: str) -> dict[str, Any]:
     """The content of genai_config.json over these graphs."""
-    graphs = Graphs(dict.fromkeys(roles, b""), {role: f"{role}.onnx" for role in roles}, ("model.safetensors",))
-    content: dict[str, Any] = json.loads(genai_layout.files(model, graphs)["genai_config.json"])
+    graphs = EncodedGraphs(dict.fromkeys(roles, b""), {role: f"{role}.onnx" for role in roles}, ("model.safetensors",))
+    content: dict[str, Any] = json.loads(genai_client.files(model, graphs)["genai_config.json"])
     return content
 
 
@@ -59,21 +59,21 @@ def axes(path: Path, name: str) -> list[str | int]:
     return [axis.dim_param or axis.dim_value for axis in port.type.tensor_type.shape.dim]
 
 
-def test_every_layout_has_the_name_of_its_file() -> None:
-    assert all(layout.name == name for name, layout in layouts().items())
+def test_every_client_has_the_name_of_its_file() -> None:
+    assert all(layout.name == name for name, layout in known_clients().items())
 
 
-def test_an_unknown_layout_names_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(UsageProblem, match="no layout `coreml`") as refused:
+def test_an_unknown_layout_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UsageProblem, match="unknown layout `coreml`") as refused:
         export(tmp_path, layout="coreml")
     assert "genai, onnxruntime, optimum, transformersjs" in refused.value.hint
 
 
 @pytest.mark.parametrize("graph", ["--prefill", "--incremental"])
-def test_half_a_pair_of_graphs_contradicts_genai(tmp_path: Path, graph: str) -> None:
+def test_genai_refuses_half_a_pair_of_graphs(tmp_path: Path, graph: str) -> None:
     result = CliRunner().invoke(main, ["export", str(tmp_path), graph, "--layout", "genai"])
     assert result.exit_code == 2
-    assert "layout `genai` can do nothing with" in result.stderr and "`--prefill --incremental`" in result.stderr
+    assert "layout `genai` cannot use" in result.stderr and "`--prefill --incremental`" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -89,25 +89,25 @@ def test_half_a_pair_of_graphs_contradicts_genai(tmp_path: Path, graph: str) -> 
 def test_a_layout_implies_the_graphs_that_its_client_runs(
     names: list[str], asked: list[str], expected: list[str]
 ) -> None:
-    assert roles_for(by_names(names), asked) == expected
+    assert roles_for(find_clients(names), asked) == expected
 
 
-def test_everything_beside_the_graphs_is_in_the_manifest(odd: Path) -> None:
-    files = read_manifest(odd).files
+def test_the_files_of_clients_are_in_the_manifest(unusual: Path) -> None:
+    files = read_manifest(unusual).files
     for name in ("model.onnx", "transformersjs.graph", "genai_config.json"):
-        assert files[name]["sha256"] == hashlib.sha256((odd / name).read_bytes()).hexdigest()
+        assert files[name]["sha256"] == hashlib.sha256((unusual / name).read_bytes()).hexdigest()
     assert files["onnx/model.onnx"] == {"link": "../transformersjs.graph"}
-    assert read_manifest(odd).steps[-1]["options"]["layouts"] == list(ALL)
+    assert read_manifest(unusual).steps[-1]["options"]["layouts"] == list(ALL)
 
 
-def test_no_layout_copies_weights(odd: Path) -> None:
-    weights = (odd / "model.safetensors").stat().st_size
-    written = [path for path in odd.rglob("*") if path.is_file() and not path.is_symlink()]
+def test_no_layout_copies_weights(unusual: Path) -> None:
+    weights = (unusual / "model.safetensors").stat().st_size
+    written = [path for path in unusual.rglob("*") if path.is_file() and not path.is_symlink()]
     assert sum(path.stat().st_size for path in written) < weights + 300_000
 
 
-def test_a_folder_with_all_layouts_passes_verification(odd: Path) -> None:
-    report = verify(odd)
+def test_a_folder_with_all_layouts_passes_verification(unusual: Path) -> None:
+    report = verify(unusual)
     assert report.verdict == "pass", [line for line in report.lines() if line.startswith("FAILED")]
 
 
@@ -137,7 +137,7 @@ def test_a_new_folder_can_be_replaced_with_its_links(llama: Path, tmp_path: Path
     assert len(shards) > 1 and [link.resolve() for link in links] == shards
 
 
-def test_genai_wants_one_graph_or_the_pair() -> None:
+def test_genai_takes_one_graph_or_the_pair() -> None:
     assert genai_config(model_of("llama"), "unified")["model"]["decoder"]["filename"] == "unified.onnx"
     pair = genai_config(model_of("llama"), "prefill", "decode")["model"]
     assert pair["type"] == "decoder-pipeline" and "filename" not in pair["decoder"]
@@ -161,31 +161,31 @@ PAIR_AND_ONE = (("prefill", "decode"), ("unified",))
         ({"pad_token_id": None}, {"pad_token_id": 0}),
     ],
 )
-def test_generation_config_tells_genai_the_tokens(tokens_of: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_genai_gets_the_tokens_of_generation_config(tokens_of: dict[str, Any], expected: dict[str, Any]) -> None:
     found = genai_config(model_of("llama", tokens_of), "unified")["model"]
     assert {name: found[name] for name in expected} == expected
 
 
-def test_a_model_without_end_token_is_never_ended_by_its_padding() -> None:
+def test_a_model_without_end_token_does_not_end_at_padding() -> None:
     found = genai_config(model_of("llama", eos_token_id=None, pad_token_id=None), "unified")["model"]
     assert (found["eos_token_id"], found["pad_token_id"]) == ([found["vocab_size"] - 1], found["vocab_size"] - 1)
 
 
-def test_genai_samples_only_where_generation_config_says_so() -> None:
+def test_genai_samples_only_with_do_sample_in_generation_config() -> None:
     assert genai_config(model_of("llama"), "unified")["search"]["do_sample"] is False
-    told = {"do_sample": True, "top_p": 0.9, "temperature": 0.6, "top_k": None}
-    search = genai_config(model_of("llama", told), "unified")["search"]
+    content = {"do_sample": True, "top_p": 0.9, "temperature": 0.6, "top_k": None}
+    search = genai_config(model_of("llama", content), "unified")["search"]
     assert search["do_sample"] is True and search["top_p"] == 0.9 and "top_k" not in search
 
 
-def test_genai_knows_no_model_with_several_head_sizes() -> None:
+def test_genai_refuses_a_model_with_several_head_sizes() -> None:
     class Uneven(InputMap):
         def inputs(self, config: Any) -> tuple[Port, ...]:
             *rest, last = super().inputs(config)
             return (*rest, Port(last.name, last.dtype, (*last.axes[:3], 8)))
 
-    with pytest.raises(UnsupportedInput, match="one number of heads and one head size"):
-        genai_layout.check(Model(model_of("llama").config, Uneven()))
+    with pytest.raises(UnsupportedInput, match="only one number of heads and one head size"):
+        genai_client.check(ClientModel(model_of("llama").config, Uneven()))
 
 
 @pytest.mark.parametrize(
@@ -202,18 +202,18 @@ def test_optimum_guesses_the_cache(model_type: str, changes: dict[str, Any], exp
     assert guess(model.config, model.input_map.inputs(model.config)[-1]) == expected
 
 
-def test_the_graph_takes_the_wrong_guess_only_where_it_must(odd: Path, llama: Path) -> None:
+def test_the_graph_accepts_any_guess_only_if_the_guess_is_wrong(unusual: Path, llama: Path) -> None:
     export(llama, layout="optimum")
     assert axes(llama / "model.onnx", "past_key_values.0.key") == ["batch_size", 2, "past_sequence_length", 16]
-    assert axes(odd / "model.onnx", "past_key_values.0.key")[1::2] == ["kv_heads", "head_dim"]
-    assert axes(odd / "transformersjs.graph", "past_key_values.0.key")[1::2] == [1, 24]
+    assert axes(unusual / "model.onnx", "past_key_values.0.key")[1::2] == ["kv_heads", "head_dim"]
+    assert axes(unusual / "transformersjs.graph", "past_key_values.0.key")[1::2] == [1, 24]
 
 
-def test_any_empty_past_gives_what_the_right_one_gives(odd: Path) -> None:
+def test_an_empty_past_of_any_shape_gives_the_same_outputs(unusual: Path) -> None:
     inputs = tokens(batch=2, length=7)
     past = {f"past_key_values.{i}.{part}": np.zeros((2, 4, 0, 16), np.float32) for i in range(4) for part in PARTS}
-    outputs = run_graph(odd / "model.onnx", inputs, past)
-    np.testing.assert_allclose(outputs["logits"], eager_logits(odd, inputs), atol=3e-6)
+    outputs = run_graph(unusual / "model.onnx", inputs, past)
+    np.testing.assert_allclose(outputs["logits"], eager_logits(unusual, inputs), atol=3e-6)
     assert outputs["present.3.value"].shape == (2, 1, 7, 24)
 
 
@@ -227,45 +227,45 @@ def test_the_variant_is_deterministic(deep: Callable[[str], Path]) -> None:
     assert accept_any_empty_past(encoded, past) == accept_any_empty_past(encoded, past)
 
 
-def test_transformersjs_is_told_of_its_data_in_a_new_folder_only(llama: Path, tmp_path: Path) -> None:
+def test_transformersjs_config_is_written_in_a_new_folder_only(llama: Path, tmp_path: Path) -> None:
     before = (llama / "config.json").read_bytes()
     export(llama, layout="transformersjs")
     export(llama, tmp_path / "new", layout="transformersjs")
     assert (llama / "config.json").read_bytes() == before
-    told = json.loads((tmp_path / "new" / "config.json").read_text())["transformers.js_config"]
-    assert told == {"use_external_data_format": {"model.onnx": 1}}
+    content = json.loads((tmp_path / "new" / "config.json").read_text())["transformers.js_config"]
+    assert content == {"use_external_data_format": {"model.onnx": 1}}
 
 
-def test_the_links_of_transformersjs_open_where_they_lie_and_as_copies(odd: Path, tmp_path: Path) -> None:
+def test_the_links_of_transformersjs_open_in_place_and_as_copies(unusual: Path, tmp_path: Path) -> None:
     inputs = tokens(batch=2, length=7)
-    copied = Path(shutil.copytree(odd / "onnx", tmp_path / "onnx"))
-    linked, plain = (run_graph(folder / "model.onnx", inputs)["logits"] for folder in (odd / "onnx", copied))
+    copied = Path(shutil.copytree(unusual / "onnx", tmp_path / "onnx"))
+    linked, plain = (run_graph(folder / "model.onnx", inputs)["logits"] for folder in (unusual / "onnx", copied))
     np.testing.assert_array_equal(linked, plain)
 
 
 def test_transformersjs_takes_a_hundred_data_files() -> None:
-    graphs = Graphs({"unified": b""}, {"unified": "model.onnx"}, tuple(f"{i}.safetensors" for i in range(101)))
+    graphs = EncodedGraphs({"unified": b""}, {"unified": "model.onnx"}, tuple(f"{i}.safetensors" for i in range(101)))
     with pytest.raises(UsageProblem, match="at most 100 data files") as refused:
         transformersjs.files(model_of("llama"), graphs)
     assert "--max-shard-size" in refused.value.hint
 
 
-def test_transformersjs_gets_the_generation_config_that_it_insists_on(llama: Path) -> None:
+def test_transformersjs_gets_the_generation_config_that_it_requires(llama: Path) -> None:
     (llama / "generation_config.json").unlink()
     export(llama, layout="transformersjs")
-    told = json.loads((llama / "generation_config.json").read_text())
-    assert told == {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    content = json.loads((llama / "generation_config.json").read_text())
+    assert content == {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     assert "generation_config.json" in read_manifest(llama).files
 
 
-def test_a_link_leads_to_a_file_of_the_folder(odd: Path) -> None:
+def test_a_link_leads_to_a_file_of_the_folder(unusual: Path) -> None:
     model, weights = model_of("qwen3"), ("a.safetensors", "b.safetensors")
-    graphs = Graphs({"unified": onnx.ModelProto().SerializeToString()}, {"unified": "model.onnx"}, weights)
+    graphs = EncodedGraphs({"unified": onnx.ModelProto().SerializeToString()}, {"unified": "model.onnx"}, weights)
     files = transformersjs.files(model, graphs)
     assert files["onnx/model.onnx_data_1"] == Link("../b.safetensors")
 
 
-def test_the_command_lists_what_it_wrote(llama: Path) -> None:
+def test_the_command_lists_the_written_files(llama: Path) -> None:
     result = CliRunner().invoke(main, ["export", str(llama), "--layout", "genai", "--layout", "optimum", "--json"])
     assert result.exit_code == 0, result.output
     printed = json.loads(result.stdout)

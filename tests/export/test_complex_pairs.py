@@ -1,10 +1,10 @@
-"""Complex rotations as two real tensors: what torch's own complex numbers give."""
+"""Complex rotations as two real tensors: equal to torch's own complex numbers."""
 
 from __future__ import annotations
 
 import torch
 
-from llmconv.export.tracing.complex_pairs import complex_as_pairs
+from llmconv.export.library_patches import complex_as_pairs
 
 
 def rotate(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -14,15 +14,8 @@ def rotate(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(numbers * turns[:, None, :].to(states.device)).flatten(-2)
 
 
-def test_a_rotation_by_pairs_is_the_complex_one() -> None:
+def test_a_rotation_of_pairs_equals_the_complex_rotation() -> None:
     states, angles = torch.randn(2, 3, 4, 8), torch.randn(3, 4)
     expected = rotate(states, angles)
     with complex_as_pairs():
         torch.testing.assert_close(rotate(states, angles), expected)
-
-
-def test_torch_is_itself_again_afterwards() -> None:
-    before = torch.polar, torch.view_as_complex, torch.view_as_real
-    with complex_as_pairs():
-        assert torch.polar is not before[0]
-    assert (torch.polar, torch.view_as_complex, torch.view_as_real) == before

@@ -1,13 +1,11 @@
-"""Complex numbers as two real tensors while a model is traced: ONNX has none.
+"""Complex numbers as pairs of real tensors while a model is traced: ONNX has no complex type.
 
 Some families rotate positions by complex multiplication (`torch.polar`, `view_as_complex`, `view_as_real`). Between
-these three functions a pair behaves as the complex tensor would, as far as a rotation needs it.
+these three functions a pair supports the operations of a complex tensor that a rotation needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ComplexPair:
-    """Real and imaginary part, of one shape."""
+    """Real and imaginary part, two tensors of one shape."""
 
     real: Tensor
     imag: Tensor
 
     def __mul__(self, other: Any) -> ComplexPair:
-        """Product with another pair, or with a real tensor or number."""
+        """Product with another pair, a real tensor or a number."""
         if isinstance(other, ComplexPair):
             return ComplexPair(
                 self.real * other.real - self.imag * other.imag, self.real * other.imag + self.imag * other.real
@@ -33,11 +31,11 @@ class ComplexPair:
     __rmul__ = __mul__
 
     def __getitem__(self, index: Any) -> ComplexPair:
-        """The same part of both."""
+        """The pair of the same index of both parts."""
         return ComplexPair(self.real[index], self.imag[index])
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the real part; a method is applied to both parts."""
+        """Attributes of the real part; methods are applied to both parts."""
         attribute = getattr(self.real, name)
         if not callable(attribute):
             return attribute
@@ -46,31 +44,16 @@ class ComplexPair:
         )
 
 
-def _polar(magnitude: Tensor, angle: Tensor) -> ComplexPair:
+def polar(magnitude: Tensor, angle: Tensor) -> ComplexPair:
+    """`torch.polar` as a pair; both tensors of one shape."""
     return ComplexPair(magnitude * torch.cos(angle), magnitude * torch.sin(angle))
 
 
-def _view_as_complex(pairs: Tensor) -> ComplexPair:
+def view_as_complex(pairs: Tensor) -> ComplexPair:
+    """`torch.view_as_complex` as a pair: the last axis `[..., 2]` has real and imaginary part."""
     return ComplexPair(pairs[..., 0], pairs[..., 1])
 
 
-def _view_as_real(number: ComplexPair) -> Tensor:
+def view_as_real(number: ComplexPair) -> Tensor:
+    """`torch.view_as_real` of a pair, `[..., 2]`."""
     return torch.stack([number.real, number.imag], dim=-1)
-
-
-@contextmanager
-def complex_as_pairs() -> Iterator[None]:
-    """`torch.polar`, `view_as_complex` and `view_as_real` make and take pairs inside."""
-    own: dict[str, Callable[..., Any]] = {
-        "polar": _polar,
-        "view_as_complex": _view_as_complex,
-        "view_as_real": _view_as_real,
-    }
-    theirs = {name: getattr(torch, name) for name in own}
-    try:
-        for name, function in own.items():
-            setattr(torch, name, function)
-        yield
-    finally:
-        for name, function in theirs.items():
-            setattr(torch, name, function)

@@ -1,0 +1,101 @@
+"""The patched libraries: every patched attribute exists, every patch has its effect and ends with its context."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import onnx_ir as ir
+import onnxscript.optimizer
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers.cache_utils import Cache
+
+from llmconv.export import library_patches
+from llmconv.export.complex_pairs import ComplexPair
+
+PATCHED = [
+    ("onnxscript.rewriter._matcher", "math"),
+    ("torch", "polar"),
+    ("torch", "view_as_complex"),
+    ("torch", "view_as_real"),
+    ("torch.nn", "Module.register_parameter"),
+    ("transformers.exporters.exporter_onnx", "_ONNX_TRANSLATION_TABLE"),
+    ("transformers.exporters.utils", "apply_patches"),
+    ("transformers.exporters.utils", "apply_fx_node_fixes"),
+    ("transformers.cache_utils", "DummyLayer"),
+]
+
+
+def lookup(module: str, path: str) -> Any:
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize(("module", "path"), PATCHED, ids=str)
+def test_the_library_still_has_what_is_patched_or_used(module: str, path: str) -> None:
+    assert lookup(module, path) is not None
+
+
+@pytest.mark.parametrize("patch", ["exact_constants", "complex_as_pairs", "fake_parameters", "transformers_fixes"])
+def test_a_patch_ends_with_its_context(patch: str) -> None:
+    before = [lookup(module, path) for module, path in PATCHED] + [torch.Tensor.expand, torch.where]
+    with getattr(library_patches, patch)():
+        pass
+    after = [lookup(module, path) for module, path in PATCHED] + [torch.Tensor.expand, torch.where]
+    assert all(left is right for left, right in zip(before, after, strict=True))
+
+
+def small_sum() -> ir.Model:
+    """A graph that adds 1e-9 to its input."""
+    tensor = ir.tensor(1e-9, dtype=ir.DataType.FLOAT, name="epsilon")
+    epsilon = ir.val("epsilon", ir.DataType.FLOAT, [], const_value=tensor)
+    x = ir.val("x", ir.DataType.FLOAT, [1])
+    node = ir.node("Add", [x, epsilon])
+    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[epsilon], opset_imports={"": 23})
+    return ir.Model(graph, ir_version=10)
+
+
+def test_the_optimizer_keeps_an_epsilon_only_with_the_patch() -> None:
+    kept, lost = small_sum(), small_sum()
+    onnxscript.optimizer.optimize(lost)
+    with library_patches.exact_constants():
+        onnxscript.optimizer.optimize(kept)
+    assert [node.op_type for node in kept.graph] == ["Add"]
+    assert [node.op_type for node in lost.graph] != ["Add"], "onnxscript compares exactly now: remove the patch"
+
+
+def test_complex_numbers_are_pairs_only_with_the_patch() -> None:
+    with library_patches.complex_as_pairs():
+        assert isinstance(torch.polar(torch.ones(2), torch.ones(2)), ComplexPair)
+    assert torch.polar(torch.ones(2), torch.ones(2)).is_complex()
+
+
+def test_parameters_are_fake_only_with_the_patch() -> None:
+    with library_patches.fake_parameters():
+        fake = nn.Linear(1 << 20, 1 << 20)
+    assert isinstance(fake.weight, FakeTensor) and isinstance(fake.bias, FakeTensor)
+    assert not isinstance(nn.Linear(2, 2).weight, FakeTensor)
+
+
+def test_transformers_fixes_change_torch() -> None:
+    patched = importlib.import_module("transformers.exporters.utils")._PATCHES["onnx"]
+    owner, name, _ = patched[0]
+    holder, _, attribute = owner.partition(".")
+    before = getattr(lookup(holder, attribute) if attribute else importlib.import_module(holder), name)
+    with library_patches.transformers_fixes():
+        inside = getattr(lookup(holder, attribute) if attribute else importlib.import_module(holder), name)
+    assert inside is not before
+
+
+def test_the_translations_are_functions_by_operation() -> None:
+    assert library_patches.TRANSLATIONS
+    assert all(callable(key) and callable(value) for key, value in library_patches.TRANSLATIONS.items())
+
+
+def test_the_empty_layer_is_a_cache_layer() -> None:
+    assert len(Cache(layers=[library_patches.EMPTY_LAYER()]).layers) == 1
