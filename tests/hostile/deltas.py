@@ -200,8 +200,8 @@ EXACT: dict[str, Case] = {
     "base: another shape": changed("another kind", base=told_from(shape=[8, 5])),
     "base: another dtype": changed("another kind", base=told_from(dtype="int8")),
     "base: a shape that is no list": changed("impossible shape", base=told_from(shape=8)),
-    "base: no sha256": changed("does not say what", base={"name": NAME}),
-    "base: a text": changed("does not say what", base="evil"),
+    "base: no sha256": changed("invalid base tensor", base={"name": NAME}),
+    "base: a text": changed("invalid base tensor", base="evil"),
     "base: none, for what was told from it": changed("wrong checksum", base=None),
     "delta.json: 100,000 deep": exact(
         "not valid JSON", lambda path: (path / "delta.json").write_bytes(nested(100_000))

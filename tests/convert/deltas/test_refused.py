@@ -90,7 +90,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no rows": (reindex(rows=0), "has no blocks"),
     "more bytes than there are": (reindex(blocks=[[10**6, 0, 0]]), "describes .* bytes of frames"),
     "blocks of text": (reindex(blocks=["a"]), "has 1 blocks"),
-    "no sha256": (reindex(base={"name": "a"}), "does not say what"),
+    "no sha256": (reindex(base={"name": "a"}), "invalid base tensor"),
     "a base of another kind": (
         reindex(base={"name": "a", "dtype": "int8", "shape": [1], "sha256": ""}),
         "from a tensor of another kind",
