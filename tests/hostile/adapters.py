@@ -161,10 +161,10 @@ CASES: dict[str, Case] = {
     **{f"honest: {name}": case for name, case in HONEST.items()},
     "os.system": more(call("os", "system", text(SHELL)), ATTACK),
     "eval": more(call("builtins", "eval", text(PYTHON)), ATTACK),
-    "another call": more(call("evil", "Evil", text(CANARY)), "no plain state dict"),
-    "a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "no plain state dict"),
+    "another call": more(call("evil", "Evil", text(CANARY)), "not a plain state dict"),
+    "a nested pickle": more(call("pickle", "loads", b"C\x04cos\n"), "not a plain state dict"),
     "a pickle after the pickle": pickled(lambda data: data + b"cos\nsystem\n.", "after its end"),
-    "a list": pickled(lambda _: pickle.dumps([1], 2), "no plain state dict"),
+    "a list": pickled(lambda _: pickle.dumps([1], 2), "not a plain state dict"),
     "cut": after(lambda path: os.truncate(path / "adapter_model.bin", 300), "truncated|not a torch file"),
     "weights: a pipe": instead("adapter_model.bin", lambda path: os.mkfifo(path), NO_FILE),
     "weights: a link to /dev/zero": instead("adapter_model.bin", lambda path: path.symlink_to("/dev/zero"), NO_FILE),
@@ -197,22 +197,24 @@ CASES: dict[str, Case] = {
     "rank: a half": adapter(None, {"r": 2.5}),
     "rank pattern: a list": adapter(ODD, {"rank_pattern": ["x"]}),
     "rank pattern: 400 digits": adapter(ODD, {"rank_pattern": {"x": HUGE}}),
-    "rank pattern: no expression": adapter("no regular expression", {"rank_pattern": {"((": 2}}),
+    "rank pattern: no expression": adapter("not a valid regular expression", {"rank_pattern": {"((": 2}}),
     "rank pattern: 100,000 brackets": adapter("together", {"rank_pattern": {"(" * 100_000: 2}}),
-    "rank pattern: 400 brackets": adapter("no regular expression", {"rank_pattern": {"(" * 400: 2}}),
+    "rank pattern: 400 brackets": adapter("not a valid regular expression", {"rank_pattern": {"(" * 400: 2}}),
     "rank pattern: 200 brackets in brackets": adapter(None, {"rank_pattern": {"(" * 200 + "x+" + ")" * 200: 2}}),
-    "rank pattern: a backward reference": adapter("not read", {"rank_pattern": {"(.+)\\1\\1+!": 2}}),
-    "rank pattern: a look ahead": adapter("not read", {"rank_pattern": {"(?=(.+)+!)x": 2}}),
+    "rank pattern: a backward reference": adapter("not supported", {"rank_pattern": {"(.+)\\1\\1+!": 2}}),
+    "rank pattern: a look ahead": adapter("not supported", {"rank_pattern": {"(?=(.+)+!)x": 2}}),
     "rank pattern: 10,000 that are expressions": adapter(
         "together", {"rank_pattern": {f"x{n}+": 2 for n in range(10_000)}}
     ),
-    "rank pattern: a repeat of 2^40": adapter("no regular expression", {"rank_pattern": {"x{1099511627776}": 2}}),
+    "rank pattern: a repeat of 2^40": adapter(
+        "not a valid regular expression", {"rank_pattern": {"x{1099511627776}": 2}}
+    ),
     "rank pattern: exponential": adapter(None, {"rank_pattern": {"((.+)+)+[^j]": 2}}),
     "rank pattern: exponential by choices": adapter(None, {"rank_pattern": {"(.|.|.|.)*!": 2}}),
     "rank pattern: polynomial": adapter(None, {"rank_pattern": {".*" * 12 + "!": 2}}),
     "rank pattern: by optional parts": adapter(None, {"rank_pattern": {".?" * 40 + "." * 60: 2}}),
     "rank pattern: by choices in a row": adapter(None, {"rank_pattern": {"(..|.)" * 40 + "!": 2}}),
-    "rank pattern: an escape sequence": adapter("no regular expression", {"rank_pattern": {"(\x1b[2J\n": 2}}),
+    "rank pattern: an escape sequence": adapter("not a valid regular expression", {"rank_pattern": {"(\x1b[2J\n": 2}}),
     "rank pattern: ten thousand": adapter(None, {"rank_pattern": {f"x{n}": 2 for n in range(10_000)}}),
     "alpha pattern: exponential": adapter(None, {"alpha_pattern": {"(([a-z._0-9]+)*)*!": 2}}),
     "alpha pattern: 400 digits": adapter(ODD, {"alpha_pattern": {".*q_proj": HUGE}}),
@@ -222,7 +224,7 @@ CASES: dict[str, Case] = {
     "modules to save: numbers": adapter(ODD, {"modules_to_save": [1]}),
     "modules to save: a name that leads out": adapter(None, {"modules_to_save": ["../../evil"]}),
     "init: a text of 100,000": adapter("init_lora_weights", {"init_lora_weights": "pissa" + LONG}),
-    "init: not known": adapter("not known", {"init_lora_weights": "subtracts_everything"}),
+    "init: not known": adapter("unknown", {"init_lora_weights": "subtracts_everything"}),
     "init: a list": adapter(ODD, {"init_lora_weights": ["pissa"]}),
     "init: infinite": adapter(ODD, '{"peft_type": "LORA", "r": 2, "init_lora_weights": 1e999}'),
     "replication: 10^9 layers": adapter("names layer", {"layer_replication": [[0, 10**9]]}),
@@ -273,20 +275,24 @@ CASES: dict[str, Case] = {
     "names: a resized original of half a vocabulary": adapter(
         "not both", state={"base_model.model.model.embed_tokens.base_layer.weight": torch.ones(900, 4)}
     ),
-    "names: a buffer of the model": adapter("of shape", state={"base_model.model.model.norm.weight": torch.ones(7)}),
-    "names: a scalar for a weight": adapter(
-        "of shape", state={"base_model.model.model.embed_tokens.weight": torch.tensor(1.0)}
+    "names: a buffer of the model": adapter(
+        "shape mismatch", state={"base_model.model.model.norm.weight": torch.ones(7)}
     ),
-    "names: a scalar for the head": adapter("of shape", state={"base_model.model.lm_head.weight": torch.tensor(1.0)}),
+    "names: a scalar for a weight": adapter(
+        "mismatch", state={"base_model.model.model.embed_tokens.weight": torch.tensor(1.0)}
+    ),
+    "names: a scalar for the head": adapter(
+        "shape mismatch", state={"base_model.model.lm_head.weight": torch.tensor(1.0)}
+    ),
     "factors: a scalar": adapter("gathered", state={f"{MODULE}.lora_A.weight": torch.tensor(1.0)}),
     "factors: of nothing": adapter("gathered", state={f"{MODULE}.lora_A.weight": torch.ones(0, 4)}),
-    "factors: three axes": adapter("no layer that is known", state={f"{MODULE}.lora_A.weight": torch.ones(2, 4, 1)}),
+    "factors: three axes": adapter("unsupported kind of layer", state={f"{MODULE}.lora_A.weight": torch.ones(2, 4, 1)}),
     "factors: a view of 2^40": adapter(
         "larger than its storage", state={f"{MODULE}.lora_A.weight": torch.ones(1).expand(2, 1 << 40)}
     ),
     "factors: whole numbers": adapter("int64", state={f"{MODULE}.lora_A.weight": torch.ones(2, 4).long()}),
     "factors: not finite": adapter("not finite", state={f"{MODULE}.lora_A.weight": torch.full((2, 4), float("nan"))}),
-    "factors: of another base": adapter("of shape", state={f"{MODULE}.lora_B.weight": torch.ones(400, 2)}),
+    "factors: of another base": adapter("mismatch", state={f"{MODULE}.lora_B.weight": torch.ones(400, 2)}),
     "factors: a bias that is a scalar": adapter(
         "of shape|does not have|in the base has none", state={f"{MODULE}.lora_B.bias": torch.tensor(1.0)}
     ),

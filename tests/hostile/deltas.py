@@ -154,9 +154,9 @@ EXACT: dict[str, Case] = {
     "frames: a bomb that declares the right size": entry(
         "damaged frame", lying(1 << 28, 1 << 20), shape=[1 << 18], rows=1 << 18
     ),
-    "frames: one more after the first": entry("not give the rows", bomb(128) + bomb(128)),
+    "frames: one more after the first": entry("wrong checksum", bomb(128) + bomb(128)),
     "frames: a skippable one": entry("another size|damaged", b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"),
-    "frames: other rows": entry("not give the rows", bomb(128), blocks=[[len(bomb(128)), 7, 0]]),
+    "frames: other rows": entry("wrong checksum", bomb(128), blocks=[[len(bomb(128)), 7, 0]]),
     "frames: none for a tensor of zeros, as large as the disk": entry(
         "no space", shape=[1 << 40], rows=1 << 24, blocks=[[0, 0, 0]] * (1 << 16)
     ),
@@ -172,7 +172,7 @@ EXACT: dict[str, Case] = {
         NO_INDEX, lambda path: frames(path).write_bytes(b"x" * 99 + (1 << 63).to_bytes(8, "little") + b"LLMDELTA")
     ),
     "index: bytes between frames": indexed({"tensors": {}}, "describes 0 bytes", b"hidden"),
-    "name: a path": entry("holds no|does not|not give|lacks|shape", bomb(128), name="../../evil"),
+    "name: a path": entry("holds no|does not|wrong checksum|missing keys|shape", bomb(128), name="../../evil"),
     "name: an escape sequence": entry("impossible entry", name="\x1b[2J\n"),
     "name: nothing": entry("impossible entry", name=""),
     "name: 100,000 letters": entry("impossible entry", name=LONG),
@@ -192,15 +192,17 @@ EXACT: dict[str, Case] = {
     "blocks: of 400 digits": changed("blocks", blocks=[[HUGE, 0, 0]]),
     "blocks: a number": changed("no blocks", blocks=7),
     "blocks: pairs": changed("blocks", blocks=[[0, 0]]),
-    "base: another tensor": changed("another shape or dtype|lacks|other values", base=told_from(name="lm_head.weight")),
-    "base: a path": changed("lacks", base=told_from(name="../../etc/passwd")),
-    "base: an escape sequence": changed("lacks", base=told_from(name="\x1b[2J\n" + LONG)),
+    "base: another tensor": changed(
+        "another shape or dtype|missing|other values", base=told_from(name="lm_head.weight")
+    ),
+    "base: a path": changed("missing keys", base=told_from(name="../../etc/passwd")),
+    "base: an escape sequence": changed("missing keys", base=told_from(name="\x1b[2J\n" + LONG)),
     "base: another shape": changed("another kind", base=told_from(shape=[8, 5])),
     "base: another dtype": changed("another kind", base=told_from(dtype="int8")),
     "base: a shape that is not a list": changed("impossible shape", base=told_from(shape=8)),
-    "base: no sha256": changed("does not say what", base={"name": NAME}),
-    "base: a text": changed("does not say what", base="evil"),
-    "base: none, for what was told from it": changed("not give the rows", base=None),
+    "base: no sha256": changed("invalid base tensor", base={"name": NAME}),
+    "base: a text": changed("invalid base tensor", base="evil"),
+    "base: none, for what was told from it": changed("wrong checksum", base=None),
     "delta.json: 100,000 deep": exact(
         "not valid JSON", lambda path: (path / "delta.json").write_bytes(nested(100_000))
     ),
@@ -216,7 +218,7 @@ EXACT: dict[str, Case] = {
     "delta.json: a file with a zero in its name": exact("does not list|missing", retell(files=["delta.zst\0"])),
     "delta.json: a file of 100,000 letters": exact("does not list|missing|cannot be read", retell(files=[LONG])),
     "delta.json: files that are numbers": exact("does not list", retell(files=[7])),
-    "delta.json: a file ten thousand times": exact("repeats", retell(files=["delta.zst"] * 10_000)),
+    "delta.json: a file ten thousand times": exact("duplicate keys", retell(files=["delta.zst"] * 10_000)),
     "delta.json: a base with an escape sequence": exact(None, retell(base="\x1b[2J\n" + LONG)),
     "delta.json: another number of tensors": exact("holds", retell(tensors=LONG)),
     "config: code": exact(
@@ -244,7 +246,7 @@ EXTRACTED: dict[str, Case] = {
     "extract: a name with a path": extracted(None, {"../../evil": torch.ones(2)}),
     "rank: names that the base lacks": extracted("only one of the two", {"../../evil": torch.ones(2)}, rank=2),
     "rank: not a number": extracted("not finite", {f"{LAYER}.self_attn.q_proj.weight": NANS}, rank=2),
-    "rank: another shape": extracted("cannot hold", {"model.norm.weight": torch.ones(5)}, rank=2),
-    "rank: whole numbers": extracted("cannot hold", {"model.norm.weight": torch.ones(4).int()}, rank=2),
+    "rank: another shape": extracted("no adapter has", {"model.norm.weight": torch.ones(5)}, rank=2),
+    "rank: whole numbers": extracted("no adapter has", {"model.norm.weight": torch.ones(4).int()}, rank=2),
 }
 CASES: dict[str, Case] = {**{f"honest: {name}": case for name, case in WRITTEN.items()}, **EXACT, **EXTRACTED}

@@ -182,14 +182,14 @@ CASES: dict[str, Case] = {
     ),
     "mlx: not finite": mlx("not finite", arrays={f"{MODULE}.lora_a": np.full((4, 2), np.nan)}),
     "mlx: whole weights of another shape": mlx(
-        "no part|of shape|does not have", {"fine_tune_type": "full"}, {"model.norm.weight": np.ones(9)}
+        "no part|shape mismatch|does not have", {"fine_tune_type": "full"}, {"model.norm.weight": np.ones(9)}
     ),
     "mlx: whole weights of another kind of model": mlx("whole weights", {"fine_tune_type": "full"}, model_type="gpt2"),
     "torchtune: os.system": tune(ATTACK, change=SYSTEM),
     "torchtune: eval": tune(ATTACK, change=EVAL),
-    "torchtune: another call": tune("no plain state dict", change=value(call("evil", "Evil"))),
+    "torchtune: another call": tune("not a plain state dict", change=value(call("evil", "Evil"))),
     "torchtune: a pickle after the pickle": tune("after its end", change=lambda data: data + b"cos\nsystem\n."),
-    "torchtune: a list": case(plain, "no plain state dict|not a torch file"),
+    "torchtune: a list": case(plain, "not a plain state dict|not a torch file"),
     "torchtune: a pipe": case(pipe, "no adapter|not a PEFT adapter|not a regular file"),
     "torchtune: half a pair": tune("lacks B", state={"layers.0.attn.k_proj.lora_a.weight": torch.ones(2, 4)}),
     "torchtune: a view of 2^40": tune(

@@ -1,4 +1,4 @@
-"""What adapters do to the embedding, the head that may share it, and the fields of the config that depend on them."""
+"""Embedding, tied head and vocabulary size of a merged model, with the fields of the config that depend on them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from llmconv.errors import MalformedInput
 
 
 def find_embedding(names: Iterable[str]) -> str | None:
-    """The name of the only input embedding; None where it is not clear."""
+    """The name of the only input embedding; None if there is not exactly one."""
     found = [name for name in names if name.endswith(EMBEDDINGS)]
     return found[0] if len(found) == 1 else None
 
 
 def find_head(names: Iterable[str], embedding: str | None) -> str:
-    """The name of the output head, or the one it would have beside this embedding."""
+    """The name of the output head, or the name it would have in a model with this embedding."""
     found = [name for name in names if name.endswith(HEADS)]
     if len(found) == 1:
         return found[0]
     return HEADS[1] if (embedding or "").endswith("embed_in.weight") else HEAD
 
 
-def says_tied(config: Mapping[str, Any]) -> bool:
-    """Whether head and embedding are one matrix when the file has only one (transformers' default is yes)."""
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether head and embedding share one matrix (`tie_word_embeddings`, which is true by default in transformers)."""
     parts = (config, config.get("text_config"))
     return all(part.get("tie_word_embeddings", True) for part in parts if isinstance(part, Mapping))
 
 
 def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> bool:
-    """Lets `vocab_size` follow an embedding that an adapter made longer or shorter.
+    """Sets `vocab_size` to the rows of an embedding that an adapter resized.
 
     Args:
-        edits: what the adapters do.
+        edits: changes by the adapters.
         embedding: name of the input embedding.
         head: name of the output head.
         config: changed in place.
@@ -61,24 +61,24 @@ def fit_vocabulary(edits: Edits, embedding: str | None, head: str, config: dict[
 
 
 def follow_tokens(edits: Edits, embedding: str | None, head: str) -> None:
-    """Gives a tied head the trained rows of the embedding, as PEFT does (`TrainableTokensWrapper`, `tied_adapter`)."""
+    """Copies trained rows of the embedding to a tied head, as PEFT does (`TrainableTokensWrapper`, `tied_adapter`)."""
     tied = edits.tied or (head in edits.tensors and edits.config.get("tie_word_embeddings") is True)
     if embedding in edits.tokens and tied and head not in edits.tokens:
         edits.tokens[head] = edits.tokens[embedding]
 
 
 def untie(edits: Edits, embedding: str | None, head: str, config: dict[str, Any]) -> None:
-    """Gives the head its own tensor where it and the embedding part ways.
+    """Gives the head its own tensor if it no longer equals the embedding.
 
     Args:
-        edits: what the adapters do; a head that stays shared is taken out of its tensors.
+        edits: changes by the adapters; a head that stays tied is removed from its tensors.
         embedding: name of the input embedding.
         head: name of the output head.
         config: changed in place.
     """
     if edits.tied and edits.same(head, embedding):
         del edits.tensors[head]
-    elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and says_tied(config):
+    elif head in edits.tensors and (edits.touches(head) or edits.touches(embedding)) and is_tied(config):
         set_everywhere(config, "tie_word_embeddings", False)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
+from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.other_tools.layer_sizes import sizes_of
 from llmconv.convert.algebra.operations import permute_rows, rename, rope_order
 from llmconv.convert.formats.accessory.config import AccessoryParams
@@ -86,7 +86,7 @@ def _experts(base: Checkpoint) -> int:
 
 def _convert(
     whole: dict[str, LazyTensor], family: str, base: Checkpoint, source: str
-) -> tuple[dict[str, Factors], dict[str, LazyTensor]]:
+) -> tuple[dict[str, ForeignPair], dict[str, LazyTensor]]:
     """The factors by the base's modules and the other tensors by its names, rows in its order."""
     params = AccessoryParams(family, {"moe": {"num_experts": _experts(base)}}, 0, 0, 1, 1, 0)
     names = table_of(params)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llmconv.convert.adapters.weighted_sum import LowRank, add_low_rank
+from llmconv.convert.adapters.weighted_sum import LoraProduct, add_products
 from llmconv.convert.algebra.operations import listing, permute_rows, rename, require, rope_order, slice_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.accessory.config import AccessoryParams
@@ -108,9 +108,9 @@ def _with_lora(parts: dict[str, LazyTensor], owner: str, source: str) -> LazyTen
             f"{list(weight.shape)}",
             hint="the base belongs to another model, or a matrix is missing; copy the folder again",
         )
-    changes = [LowRank(parts["lora_a"], parts["lora_b"], 1.0)]
-    merged = add_low_rank(weight, changes, weight.dtype)
-    return replace(merged, recast=lambda dtype: add_low_rank(weight, changes, dtype))
+    changes = [LoraProduct(parts["lora_a"], parts["lora_b"], 1.0)]
+    merged = add_products(weight, changes, weight.dtype)
+    return replace(merged, recast=lambda dtype: add_products(weight, changes, dtype))
 
 
 def _with_zero_biases(tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:

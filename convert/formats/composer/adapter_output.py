@@ -11,10 +11,10 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.lora.config import parse_config
 from llmconv.convert.adapters.merging import merged
-from llmconv.convert.adapters.peft_file import to_adapter
+from llmconv.convert.adapters.peft_tensors import to_adapter
 from llmconv.convert.adapters.placement.edits import HEAD
 from llmconv.convert.adapters.placement.tensor_names import match_names
-from llmconv.convert.adapters.placement.vocabulary import says_tied
+from llmconv.convert.adapters.placement.vocabulary import is_tied
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.formats.composer.peft_run import PREFIX, PeftRun
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
@@ -99,7 +99,7 @@ def _separate(run: PeftRun, model: Checkpoint) -> Checkpoint:
 
 def _check_places(run: PeftRun, model: Checkpoint) -> None:
     """Refuses factors without a module, and modules that PEFT adapts (`check_target_module_exists`) without factors."""
-    names = model.tensors.keys() | ({HEAD} if says_tied(model.config) else set())
+    names = model.tensors.keys() | ({HEAD} if is_tied(model.config) else set())
     homes = match_names({f"{module}.weight" for module in run.modules}, names, run.path.name)
     targets = run.config.get("target_modules")
     if not isinstance(targets, list) or any(run.config.get(field) for field in NARROWING):

@@ -15,7 +15,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
+from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.other_tools.joining import join_modules
 from llmconv.convert.algebra.operations import concat, slice_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
@@ -132,7 +132,7 @@ def _split(tensor: LazyTensor, sizes: Sequence[int]) -> list[LazyTensor]:
 
 def _placed(
     tensors: Mapping[str, LazyTensor], lit: LitConfig, kind: str, base: Checkpoint, source: str
-) -> dict[str, Factors]:
+) -> dict[str, ForeignPair]:
     """The factors by the base's modules, joined where the base fuses several modules."""
     factors = pair_up(tensors, FACTOR, source)
     attention = [lit.n_head * lit.head_size, *[lit.n_query_groups * lit.head_size] * 2]
@@ -154,7 +154,7 @@ def _placed(
     return {module: _without_padding(own, base.get(f"{module}.weight"), lit) for module, own in placed.items()}
 
 
-def _without_padding(own: Factors, weight: LazyTensor | None, lit: LitConfig) -> Factors:
+def _without_padding(own: ForeignPair, weight: LazyTensor | None, lit: LitConfig) -> ForeignPair:
     """Removes the rows of the head with which LitGPT pads the vocabulary."""
     if weight is None or own.b.num_rows != lit.padded_vocab_size or weight.num_rows >= own.b.num_rows:
         return own

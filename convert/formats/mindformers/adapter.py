@@ -17,10 +17,10 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
+from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.other_tools.joining import join_modules
-from llmconv.convert.adapters.other_tools.layer_sizes import Sizes, sizes_of
-from llmconv.convert.adapters.peft_file import CONFIG
+from llmconv.convert.adapters.other_tools.layer_sizes import LayerSizes, sizes_of
+from llmconv.convert.adapters.peft_tensors import CONFIG
 from llmconv.convert.algebra.operations import listing, permute_rows
 from llmconv.convert.algebra.row_groups import interleave_rows
 from llmconv.convert.formats.mindformers.config import RunConfig, read_run_config
@@ -51,7 +51,7 @@ class LoraFamily:
 
     sign: re.Pattern[str]
     names: Mapping[str, str | None]
-    place: Callable[[dict[str, Factors], RunConfig, Sizes, Mapping[str, str]], dict[str, Factors]]
+    place: Callable[[dict[str, ForeignPair], RunConfig, LayerSizes, Mapping[str, str]], dict[str, ForeignPair]]
 
 
 def is_mindformers_adapter(path: Path) -> bool:
@@ -120,8 +120,8 @@ def _family(tensors: Mapping[str, LazyTensor], source: str) -> LoraFamily:
 
 
 def _placed(
-    factors: dict[str, Factors], family: LoraFamily, run: RunConfig, base: Checkpoint, source: str
-) -> dict[str, Factors]:
+    factors: dict[str, ForeignPair], family: LoraFamily, run: RunConfig, base: Checkpoint, source: str
+) -> dict[str, ForeignPair]:
     table = {name.removesuffix(".weight"): str(to).removesuffix(".weight") for name, to in family.names.items()}
     try:
         return family.place(factors, run, sizes_of(base), table)
@@ -132,10 +132,12 @@ def _placed(
         ) from error
 
 
-def _llama(factors: dict[str, Factors], run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> dict[str, Factors]:
+def _llama(
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+) -> dict[str, ForeignPair]:
     """Splits fused queries, keys and values, or gate and up; each part keeps the A of the whole."""
     heads = Heads(sizes.queries, sizes.keys, sizes.dim)
-    apart: dict[str, Factors] = {}
+    apart: dict[str, ForeignPair] = {}
     for module, own in factors.items():
         name = f"{module}.weight"
         if not any(sign.fullmatch(name) for sign, _ in FUSED):
@@ -158,9 +160,11 @@ def _unfused(run: RunConfig, name: str, rows: LazyTensor, heads: Heads) -> Mappi
     return unfuse(run, {name: rows}, heads)
 
 
-def _glm(factors: dict[str, Factors], run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> dict[str, Factors]:
+def _glm(
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+) -> dict[str, ForeignPair]:
     heads = Heads(sizes.queries, sizes.keys, sizes.dim)
-    apart: dict[str, Factors] = {}
+    apart: dict[str, ForeignPair] = {}
     for module, own in factors.items():
         root = module.removesuffix(FUSED_GLM)
         parts = split_qkv(own.b, heads, "plain") if root != module else []
@@ -179,12 +183,16 @@ def _glm(factors: dict[str, Factors], run: RunConfig, sizes: Sizes, table: Mappi
     return join_modules(placed, sides, "mlp.gate_up_proj", (sizes.inner, sizes.inner), run.source)
 
 
-def _gpt2(factors: dict[str, Factors], run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> dict[str, Factors]:
+def _gpt2(
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+) -> dict[str, ForeignPair]:
     placed = renamed(factors, table, run.source, DESCRIPTION)
     return join_modules(placed, DENSE, "c_attn", sizes.attention, run.source)
 
 
-def _bloom(factors: dict[str, Factors], run: RunConfig, sizes: Sizes, table: Mapping[str, str]) -> dict[str, Factors]:
+def _bloom(
+    factors: dict[str, ForeignPair], run: RunConfig, sizes: LayerSizes, table: Mapping[str, str]
+) -> dict[str, ForeignPair]:
     plain = {module.removeprefix("transformer."): own for module, own in factors.items()}
     counts = [sizes.dim] * 3
     return join_modules(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from llmconv.convert.adapters.weighted_sum import LowRank, add_low_rank
+from llmconv.convert.adapters.weighted_sum import LoraProduct, add_products
 from llmconv.convert.formats.mindformers.config import RunConfig
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.tensors import LazyTensor
@@ -66,4 +66,4 @@ def _merged(
             f"B·A is {list(b.shape)}·{list(a.shape)}",
             hint="the pairs, or `lora_rank` of the configuration, belong to another run",
         )
-    return add_low_rank(base, [LowRank(a, b, alpha / rank)], base.dtype)
+    return add_products(base, [LoraProduct(a, b, alpha / rank)], base.dtype)

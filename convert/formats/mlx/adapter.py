@@ -15,7 +15,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up
+from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up
 from llmconv.convert.algebra.operations import listing
 from llmconv.convert.algebra.transpose import transposed
 from llmconv.convert.models.blueprint.names import EMBEDDINGS
@@ -122,7 +122,7 @@ def _invalid(name: str, value: Any) -> MalformedInput:
 
 def _factors(
     tensors: Mapping[str, LazyTensor], kind: str, source: str
-) -> tuple[dict[str, Factors], dict[str, LazyTensor]]:
+) -> tuple[dict[str, ForeignPair], dict[str, LazyTensor]]:
     """The factors of linear layers, and the tensors of embeddings in PEFT's names."""
     unknown = [name for name in tensors if not FACTOR.fullmatch(name)]
     if unknown:

@@ -15,7 +15,7 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import AdapterFormat
-from llmconv.convert.adapters.other_tools.factors import Factors, as_adapter, pair_up, renamed, unplaced
+from llmconv.convert.adapters.other_tools.factors import ForeignPair, as_adapter, pair_up, renamed, unplaced
 from llmconv.convert.adapters.other_tools.joining import join_modules
 from llmconv.convert.adapters.other_tools.layer_sizes import sizes_of
 from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
@@ -105,8 +105,8 @@ def _family(base: Checkpoint) -> TorchtuneFamily:
 
 
 def _placed(
-    factors: Mapping[str, Factors], family: TorchtuneFamily, base: Checkpoint, source: str
-) -> dict[str, Factors]:
+    factors: Mapping[str, ForeignPair], family: TorchtuneFamily, base: Checkpoint, source: str
+) -> dict[str, ForeignPair]:
     """The factors by the base's modules, with rows in its order."""
     placed = renamed(factors, MODULES, source, "a torchtune adapter")
     sizes = sizes_of(base)

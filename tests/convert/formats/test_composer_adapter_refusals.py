@@ -106,7 +106,7 @@ MISSHAPED = {
         torch.ones(64, 5),
         "A of `model.layers.0.self_attn.q_proj` has rank 4, B has rank 5",
     ),
-    "of another model": ("lora_B", torch.ones(63, 4), "in the base it has shape [64, 64]"),
+    "of another model": ("lora_B", torch.ones(63, 4), "got [64, 64] in the base"),
     "not gathered": ("lora_A", torch.ones(0), "saved before they were gathered"),
     "not finite": ("lora_A", torch.full((4, 64), torch.nan), "values that are not finite"),
 }
