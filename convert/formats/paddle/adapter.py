@@ -14,19 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmconv.checkpoint import read_json
 from llmconv.convert.adapters.adapter import Adapter, Pair, check
 from llmconv.convert.adapters.lora.config import LoraConfig, parse_config
 from llmconv.convert.adapters.other_tools import AdapterFormat
+from llmconv.convert.adapters.other_tools.joining import padded_columns
 from llmconv.convert.algebra.operations import concat, listing
 from llmconv.convert.formats.paddle.apply_rules import converted, numbered
 from llmconv.convert.formats.paddle.config import number, to_config
 from llmconv.convert.formats.paddle.names import FAMILIES, PaddleFamily, TensorRule
 from llmconv.convert.formats.paddle.read import open_rank_files
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from llmconv.tensors import Array, DType, LazyTensor
+from llmconv.tensors import LazyTensor
 
 CONFIG = "lora_config.json"
 FILE = re.compile(r"lora_model_state(?:\.(?:tp(\d{2,3}))?_?(?:pp(\d{2,3}))?)?\.pdparams")
@@ -224,21 +223,9 @@ def _joined(
     blocks, column = [], 0
     for name in modules:
         part = parts.get(name)
-        blocks.append(_padded(part.b if part else None, column, (first.b.shape[0], rank), first.b.dtype))
+        blocks.append(padded_columns(part.b if part else None, column, (first.b.shape[0], rank), first.b.dtype))
         column += part.rank if part else 0
     return Pair(concat([pair.a for pair in parts.values()], 0), concat(blocks, 0))
-
-
-def _padded(part: LazyTensor | None, column: int, shape: tuple[int, int], dtype: DType) -> LazyTensor:
-    """Zeros of `shape` that contain `part` from `column` on."""
-
-    def rows(start: int, stop: int) -> Array:
-        whole = np.zeros((stop - start, shape[1]), dtype.numpy)
-        if part is not None:
-            whole[:, column : column + part.shape[1]] = part.rows(start, stop)
-        return whole
-
-    return LazyTensor(dtype, shape, rows)
 
 
 ADAPTER = AdapterFormat(
